@@ -1,0 +1,27 @@
+"""Fused flat-buffer optimizers, sharded over data-parallel ranks on HCCL, NCCL and gloo."""
+
+from shardfuse.config import ShardConfig
+from shardfuse.optim import (
+    MemorySummary,
+    ShardedAdam,
+    ShardedAdamW,
+    ShardedBertAdam,
+    ShardedLamb,
+    ShardedOptimizer,
+    ShardedSGD,
+)
+from shardfuse.scaling import ShardedGradScaler
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MemorySummary",
+    "ShardConfig",
+    "ShardedAdam",
+    "ShardedAdamW",
+    "ShardedBertAdam",
+    "ShardedGradScaler",
+    "ShardedLamb",
+    "ShardedOptimizer",
+    "ShardedSGD",
+]

@@ -1,0 +1,84 @@
+"""The collectives that shardfuse needs, as a protocol, and their one-rank form."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+
+ReduceOp = Literal["sum", "max"]
+
+
+class Handle(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> None:
+        """Order the current stream (on CPU: this thread) after the collective; idempotent."""
+
+
+class Communicator(Protocol):
+    """Collectives over a group of ranks, on contiguous 1-D tensors of one dtype and device.
+
+    Every rank of the group must make the same calls in the same order with the same sizes. The
+    returned handle keeps the tensors alive; an output holds its value only after ``wait()``.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
+        """Sum ``input`` (world_size * n,) over ranks; write part ``rank`` into ``output`` (n,).
+
+        ``input`` is left as it is.
+        """
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
+        """Write every rank's ``input`` (n,) into ``output`` (world_size * n,), in rank order.
+
+        ``input`` may be the slice of ``output`` that it will be written to.
+        """
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
+        """Reduce ``tensor`` (n,) over ranks, in place."""
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Handle:
+        """Overwrite ``tensor`` (n,) by that of group rank ``src``, in place."""
+
+
+class Done:
+    """The handle of a collective that finished when it was called."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class SingleRank:
+    """A group of one rank: the same calls, no communication."""
+
+    rank = 0
+    world_size = 1
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
+        """Copy ``input`` into ``output`` unless they are the same memory."""
+        if output.data_ptr() != input.data_ptr():
+            output.copy_(input)
+        return Done()
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
+        """Copy ``input`` into ``output`` unless they are the same memory."""
+        if output.data_ptr() != input.data_ptr():
+            output.copy_(input)
+        return Done()
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
+        """Leave ``tensor`` as it is."""
+        return Done()
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Handle:
+        """Leave ``tensor`` as it is."""
+        return Done()

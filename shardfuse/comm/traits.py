@@ -1,0 +1,28 @@
+"""Facts about torch.distributed backends that change how a collective is called."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BackendTraits:
+    """What a backend allows, beyond SUM and MAX on contiguous tensors that all of them have."""
+
+    in_place_all_gather: bool
+    """The input may be a slice of the output."""
+
+
+_TRAITS = {
+    "gloo": BackendTraits(in_place_all_gather=True),
+    "nccl": BackendTraits(in_place_all_gather=True),
+}
+
+_CAUTIOUS = BackendTraits(in_place_all_gather=False)
+"""HCCL's documents can be read as forbidding overlap of send and receive buffers: it gets a staged
+copy until the in-place form has been run on hardware, and so does any backend not listed."""
+
+
+def traits_of(backend: str) -> BackendTraits:
+    """Return the traits of ``backend``, a name as ``torch.distributed.get_backend`` gives it."""
+    return _TRAITS.get(backend, _CAUTIOUS)

@@ -1,0 +1,84 @@
+"""How the flat buffers are sharded: one frozen, validated record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import torch
+
+KernelChoice = Literal["auto", "eager", "compile"]
+
+_GRAD_SYNC_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardConfig:
+    """Every choice about sharding, its communication and its kernels.
+
+    A plain dict with the same keys is accepted wherever a ``ShardConfig`` is, so that it fits in a
+    JSON file; dtypes may then be written as strings (``"float32"``).
+
+    Raises:
+        TypeError: an unknown key, or a value of the wrong type.
+        ValueError: a value out of range.
+    """
+
+    stage: int = 1
+    """ZeRO stage. 1: moments and fp32 masters are sharded, gradients live in a full flat buffer."""
+
+    process_group: Any = None
+    """Ranks to shard over; None is the default group, or this process alone where there is none."""
+
+    bucket_cap_mb: float = 25.0
+    """Upper bound of one collective's payload in MiB; 25 was the fastest measured on gloo."""
+
+    grad_sync_dtype: torch.dtype | None = None
+    """Dtype gradients are summed in on the wire; None is the parameter's own dtype."""
+
+    broadcast_params: bool = True
+    """Copy the first rank's parameter values to all ranks at construction."""
+
+    kernel: KernelChoice = "auto"
+    """eager: over cache-sized tiles; compile: torch.compile; auto: picks, and logs the reason."""
+
+    def __post_init__(self) -> None:
+        if self.stage != 1:
+            raise ValueError(f"Invalid stage: {self.stage}. Only stage=1 is implemented.")
+        if isinstance(self.bucket_cap_mb, bool) or not isinstance(self.bucket_cap_mb, int | float):
+            raise TypeError(f"bucket_cap_mb must be a number of MiB, got {self.bucket_cap_mb!r}.")
+        if not 0 < self.bucket_cap_mb < float("inf"):
+            raise ValueError(f"Invalid bucket_cap_mb: {self.bucket_cap_mb}. Must be > 0 MiB.")
+        if not isinstance(self.broadcast_params, bool):
+            raise TypeError(f"broadcast_params must be a bool, got {self.broadcast_params!r}.")
+        if self.grad_sync_dtype is not None and self.grad_sync_dtype not in _GRAD_SYNC_DTYPES:
+            names = ", ".join(str(dtype) for dtype in _GRAD_SYNC_DTYPES)
+            raise ValueError(
+                f"Invalid grad_sync_dtype: {self.grad_sync_dtype}. Use one of {names}."
+            )
+        if self.kernel not in get_args(KernelChoice):
+            raise ValueError(
+                f"Invalid kernel: {self.kernel!r}. Use one of {get_args(KernelChoice)}."
+            )
+
+    @classmethod
+    def of(cls, value: ShardConfig | Mapping[str, Any] | None) -> ShardConfig:
+        """Return ``value`` as a ShardConfig: itself, built from a plain dict, or the defaults."""
+        if value is None:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise TypeError(
+                f"sharding must be a ShardConfig or a dict, got {type(value).__name__}."
+            )
+        options = dict(value)
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise TypeError(f"Unknown sharding options {unknown}. Known: {known}.")
+        dtype = options.get("grad_sync_dtype")
+        if isinstance(dtype, str):
+            options["grad_sync_dtype"] = getattr(torch, dtype.removeprefix("torch."), dtype)
+        return cls(**options)

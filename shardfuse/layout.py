@@ -1,0 +1,270 @@
+"""Integer geometry of the flat buffers: blocks, buckets, shards, fragments.
+
+Nothing here holds a tensor or talks to another rank; a layout can be printed, hashed, compared, and
+built for thousands of ranks on a laptop.
+
+    flat      | p0 ....pad| p1 pad| p2 ..............pad|   tail pad  |
+    blocks    |b0|b1|b2|b3|b4|b5  |b6|b7|b8|b9|b10 |b11 |             |   BLOCK elements each
+    buckets   |<------- bucket 0 ------->|<------- bucket 1 --------->|   one collective each
+    shards    |<- rank 0 ->|<- rank 1 -->|<- rank 0 ->|<-- rank 1 --->|   whole blocks
+
+* A flat holds the parameters of one (group, policy, dtype, device, frozen): each kernel call has
+  one set of hyper-parameters. Order is the reverse of registration, because gradients become ready
+  in that order; it is the same on every rank by construction.
+* Every parameter starts on a block boundary and a shard is whole blocks, so every block belongs to
+  exactly one parameter (or to the tail padding) and to exactly one rank.
+* A bucket is a range of a flat, not a set of parameters: buckets are equal in size, a large tensor
+  is cut, and only the last one carries tail padding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+BLOCK = 1024
+"""Elements per block; at 2 bytes or more this keeps every shard 512-byte aligned (Ascend)."""
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes per element of the parameter dtypes that a flat may have."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is >= ``value``."""
+    return -(-value // multiple) * multiple
+
+
+def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Return ``stride`` if it fills ``shape`` without gaps or overlap, else the contiguous one."""
+    expected = 1
+    for size, step in sorted(zip(shape, stride, strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size == 1:
+            continue
+        if step != expected:
+            break
+        expected *= size
+    else:
+        return tuple(stride)
+    contiguous = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        contiguous[dim] = contiguous[dim + 1] * max(shape[dim + 1], 1)
+    return tuple(contiguous)
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """What the layout needs to know of one parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    device: str
+    group: int
+    policy: str = ""
+    frozen: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def key(self) -> tuple[int, str, str, str, bool]:
+        """Parameters with equal keys share a flat."""
+        return (self.group, self.policy, self.dtype, self.device, self.frozen)
+
+    def describe(self) -> str:
+        """Return one line that tells this parameter from another, the same on all ranks."""
+        device_type = self.device.partition(":")[0]
+        text = f"{self.name} {self.shape} {self.dtype} on {device_type} in group {self.group}"
+        if self.policy:
+            text += f" policy {self.policy}"
+        if self.frozen:
+            text += " requires_grad=False"
+        return f"{text} stride {self.stride}"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A parameter's place in a flat: elements [start, start + numel)."""
+
+    param: int
+    start: int
+    numel: int
+
+    @property
+    def stop(self) -> int:
+        """End of the slot with its padding, in elements of the flat."""
+        return self.start + round_up(self.numel, BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One collective's range of a flat: elements [start, start + numel), numel a multiple of W."""
+
+    index: int
+    flat: int
+    start: int
+    numel: int
+    shard_numel: int
+
+    def shard_start(self, rank: int) -> int:
+        """Start of ``rank``'s shard, in elements of the flat."""
+        return self.start + rank * self.shard_numel
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Slot intersected with shard: the unit of checkpoints and of per-tensor norms.
+
+    ``param_start`` counts elements of the parameter in its storage order and does not depend on the
+    world size; ``shard_start`` counts elements of the bucket's shard.
+    """
+
+    param: int
+    bucket: int
+    param_start: int
+    shard_start: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """One contiguous 1-D buffer of ``numel`` elements, padding included."""
+
+    index: int
+    group: int
+    policy: str
+    dtype: str
+    device: str
+    frozen: bool
+    numel: int
+    slots: tuple[Slot, ...]
+    buckets: tuple[Bucket, ...]
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """All flats of one optimizer over ``world_size`` ranks."""
+
+    world_size: int
+    bucket_nbytes: int
+    specs: tuple[ParamSpec, ...]
+    flats: tuple[Flat, ...]
+
+    @classmethod
+    def empty(cls, *, world_size: int, bucket_nbytes: int) -> FlatLayout:
+        """Return the layout of no parameters."""
+        if world_size < 1:
+            raise ValueError(f"Invalid world_size: {world_size}. Must be >= 1.")
+        if bucket_nbytes < 1:
+            raise ValueError(f"Invalid bucket_nbytes: {bucket_nbytes}. Must be >= 1 byte.")
+        return cls(world_size, bucket_nbytes, (), ())
+
+    @classmethod
+    def build(
+        cls, specs: Sequence[ParamSpec], *, world_size: int, bucket_nbytes: int = 25 << 20
+    ) -> FlatLayout:
+        """Lay out ``specs`` in buckets of at most ``bucket_nbytes`` (at least a block per rank)."""
+        return cls.empty(world_size=world_size, bucket_nbytes=bucket_nbytes).extended(specs)
+
+    def extended(self, specs: Sequence[ParamSpec]) -> FlatLayout:
+        """Return this layout with flats for ``specs`` appended; existing flats do not move."""
+        by_key: dict[tuple[int, str, str, str, bool], list[int]] = {}
+        for index, spec in enumerate(specs, start=len(self.specs)):
+            if spec.dtype not in ITEMSIZE:
+                raise TypeError(
+                    f"Parameter {spec.name} has dtype {spec.dtype}; use {list(ITEMSIZE)}."
+                )
+            by_key.setdefault(spec.key, []).append(index)
+        all_specs = (*self.specs, *specs)
+        flats = list(self.flats)
+        num_buckets = len(self.buckets)
+        for members in by_key.values():
+            flat = self._lay_flat(all_specs, members, len(flats), num_buckets)
+            num_buckets += len(flat.buckets)
+            flats.append(flat)
+        return FlatLayout(self.world_size, self.bucket_nbytes, all_specs, tuple(flats))
+
+    def _lay_flat(
+        self, specs: Sequence[ParamSpec], members: list[int], index: int, first_bucket: int
+    ) -> Flat:
+        slots = []
+        used = 0
+        for param in reversed(members):
+            slot = Slot(param, used, specs[param].numel)
+            slots.append(slot)
+            used = slot.stop
+        spec = specs[members[0]]
+        unit = self.world_size * BLOCK
+        num_units = -(-used // unit)
+        cap_units = max(1, self.bucket_nbytes // (unit * ITEMSIZE[spec.dtype]))
+        num_buckets = -(-num_units // cap_units)
+        buckets = []
+        for i in range(num_buckets):
+            start = num_units * i // num_buckets * unit
+            numel = num_units * (i + 1) // num_buckets * unit - start
+            buckets.append(Bucket(first_bucket + i, index, start, numel, numel // self.world_size))
+        return Flat(
+            index=index,
+            group=spec.group,
+            policy=spec.policy,
+            dtype=spec.dtype,
+            device=spec.device,
+            frozen=spec.frozen,
+            numel=num_units * unit,
+            slots=tuple(slots),
+            buckets=tuple(buckets),
+        )
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """All buckets in the order in which their collectives are launched."""
+        return tuple(bucket for flat in self.flats for bucket in flat.buckets)
+
+    def fragments(self, flat: Flat, rank: int) -> Iterator[Fragment]:
+        """Yield ``rank``'s fragments of ``flat`` in buffer order; empty parameters have none."""
+        first = 0
+        for bucket in flat.buckets:
+            shard_start = bucket.shard_start(rank)
+            shard_stop = shard_start + bucket.shard_numel
+            while first < len(flat.slots) and flat.slots[first].stop <= shard_start:
+                first += 1
+            for slot in flat.slots[first:]:
+                if slot.start >= shard_stop:
+                    break
+                start = max(slot.start, shard_start)
+                stop = min(slot.start + slot.numel, shard_stop)
+                if stop > start:
+                    yield Fragment(
+                        param=slot.param,
+                        bucket=bucket.index,
+                        param_start=start - slot.start,
+                        shard_start=start - shard_start,
+                        numel=stop - start,
+                    )
+
+    def digest(self) -> bytes:
+        """Return 32 bytes that differ wherever two ranks could not communicate."""
+        text = [f"block {BLOCK} world {self.world_size} bucket {self.bucket_nbytes}"]
+        text += [spec.describe() for spec in self.specs]
+        return hashlib.sha256("\n".join(text).encode()).digest()
+
+    def describe(self) -> str:
+        """Return a printable table: one line per flat, sizes in elements."""
+        lines = [f"{len(self.specs)} params over {self.world_size} ranks, block {BLOCK}"]
+        for flat in self.flats:
+            numel = sum(slot.numel for slot in flat.slots)
+            frozen = " frozen" if flat.frozen else ""
+            lines.append(
+                f"flat {flat.index}: group {flat.group} {flat.policy or 'default'} {flat.dtype} "
+                f"{flat.device}{frozen}, {len(flat.slots)} params, {numel} elements "
+                f"+ {flat.numel - numel} padding, {len(flat.buckets)} buckets"
+            )
+        return "\n".join(lines)

@@ -1,0 +1,384 @@
+"""ShardedOptimizer: composes layout, storage, communication and a rule's math into a step.
+
+step():  pack -> [norms -> all_reduce -> clip] -> for each bucket: reduce-scatter, update,
+         all-gather -> wait
+LAMB:    the update is two passes over the shards with one all_reduce of the per-parameter sums
+         between them, and gathering starts in the second
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from shardfuse.agreement import agree
+from shardfuse.comm import communicator_for
+from shardfuse.config import ShardConfig
+from shardfuse.layout import BLOCK, FlatLayout
+from shardfuse.optim import intake, state_io
+from shardfuse.optim.flat_state import FlatState
+from shardfuse.optim.kernels import Kernels
+from shardfuse.optim.memory import MemorySummary
+from shardfuse.optim.update import Rule, Updater
+from shardfuse.sync import GradSync, ParamSync
+
+logger = logging.getLogger("shardfuse")
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose states are partitioned over ranks (ZeRO stage 1).
+
+    Building it moves every parameter into a flat buffer (same tensors, same values) and is a
+    collective call: all ranks of the group build it alike, after the model is on its device.
+    Gradients accumulate locally in ``p.grad``; ``step()`` takes their mean over ranks, updates this
+    rank's shard and gathers the parameters. Subclasses give the rule and the defaults.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or group dicts holding either.
+        defaults: hyper-parameters of groups that do not have their own.
+        make_rule: builds the rule; its errors are raised on all ranks.
+        sharding: a ShardConfig or a plain dict with its keys.
+
+    Raises:
+        ValueError: a hyper-parameter out of range, or ranks that disagree.
+        TypeError: a parameter that is not a dense fp32, fp16 or bf16 tensor.
+        RuntimeError: another rank failed to build the optimizer.
+    """
+
+    layout: FlatLayout
+    """Where every parameter lies; grows by add_param_group()."""
+
+    _rule: Rule
+    _built = False
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        make_rule: Callable[[], Rule],
+        sharding: ShardConfig | Mapping[str, Any] | None,
+    ) -> None:
+        error: Exception | None = None
+        self._config = ShardConfig()
+        try:
+            self._config = ShardConfig.of(sharding)
+            self._rule = make_rule()
+            super().__init__(params, defaults)
+            self._device = intake.common_device(self.param_groups)
+        except Exception as failure:
+            error = failure
+            self._device = intake.fallback_device()
+        try:
+            self.communicator = communicator_for(self._config.process_group, self._device)
+        except Exception as failure:
+            raise error or failure from None
+        bucket_nbytes = max(1, int(self._config.bucket_cap_mb * (1 << 20)))
+        self.layout = FlatLayout.empty(
+            world_size=self.communicator.world_size, bucket_nbytes=bucket_nbytes
+        )
+        self._params: list[Tensor] = []
+        self._flats: list[FlatState] = []
+        self._grads = GradSync(self.communicator, self._config.grad_sync_dtype)
+        self._gather = ParamSync(self.communicator)
+        self._clip_coefficient: Tensor | None = None
+        self._consolidated: dict[str, Any] | None = None
+        self._adopt(first_group=0, error=error)
+        self._built = True
+        logger.info("%s: %s\n%s", type(self).__name__, self._config, self.layout.describe())
+
+    # Parameters
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, at any time; collective, like the constructor. See torch.optim.Optimizer."""
+        if not self._built:
+            super().add_param_group(param_group)
+            return
+        error: Exception | None = None
+        first_group = len(self.param_groups)
+        try:
+            super().add_param_group(param_group)
+        except Exception as failure:
+            error = failure
+        try:
+            self._adopt(first_group, error)
+        except Exception:
+            del self.param_groups[first_group:]
+            raise
+
+    def _adopt(self, first_group: int, error: Exception | None) -> None:
+        """Lay out, move and share the parameters of the groups from ``first_group`` on."""
+        entries: list[str] = []
+        added: list[tuple[Tensor, Any]] = []
+        layout = self.layout
+        try:
+            if error is None:
+                added = intake.read(self.param_groups, first_group, self._rule)
+                layout = layout.extended([spec for _, spec in added])
+                entries = intake.describe(
+                    self.param_groups, first_group, self._rule, self._config, added
+                )
+        except Exception as failure:
+            error = failure
+        agree(self.communicator, self._device, entries, error)
+        num_old = len(self._flats)
+        self.layout = layout
+        self._params += [param for param, _ in added]
+        rank = self.communicator.rank
+        for flat in layout.flats[num_old:]:
+            members = [slot.param for slot in flat.slots]
+            state = FlatState(
+                flat,
+                [self._params[param] for param in members],
+                [layout.specs[param] for param in members],
+                fragments=layout.fragments(flat, rank),
+                rank=rank,
+            )
+            self._flats.append(state)
+            if self._config.broadcast_params:
+                self._gather.broadcast(state.params_buffer)
+        self._gather.finish()
+        self._wake([state for state in self._flats[num_old:] if not state.flat.frozen])
+
+    def _wake(self, states: list[FlatState]) -> None:
+        """Give flats gradients and states; frozen ones have none until they are unfrozen."""
+        for state in states:
+            self._grads.attach(state.flat, state.params, state.specs)
+            state.allocate(self._rule.state_names(self.param_groups[state.flat.group]))
+        awake = [state for state in self._flats if self._grads.has(state.flat)]
+        kernels = Kernels(
+            self._rule,
+            block=BLOCK,
+            kernel=self._config.kernel,
+            device=self._device,
+            shard_numel=sum(b.shard_numel for state in awake for b in state.flat.buckets),
+        )
+        self._updater = Updater(
+            self._rule,
+            self.param_groups,
+            self._flats,
+            comm=self.communicator,
+            grads=self._grads,
+            gather=self._gather,
+            kernels=kernels,
+        )
+
+    def rebind(self) -> None:
+        """Take parameters that were re-allocated (``.data =``, ``.to()``) back into the buffers.
+
+        Their present values are kept. Local: call it on every rank.
+
+        Raises:
+            TypeError: a parameter has moved to another device or dtype; build a new optimizer.
+        """
+        for state in self._flats:
+            state.bind()
+
+    def _check_params(self) -> None:
+        """Raise if what the groups hold is no longer what the flat buffers hold."""
+        comm = self.communicator
+        where = "" if comm.world_size == 1 else f"[rank {comm.rank}] "
+        members = [param for group in self.param_groups for param in group["params"]]
+        same = len(members) == len(self._params) and all(
+            member is param for member, param in zip(members, self._params, strict=True)
+        )
+        if not same:
+            raise RuntimeError(
+                f"{where}param_groups hold other parameters than the optimizer was built with. Use "
+                "add_param_group() to add some, or build a new optimizer; a wrapper that replaces "
+                "parameters by copies cannot be used."
+            )
+        moved = [name for state in self._flats for name in state.moved()]
+        if moved:
+            names = ", ".join(moved[:3]) + (", ..." if len(moved) > 3 else "")
+            raise RuntimeError(
+                f"{where}{len(moved)} parameters were re-allocated since the optimizer was built "
+                f"({names}), so that updates would not reach the model. Call opt.rebind() after "
+                "moving them, on every rank."
+            )
+
+    def memory_summary(self) -> MemorySummary:
+        """Return the bytes held on this rank for parameters, gradients and states."""
+        state_nbytes = sum(state.state_nbytes for state in self._flats)
+        return MemorySummary(
+            world_size=self.communicator.world_size,
+            num_buckets=len(self.layout.buckets),
+            param_nbytes=sum(state.params_buffer.data.nbytes for state in self._flats),
+            grad_nbytes=self._grads.nbytes,
+            state_nbytes=state_nbytes,
+            unsharded_state_nbytes=state_nbytes * self.communicator.world_size,
+        )
+
+    # Gradients
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, to None or to zero."""
+        self._clip_coefficient = None
+        self._grads.zero(set_to_none)
+        for state in self._flats:
+            if not self._grads.has(state.flat):
+                for param in state.params:
+                    param.grad = None
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate without communication, as under DistributedDataParallel.
+
+        At stage 1 gradients are only ever communicated by ``step()``, so this changes nothing.
+        """
+        yield
+
+    @torch.no_grad()
+    def grad_norm(self) -> Tensor:
+        """Return the L2 norm of the mean gradient over all parameters, () fp32. Collective.
+
+        Where clip_grad_norm() was called before, the norm is that of the clipped gradient.
+        """
+        self._begin()
+        norm = self._updater.square_norms().sum().sqrt()
+        return norm if self._clip_coefficient is None else norm * self._clip_coefficient
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale the mean gradient of the next step() to an L2 norm of at most ``max_norm``.
+
+        Collective; call it after backward and before step(). ``p.grad`` itself is not changed.
+        The factor is ``min(1, max_norm / (norm + 1e-6))``, as in torch.nn.utils.
+
+        Returns:
+            The norm before clipping, () fp32.
+
+        Raises:
+            ValueError: ``max_norm`` is not above 0.
+        """
+        if not max_norm > 0:
+            raise ValueError(f"Invalid max_norm: {max_norm}. Must be > 0.")
+        norm = self.grad_norm()
+        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        before = self._clip_coefficient
+        self._clip_coefficient = coefficient if before is None else before * coefficient
+        return norm
+
+    # The step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters from the mean gradient over ranks. Collective.
+
+        Parameters without a gradient on every rank are left untouched; one without a gradient on
+        this rank only counts as zero here. ``p.grad`` is not changed.
+
+        Args:
+            closure: called first, with gradients enabled; its result is returned.
+
+        Raises:
+            RuntimeError: parameters were re-allocated or replaced, a gradient is sparse, or
+                backward() was called between clip_grad_norm() and step().
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._clip_coefficient is not None and not self._grads.is_reduced:
+            self._clip_coefficient = None
+            raise RuntimeError(
+                "Gradients changed between clip_grad_norm() and step(). Clip once, after the last "
+                "backward() of the step."
+            )
+        self._begin()
+        self._consolidated = None
+        with record_function("shardfuse::step"):
+            self._updater.run(self._clip_coefficient)
+            self._gather.finish()
+        self._grads.release()
+        self._clip_coefficient = None
+        return loss
+
+    def _begin(self) -> None:
+        """Check and pack what the next collectives need."""
+        self._check_params()
+        woken = []
+        for state in self._flats:
+            if not self._grads.has(state.flat):
+                if any(p.requires_grad or p.grad is not None for p in state.params):
+                    woken.append(state)
+                continue
+            names = self._rule.state_names(self.param_groups[state.flat.group])
+            if state.allocate(names) and not self._rule.counts_steps:
+                # Momentum was set above 0 later: its first update comes now.
+                state.set_steps({slot.param: 0 for slot in state.flat.slots})
+        if woken:
+            self._wake(woken)
+        self._grads.pack()
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's ordinary state dict: full per-parameter tensors, on the CPU.
+
+        With one rank this needs no other call. With several, consolidate_state_dict() has to be
+        called first, on all ranks; this method itself never communicates.
+
+        Raises:
+            RuntimeError: the state is not consolidated on this rank.
+        """
+        if self.communicator.world_size == 1:
+            self.consolidate_state_dict(to=0)
+        if self._consolidated is None:
+            raise RuntimeError(
+                "The optimizer state is sharded and not consolidated on this rank. Call "
+                "opt.consolidate_state_dict(to=rank) on all ranks after the last step() and "
+                "state_dict() on that one; or save opt.sharded_state_dict() on all ranks with "
+                "torch.distributed.checkpoint."
+            )
+        return self._consolidated
+
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Bring the full state to rank ``to`` of the group, for state_dict(). Collective.
+
+        Goes bucket by bucket into CPU memory; ``to=None`` is every rank. Valid until the next step.
+        """
+        if to is not None and not 0 <= to < self.communicator.world_size:
+            raise ValueError(
+                f"Invalid rank to: {to}. The group has {self.communicator.world_size} ranks."
+            )
+        self._consolidated = state_io.consolidate(
+            self.communicator, self.layout, self._flats, self.param_groups, self._rule, to
+        )
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load torch's ordinary state dict, saved at any world size. Local: on every rank.
+
+        Takes over hyper-parameters, steps and this rank's part of the states, without casting them
+        to the parameters' dtype. Dicts of the torch optimizer of the same name are accepted.
+
+        Raises:
+            ValueError: groups, shapes or states that do not fit; nothing is loaded then.
+        """
+        state_io.restore(self.layout, self._flats, self.param_groups, self._rule, state_dict)
+        self._consolidated = None
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Return this rank's state for torch.distributed.checkpoint. Collective.
+
+        Its tensors alias the state: save them before the next step(). To load, at any world size,
+        pass it to ``torch.distributed.checkpoint.load``, then call load_sharded_state_dict().
+        """
+        return state_io.sharded(self.communicator, self.layout, self._flats, self.param_groups)
+
+    def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Finish loading a sharded_state_dict() that torch.distributed.checkpoint has filled."""
+        state_io.load_sharded(self.layout, self._flats, self.param_groups, self._rule, state_dict)
+        self._consolidated = None
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled or deep-copied: its buffers are the model's "
+            "parameters. Save state_dict(), and build a new optimizer for a copied model."
+        )

@@ -1,0 +1,154 @@
+"""What one rank holds of one flat: parameters, fp32 master, states, step counters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardfuse.buffers import FlatBuffer, ShardArena
+from shardfuse.layout import BLOCK, Bucket, Flat, Fragment, ParamSpec, round_up
+from shardfuse.optim.kernels import Span
+
+MASTER_DTYPE = torch.float32
+
+
+class FlatState:
+    """Storage of one flat on one rank; nothing here communicates or computes an update.
+
+    Building it moves the parameters: each becomes a view of the flat buffer, of the same values.
+
+    Args:
+        flat, fragments: geometry, and this rank's part of it.
+        params, specs: the parameters in slot order.
+        rank: rank in the shard group.
+    """
+
+    params_buffer: FlatBuffer  # all ranks' shards; the model's own tensors
+    masters: ShardArena | None  # fp32 shards of low-precision parameters, else None
+    states: dict[str, ShardArena]  # fp32 shards by state name
+
+    def __init__(
+        self,
+        flat: Flat,
+        params: Sequence[Tensor],
+        specs: Sequence[ParamSpec],
+        *,
+        fragments: Iterable[Fragment],
+        rank: int,
+    ) -> None:
+        self.flat = flat
+        self.params = params
+        self.specs = specs
+        self.rank = rank
+        self.fragments: dict[int, list[Fragment]] = {bucket.index: [] for bucket in flat.buckets}
+        for fragment in fragments:
+            self.fragments[fragment.bucket].append(fragment)
+        self.device, dtype = params[0].device, params[0].dtype
+        self.params_buffer = FlatBuffer(flat, self.device, dtype)
+        self._addresses: list[int] = []
+        self.bind()
+        self.masters = None
+        self.states = {}
+        # Steps are one number while all parameters have the same one, which is the usual case.
+        self._step = 0
+        self._steps: dict[int, int] | None = None
+        self._stepped: set[int] = set()
+
+    def bind(self) -> None:
+        """Make every parameter a view of the flat buffer, keeping its present values."""
+        for position, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
+            view = self.params_buffer.view(position, spec)
+            if param.data_ptr() != view.data_ptr() or param.stride() != view.stride():
+                view.copy_(param.detach())
+                param.data = view
+        self._addresses = [param.data_ptr() for param in self.params]
+
+    def moved(self) -> list[str]:
+        """Return names of parameters that were re-allocated since bind()."""
+        return [
+            spec.name
+            for param, spec, address in zip(self.params, self.specs, self._addresses, strict=True)
+            if param.data_ptr() != address
+        ]
+
+    def allocate(self, names: Iterable[str]) -> bool:
+        """Create the states in ``names`` that do not exist, as zeros; return whether any was."""
+        if self.masters is None and self.params_buffer.data.dtype != MASTER_DTYPE:
+            self.masters = ShardArena(self.flat, self.device, MASTER_DTYPE)
+            for bucket in self.flat.buckets:
+                low = self.params_buffer.shard(bucket, self.rank)
+                self.masters.segment(bucket).copy_(low)
+        new = [name for name in names if name not in self.states]
+        for name in new:
+            self.states[name] = ShardArena(self.flat, self.device, MASTER_DTYPE)
+        return bool(new)
+
+    def tensors(self, bucket: Bucket) -> tuple[Tensor, Tensor | None]:
+        """Return (fp32 master shard, low-precision parameter shard or None) of ``bucket``."""
+        shard = self.params_buffer.shard(bucket, self.rank)
+        return (shard, None) if self.masters is None else (self.masters.segment(bucket), shard)
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of this rank's masters and states."""
+        arenas = [*self.states.values(), *([] if self.masters is None else [self.masters])]
+        return sum(arena.data.nbytes for arena in arenas)
+
+    # Steps
+
+    def step_of(self, param: int) -> int:
+        """Return how many updates ``param`` has had."""
+        return self._step if self._steps is None else self._steps[param]
+
+    def set_steps(self, steps: dict[int, int]) -> None:
+        """Set the update counts of all parameters of the flat."""
+        values = set(steps.values())
+        self._steps = None if len(values) == 1 else dict(steps)
+        self._step = values.pop() if len(values) == 1 else 0
+
+    def spans(self, bucket: Bucket, idle: set[int]) -> list[Span]:
+        """Return what to update in ``bucket``'s shard: runs of blocks at the same step.
+
+        ``idle`` are parameters with no gradient on any rank; they are left out.
+        """
+        num_blocks = bucket.shard_numel // BLOCK
+        if not idle and self._steps is None:
+            return [Span(0, num_blocks, self._step + 1)]
+        spans: list[Span] = []
+        for fragment in self.fragments[bucket.index]:
+            if fragment.param in idle:
+                continue
+            self._stepped.add(fragment.param)
+            start = fragment.shard_start // BLOCK
+            stop = start + round_up(fragment.numel, BLOCK) // BLOCK
+            step = self.step_of(fragment.param) + 1
+            if spans and spans[-1].stop == start and spans[-1].step == step:
+                start = spans.pop().start
+            spans.append(Span(start, stop, step))
+        return spans
+
+    def advance(self, missing: set[int]) -> None:
+        """Count one update of every parameter but ``missing`` ones that no span contained."""
+        skipped = missing - self._stepped
+        self._stepped.clear()
+        if not skipped and self._steps is None:
+            self._step += 1
+            return
+        params = [slot.param for slot in self.flat.slots]
+        self.set_steps({p: self.step_of(p) + (p not in skipped) for p in params})
+
+
+def idle_params(fragments: Iterable[Fragment], shard: Tensor, missing: set[int]) -> set[int]:
+    """Return those of ``missing`` that no rank had a gradient of, by their part of ``shard``.
+
+    See [Note: absent gradients] in sync.py.
+    """
+    idle = set()
+    for fragment in fragments:
+        if fragment.param in missing:
+            part = shard[fragment.shard_start : fragment.shard_start + fragment.numel]
+            if bool((part.signbit() & (part == 0)).all()):
+                idle.add(fragment.param)
+    return idle

@@ -1,0 +1,159 @@
+"""Runs passes over the spans of a shard and chooses how.
+
+Eager passes go tile by tile: a rule makes temporaries, and in tiles that fit the cache these cost
+no memory traffic. On accelerators tiles only bound the temporaries. Compiled passes fuse the
+temporaries away and take the span whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfuse.optim.kernels import passes
+from shardfuse.optim.kernels.passes import Scale
+from shardfuse.optim.rules import ElementwiseRule, NormRule
+
+logger = logging.getLogger("shardfuse")
+
+CPU_TILE = 64 << 10
+DEVICE_TILE = 16 << 20
+"""Elements per eager tile."""
+
+COMPILE_MIN_NUMEL = 8 << 20
+"""Shards smaller than this do not repay the seconds that a compilation takes."""
+
+Tensors = tuple[Tensor | None, ...]
+Pass = Callable[[Any, Any, Any, Scale, Tensors], None]
+
+
+class Span(NamedTuple):
+    """Blocks [start, stop) of a bucket's shard, all at the same step."""
+
+    start: int
+    stop: int
+    step: int
+
+
+class Kernels:
+    """The passes of one rule on one device.
+
+    Args:
+        rule: the math.
+        block: elements per block.
+        kernel: "eager", "compile" or "auto".
+        device: where the shards are.
+        shard_numel: elements of this rank's shards together; "auto" compiles large ones only.
+    """
+
+    def __init__(
+        self,
+        rule: ElementwiseRule | NormRule,
+        *,
+        block: int,
+        kernel: str,
+        device: torch.device,
+        shard_numel: int,
+    ) -> None:
+        self._rule = rule
+        self._block = block
+        self._tile_rows = (CPU_TILE if device.type == "cpu" else DEVICE_TILE) // block
+        self._device = device
+        self.choice, self.reason = _choose(kernel, device, shard_numel)
+        logger.info("kernel=%s on %s: %s", self.choice, device, self.reason)
+        self._compiled: dict[Pass, Callable[..., None]] = {}
+
+    def elementwise(
+        self, flags: Any, h: tuple[float, ...], scale: Scale, span: Span, tensors: Tensors
+    ) -> None:
+        """Run elementwise_pass on ``tensors`` = (p, g, low, *state), each 1-D, over ``span``."""
+        self._run(passes.elementwise_pass, flags, h, scale, self._rows(span, tensors))
+
+    def direction(
+        self, flags: Any, h: tuple[float, ...], scale: Scale, span: Span, tensors: Tensors
+    ) -> None:
+        """Run direction_pass on ``tensors`` = (sums (k, blocks) or None, p, g, low, *state)."""
+        sums, *flat = tensors
+        sums = None if sums is None else sums[:, span.start : span.stop]
+        rows = (sums, *self._rows(span, flat))
+        self._run(passes.direction_pass, flags, h, scale, rows, first_dim=1)
+
+    def apply(self, flags: Any, h: tuple[float, ...], span: Span, tensors: Tensors) -> None:
+        """Run apply_pass on ``tensors`` = (ratio (blocks,) or None, p, low, *state)."""
+        ratio, *flat = tensors
+        ratio = None if ratio is None else ratio[span.start : span.stop]
+        self._run(passes.apply_pass, flags, h, None, (ratio, *self._rows(span, flat)))
+
+    def square_sum(self, scale: Scale, sums: Tensor, grad: Tensor) -> None:
+        """Write the sum of squares of every block of ``grad`` into ``sums`` (blocks,)."""
+        rows = grad.view(-1, self._block)
+        self._run(passes.square_sum_pass, None, (), scale, (sums, rows))
+
+    def _rows(self, span: Span, tensors: Iterable[Tensor | None]) -> Tensors:
+        start, stop = span.start * self._block, span.stop * self._block
+        return tuple(
+            None if tensor is None else tensor[start:stop].view(-1, self._block)
+            for tensor in tensors
+        )
+
+    def _run(
+        self,
+        function: Pass,
+        flags: Any,
+        h: tuple[float, ...],
+        scale: Scale,
+        tensors: Tensors,
+        first_dim: int = 0,
+    ) -> None:
+        """Run ``function``; rows are along dimension 0, but ``first_dim`` in the first tensor."""
+        if self.choice == "compile" and self._run_compiled(function, flags, h, scale, tensors):
+            return
+        num_rows = next(t.shape[0] for t in tensors[1:] if t is not None)
+        for start in range(0, num_rows, self._tile_rows):
+            length = min(self._tile_rows, num_rows - start)
+            tile = tuple(
+                None if t is None else t.narrow(first_dim if i == 0 else 0, start, length)
+                for i, t in enumerate(tensors)
+            )
+            function(self._rule, flags, h, scale, tile)
+
+    def _run_compiled(
+        self, function: Pass, flags: Any, h: tuple[float, ...], scale: Scale, tensors: Tensors
+    ) -> bool:
+        """Run ``function`` compiled; on a compiler's failure, log it and go eager for good."""
+        compiled = self._compiled.get(function)
+        if compiled is None:
+            compiled = self._compiled[function] = torch.compile(function, dynamic=True)
+        if isinstance(scale, float):
+            scale = torch.tensor(scale, dtype=torch.float32, device=self._device)
+        scalars = torch.tensor(h, dtype=torch.float32, device=self._device).unbind()
+        try:
+            compiled(self._rule, flags, scalars, scale, tensors)
+        except Exception as error:
+            # Compilation happens before anything is written, so an eager run can take over.
+            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise
+            self.choice, self.reason = "eager", f"torch.compile failed: {error}"
+            logger.warning("kernel=eager on %s: %s", self._device, self.reason)
+            return False
+        return True
+
+
+def _choose(kernel: str, device: torch.device, shard_numel: int) -> tuple[str, str]:
+    """Return ("eager" or "compile", the reason)."""
+    if kernel != "auto":
+        return kernel, "as configured"
+    if shard_numel < COMPILE_MIN_NUMEL:
+        return "eager", f"{shard_numel} elements do not repay a compilation"
+    if device.type == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:
+        return "eager", "no C++ compiler found"
+    if device.type not in ("cpu", "cuda"):
+        return "eager", f"torch.compile is not verified on {device.type}"
+    if device.type == "cuda" and not torch.utils._triton.has_triton():
+        return "eager", "triton is not installed"
+    return "compile", f"{shard_numel} elements in a shard"

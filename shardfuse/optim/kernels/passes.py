@@ -1,0 +1,90 @@
+"""One pass over the tiles of a shard: what is read and written, around the rules' math.
+
+``p`` (rows, BLOCK) is the fp32 master, updated in place. ``low`` is the parameter itself where it
+is of lower precision, else None: an edit made to it since the last step (by a loaded model, say)
+wins over the master, and it is written from the master at the end. ``g`` is the summed gradient in
+any dtype; ``scale`` turns it into the clipped mean, None standing for 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfuse.optim.rules import ElementwiseRule, NormRule
+from shardfuse.optim.rules.base import Scalars
+
+Scale = float | Tensor | None
+
+
+def refresh_master(p: Tensor, low: Tensor) -> None:
+    """Overwrite elements of ``p`` whose rounding is no longer ``low``."""
+    edited = p.to(low.dtype) != low
+    torch.where(edited, low.to(p.dtype), p, out=p)
+
+
+def _mean(g: Tensor, scale: Scale, dtype: torch.dtype) -> Tensor:
+    g = g.to(dtype)
+    return g if scale is None else g * scale
+
+
+def elementwise_pass(
+    rule: ElementwiseRule, flags: Any, h: Scalars, scale: Scale, tensors: tuple[Tensor | None, ...]
+) -> None:
+    """Update ``tensors`` = (p, g, low, *state) by an elementwise rule."""
+    p, g, low, *state = tensors
+    assert p is not None
+    assert g is not None
+    if low is not None:
+        refresh_master(p, low)
+    rule.update(flags, h, p, _mean(g, scale, p.dtype), *state)  # type: ignore[arg-type]
+    if low is not None:
+        low.copy_(p)
+
+
+def direction_pass(
+    rule: NormRule, flags: Any, h: Scalars, scale: Scale, tensors: tuple[Tensor | None, ...]
+) -> None:
+    """Update the states of ``tensors`` = (sums or None, p, g, low, *state) by a norm rule.
+
+    Row sums of the rule's products go into ``sums`` (num_sums, rows).
+    """
+    sums, p, g, low, *state = tensors
+    assert p is not None
+    assert g is not None
+    if low is not None:
+        refresh_master(p, low)
+    rule.moments(flags, h, p, _mean(g, scale, p.dtype), *state)  # type: ignore[arg-type]
+    if sums is not None:
+        u = rule.direction(flags, h, p, *state)  # type: ignore[arg-type]
+        for row, product in zip(sums, rule.products(p, u), strict=True):
+            row.copy_(product.sum(1))
+
+
+def apply_pass(
+    rule: NormRule, flags: Any, h: Scalars, scale: Scale, tensors: tuple[Tensor | None, ...]
+) -> None:
+    """Update ``tensors`` = (ratio or None, p, low, *state) along the direction of a norm rule.
+
+    ``ratio`` is (rows,). The direction is computed again from the moments: reading them costs no
+    more than reading a stored direction would, and no buffer is needed.
+    """
+    ratio, p, low, *state = tensors
+    assert p is not None
+    u = rule.direction(flags, h, p, *state)  # type: ignore[arg-type]
+    rule.apply(h, p, u, None if ratio is None else ratio[:, None])
+    if low is not None:
+        low.copy_(p)
+
+
+def square_sum_pass(
+    rule: None, flags: Any, h: Scalars, scale: Scale, tensors: tuple[Tensor | None, ...]
+) -> None:
+    """Write the row sums of squares of ``tensors`` = (sums, g) into ``sums`` (rows,), in fp32."""
+    sums, g = tensors
+    assert sums is not None
+    assert g is not None
+    g = _mean(g, scale, sums.dtype)
+    sums.copy_((g * g).sum(1))

@@ -1,0 +1,90 @@
+"""ShardedLamb."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardfuse.config import ShardConfig
+from shardfuse.optim.base import ShardedOptimizer
+from shardfuse.optim.rules import LambRule
+from shardfuse.optim.rules.lamb import LambVariant, switches_for
+
+
+class ShardedLamb(ShardedOptimizer):
+    """LAMB with exact per-tensor trust ratios over shards; signature of torch_npu's NpuFusedLamb.
+
+        [g *= min(1, max_grad_norm / norm of all gradients)        with use_global_grad_norm]
+        m = beta1 * m + (1 - beta1) * g;    v = beta2 * v + (1 - beta2) * g^2
+        u = m / (sqrt(v) + eps) + weight_decay * p         (m, v bias-corrected in some variants)
+        p -= lr * min(||p||, clamp_value) / ||u|| * u      (ratio 1 where either norm is 0)
+
+    Norms are those of each whole parameter tensor, wherever it is cut: one all-reduce of 2 floats
+    per parameter, and one more of a few floats with use_global_grad_norm (arXiv 1904.00962). The
+    variants:
+
+        variant   bias correction   clamp_value   ratio where weight decay is 0   exclusions
+        npu       no                10            yes                             none
+        apex      yes               none          no                              none
+        google    yes               none          yes                             LayerNorm, bias
+        paddle    yes               none          no                              none
+
+    Steps at equal lr differ up to tenfold between them: a recipe belongs to its variant.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or group dicts holding either.
+        lr, betas, eps, weight_decay: as in the formula.
+        adam: take every trust ratio as 1. Only variants that correct bias then equal Adam.
+        use_global_grad_norm: clip by the norm over all groups and dtypes. (torch_npu 2.13 raises
+            AttributeError here.) The variants do not switch it on; apex and google clip at 1.
+        variant: preset of the switches below; each of them overrides it unless None.
+        max_grad_norm: bound of the global gradient norm; only with use_global_grad_norm.
+        bias_correction: divide the moments by 1 - beta^t, inside the ratio.
+        clamp_value: upper bound of the weight norm; ``math.inf`` for none.
+        always_adapt: use the ratio also where weight decay is 0 (apex: use_nvlamb).
+        exclude_from_weight_decay: regular expressions; parameters whose names match have no decay.
+        exclude_from_layer_adaptation: likewise, their trust ratio is 1.
+        sharding: a ShardConfig, or a plain dict with its keys.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range or NaN, here or in a group dict; names are
+            needed and not given; or the ranks disagree about the parameters.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0,
+        adam: bool = False,
+        use_global_grad_norm: bool = False,
+        *,
+        variant: LambVariant = "npu",
+        max_grad_norm: float = 1.0,
+        bias_correction: bool | None = None,
+        clamp_value: float | None = None,
+        always_adapt: bool | None = None,
+        exclude_from_weight_decay: Sequence[str] | None = None,
+        exclude_from_layer_adaptation: Sequence[str] | None = None,
+        sharding: ShardConfig | Mapping[str, Any] | None = None,
+    ) -> None:
+        def make_rule() -> LambRule:
+            switches = switches_for(
+                variant,
+                bias_correction=bias_correction,
+                clamp_value=clamp_value,
+                always_adapt=always_adapt,
+                exclude_from_weight_decay=exclude_from_weight_decay,
+                exclude_from_layer_adaptation=exclude_from_layer_adaptation,
+            )
+            return LambRule(
+                switches,
+                adam=adam,
+                use_global_grad_norm=use_global_grad_norm,
+                max_grad_norm=max_grad_norm,
+            )
+
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, make_rule, sharding)

@@ -1,0 +1,156 @@
+"""What an update rule is: state names, per-step scalars, and pure in-place math on tiles.
+
+A tile is a contiguous (rows, BLOCK) fp32 tensor; a row is one block, hence of one parameter. The
+scalars of a call, ``h``, are Python floats when it runs eagerly and 0-D fp32 tensors when it is
+compiled, so that a schedule never recompiles; the same code serves both. ``flags`` holds what
+selects code rather than values and is constant for a flat.
+
+Rules import torch and nothing of shardfuse: they see no buffer and no process group.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+Group = Mapping[str, Any]
+Scalars = Sequence[float | Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """Scale gradients by ``max_norm / (norm + eps)`` where that is below 1.
+
+    ``scope`` tells whose norm: "global" is all parameters of the optimizer, "flat" those of one
+    (group, dtype), as torch_npu's BertAdam does.
+    """
+
+    max_norm: float
+    scope: Literal["global", "flat"]
+    eps: float = 0.0
+
+
+class UpdateRule(ABC):
+    """Hyper-parameters, states and scalars; subclassed by ElementwiseRule and NormRule."""
+
+    counts_steps: ClassVar[bool] = True
+    """Whether checkpoints hold a ``step`` per parameter, as the torch optimizer of this name does.
+
+    Otherwise the step only counts updates of the states, to tell the first from the rest.
+    """
+
+    @abstractmethod
+    def check(self, group: Group) -> None:
+        """Raise ValueError if a hyper-parameter of ``group`` is out of range or NaN."""
+
+    @abstractmethod
+    def state_names(self, group: Group) -> tuple[str, ...]:
+        """Return the names of the fp32 states, in the order in which the math takes them."""
+
+    @abstractmethod
+    def flags(self, group: Group, policy: str) -> Hashable:
+        """Return what selects code for the parameters of one flat."""
+
+    @abstractmethod
+    def scalars(self, group: Group, policy: str, step: int) -> tuple[float, ...]:
+        """Return ``h`` for the ``step``-th update (from 1), computed in double precision."""
+
+    def policy(self, name: str, named: bool, group: Group) -> str:
+        """Return the policy of a parameter; parameters of one group and policy are updated alike.
+
+        ``named`` is False where the user gave no names and ``name`` was made up.
+        """
+        return ""
+
+    def clip(self, group: Group) -> Clip | None:
+        """Return how gradients of ``group`` are clipped before the update."""
+        return None
+
+    def describe(self) -> str:
+        """Return what ranks must agree on besides the groups' hyper-parameters."""
+        return type(self).__name__
+
+
+class ElementwiseRule(UpdateRule):
+    """A rule whose new values depend only on the same element of parameter, gradient, states."""
+
+    @abstractmethod
+    def update(self, flags: Any, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
+        """Update ``p`` and ``state`` in place from the mean gradient ``g``, all (rows, BLOCK)."""
+
+
+class NormRule(UpdateRule):
+    """A rule whose step is scaled per parameter by a ratio of norms over the whole parameter."""
+
+    num_sums: ClassVar[int]
+    """Sums over each parameter that the ratio needs."""
+
+    @abstractmethod
+    def adapts(self, group: Group, policy: str) -> bool:
+        """Return whether ratios are needed; if not, they are taken as 1 and nothing is summed."""
+
+    @abstractmethod
+    def moments(self, flags: Any, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
+        """Update ``state`` in place from the mean gradient ``g``, all (rows, BLOCK)."""
+
+    @abstractmethod
+    def direction(self, flags: Any, h: Scalars, p: Tensor, *state: Tensor) -> Tensor:
+        """Return the direction (rows, BLOCK) of the update; zero where all inputs are zero."""
+
+    @abstractmethod
+    def products(self, p: Tensor, u: Tensor) -> tuple[Tensor, ...]:
+        """Return ``num_sums`` tensors (rows, BLOCK) to be summed over each parameter."""
+
+    @abstractmethod
+    def ratio(self, sums: Tensor) -> Tensor:
+        """Return the ratio per parameter (num_params,) from ``sums`` (num_sums, num_params)."""
+
+    @abstractmethod
+    def apply(self, h: Scalars, p: Tensor, u: Tensor, ratio: Tensor | None) -> None:
+        """Update ``p`` (rows, BLOCK) in place along ``u``; ``ratio`` is (rows, 1) or None for 1."""
+
+
+def as_float(value: Any) -> float:
+    """Return a hyper-parameter, a number or a one-element tensor, as a float."""
+    return float(value)
+
+
+def check_at_least_zero(value: Any, message: str) -> None:
+    """Raise ValueError(message.format(value)) unless ``value >= 0`` (NaN is refused)."""
+    if not as_float(value) >= 0.0:
+        raise ValueError(message.format(value))
+
+
+def check_betas(betas: Any) -> None:
+    """Raise ValueError unless ``betas`` are two numbers in [0, 1)."""
+    if len(betas) != 2:
+        raise ValueError(f"Invalid betas: {betas}. Give two values, (beta1, beta2).")
+    for index, beta in enumerate(betas):
+        if not 0.0 <= as_float(beta) < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+
+
+def check_number(value: Any, message: str) -> None:
+    """Raise ValueError(message.format(value)) if ``value`` is NaN."""
+    if math.isnan(as_float(value)):
+        raise ValueError(message.format(value))
+
+
+def vanishes(eps: Any) -> bool:
+    """Return whether ``eps`` is zero in fp32, so that 0 / (sqrt(0) + eps) would be NaN."""
+    return torch.tensor(as_float(eps), dtype=torch.float32).item() == 0.0
+
+
+def divide(numerator: Tensor, denominator: Tensor, *, guard: bool) -> Tensor:
+    """Return numerator / denominator; with ``guard``, 0 where the denominator is 0.
+
+    The guard keeps padding at zero when eps is 0; it costs a pass, so callers set it only then.
+    """
+    quotient = numerator / denominator
+    return quotient.masked_fill_(denominator == 0, 0.0) if guard else quotient

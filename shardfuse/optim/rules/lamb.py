@@ -1,0 +1,216 @@
+"""LAMB: layer-wise adaptive moments (arXiv 1904.00962), in the variants that are in use."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from shardfuse.optim.rules.base import (
+    Clip,
+    Group,
+    NormRule,
+    Scalars,
+    as_float,
+    check_at_least_zero,
+    check_betas,
+    check_number,
+    divide,
+    vanishes,
+)
+
+LambVariant = Literal["npu", "apex", "google", "paddle"]
+
+NO_DECAY = "no_decay"
+NO_ADAPT = "no_adapt"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LambSwitches:
+    """What the variants of LAMB differ in."""
+
+    bias_correction: bool
+    """Divide the moments by 1 - beta ** step, inside the ratio."""
+
+    clamp_value: float
+    """Upper bound of the weight norm; inf for none."""
+
+    always_adapt: bool
+    """Use the trust ratio also where weight decay is 0."""
+
+    exclude_from_weight_decay: tuple[str, ...] = ()
+    """Regular expressions, searched in parameter names, of parameters with no decay."""
+
+    exclude_from_layer_adaptation: tuple[str, ...] = ()
+    """Regular expressions, searched in parameter names, of parameters with trust ratio 1."""
+
+
+_GOOGLE_EXCLUSIONS = ("LayerNorm", "layer_norm", "bias")
+
+PRESETS: dict[str, LambSwitches] = {
+    # torch_npu NpuFusedLamb; the same as pytorch-lamb.
+    "npu": LambSwitches(bias_correction=False, clamp_value=10.0, always_adapt=True),
+    # apex FusedLAMB with use_nvlamb=False.
+    "apex": LambSwitches(bias_correction=True, clamp_value=math.inf, always_adapt=False),
+    # The reference of the paper's authors, lamb_optimizer_v1.py.
+    "google": LambSwitches(
+        bias_correction=True,
+        clamp_value=math.inf,
+        always_adapt=True,
+        exclude_from_weight_decay=_GOOGLE_EXCLUSIONS,
+        exclude_from_layer_adaptation=_GOOGLE_EXCLUSIONS,
+    ),
+    # paddle.optimizer.Lamb.
+    "paddle": LambSwitches(bias_correction=True, clamp_value=math.inf, always_adapt=False),
+}
+
+
+def switches_for(variant: str, **overrides: object) -> LambSwitches:
+    """Return the preset ``variant`` with every override that is not None applied.
+
+    Raises:
+        ValueError: an unknown variant, a clamp_value that is not > 0, or a bad pattern.
+    """
+    if variant not in PRESETS:
+        raise ValueError(f"Invalid variant: {variant!r}. Use one of {get_args(LambVariant)}.")
+    given = {name: value for name, value in overrides.items() if value is not None}
+    for name in ("exclude_from_weight_decay", "exclude_from_layer_adaptation"):
+        patterns = given.get(name)
+        if patterns is None:
+            continue
+        if isinstance(patterns, str) or not isinstance(patterns, Sequence):
+            raise TypeError(f"{name} must be a list of regular expressions, got {patterns!r}.")
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"Invalid pattern in {name}: {pattern!r} ({error}).") from error
+        given[name] = tuple(patterns)
+    switches = replace(PRESETS[variant], **given)  # type: ignore[arg-type]
+    if not switches.clamp_value > 0:
+        raise ValueError(f"Invalid clamp_value: {switches.clamp_value}. Must be > 0, or inf.")
+    return switches
+
+
+class _Flags(NamedTuple):
+    decay: bool
+    guard: bool
+
+
+class LambRule(NormRule):
+    """m, v moments of g; u = m / (sqrt(v) + eps) + weight_decay * p; p -= lr * ratio * u.
+
+    ratio = min(||p||, clamp_value) / ||u|| per parameter, 1 where either norm is 0; p before the
+    update. With ``adam=True`` the ratio is 1 everywhere.
+    """
+
+    num_sums: ClassVar[int] = 2
+
+    def __init__(
+        self,
+        switches: LambSwitches,
+        *,
+        adam: bool = False,
+        use_global_grad_norm: bool = False,
+        max_grad_norm: float = 1.0,
+    ) -> None:
+        if use_global_grad_norm and not max_grad_norm > 0:
+            raise ValueError(f"Invalid max_grad_norm: {max_grad_norm}. Must be > 0.")
+        self.switches = switches
+        self.adam = adam
+        self.use_global_grad_norm = use_global_grad_norm
+        self.max_grad_norm = max_grad_norm
+
+    def check(self, group: Group) -> None:
+        check_at_least_zero(group["lr"], "Invalid learning rate: {}")
+        check_betas(group["betas"])
+        check_at_least_zero(group["eps"], "Invalid epsilon value: {}")
+        check_number(group["weight_decay"], "Invalid weight_decay value: {}")
+
+    def describe(self) -> str:
+        clip = self.max_grad_norm if self.use_global_grad_norm else None
+        return f"LambRule({self.switches}, adam={self.adam}, clip={clip})"
+
+    def state_names(self, group: Group) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def policy(self, name: str, named: bool, group: Group) -> str:
+        switches = self.switches
+        if not named and (switches.exclude_from_weight_decay or self._excludes_adaptation):
+            raise ValueError(
+                "exclude_from_weight_decay and exclude_from_layer_adaptation (set by "
+                "variant='google') match parameter names, but the parameters have none. Pass "
+                "model.named_parameters(), or give both as empty lists."
+            )
+        no_decay = any(re.search(p, name) for p in switches.exclude_from_weight_decay)
+        no_adapt = any(re.search(p, name) for p in switches.exclude_from_layer_adaptation)
+        return ",".join([NO_DECAY] * no_decay + [NO_ADAPT] * no_adapt)
+
+    @property
+    def _excludes_adaptation(self) -> bool:
+        return bool(self.switches.exclude_from_layer_adaptation)
+
+    def _weight_decay(self, group: Group, policy: str) -> float:
+        return 0.0 if NO_DECAY in policy else as_float(group["weight_decay"])
+
+    def adapts(self, group: Group, policy: str) -> bool:
+        if self.adam or NO_ADAPT in policy:
+            return False
+        return self.switches.always_adapt or self._weight_decay(group, policy) != 0
+
+    def flags(self, group: Group, policy: str) -> _Flags:
+        return _Flags(self._weight_decay(group, policy) != 0, vanishes(group["eps"]))
+
+    def scalars(self, group: Group, policy: str, step: int) -> tuple[float, ...]:
+        beta1, beta2 = (as_float(beta) for beta in group["betas"])
+        corrects = self.switches.bias_correction
+        return (
+            beta1,
+            1.0 - beta1,
+            beta2,
+            1.0 - beta2,
+            as_float(group["eps"]),
+            self._weight_decay(group, policy),
+            as_float(group["lr"]),
+            1.0 / (1.0 - beta1**step) if corrects else 1.0,
+            1.0 / (1.0 - beta2**step) if corrects else 1.0,
+        )
+
+    def clip(self, group: Group) -> Clip | None:
+        return Clip(self.max_grad_norm, "global") if self.use_global_grad_norm else None
+
+    def moments(self, flags: _Flags, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
+        beta1, take1, beta2, take2 = h[:4]
+        exp_avg, exp_avg_sq = state
+        exp_avg.mul_(beta1).add_(g * take1)
+        exp_avg_sq.mul_(beta2).add_(g * g * take2)
+
+    def direction(self, flags: _Flags, h: Scalars, p: Tensor, *state: Tensor) -> Tensor:
+        eps, weight_decay, _, correction1, correction2 = h[4:]
+        exp_avg, exp_avg_sq = state
+        if self.switches.bias_correction:
+            denominator = (exp_avg_sq * correction2).sqrt() + eps
+            u = divide(exp_avg * correction1, denominator, guard=flags.guard)
+        else:
+            u = divide(exp_avg, exp_avg_sq.sqrt() + eps, guard=flags.guard)
+        if flags.decay:
+            u += p * weight_decay
+        return u
+
+    def products(self, p: Tensor, u: Tensor) -> tuple[Tensor, ...]:
+        return p * p, u * u
+
+    def ratio(self, sums: Tensor) -> Tensor:
+        weight_norm, update_norm = sums.sqrt()
+        weight_norm = weight_norm.clamp(max=self.switches.clamp_value)
+        usable = (weight_norm != 0) & (update_norm != 0)
+        return torch.where(usable, weight_norm / update_norm, torch.ones_like(weight_norm))
+
+    def apply(self, h: Scalars, p: Tensor, u: Tensor, ratio: Tensor | None) -> None:
+        lr = h[6]
+        p.sub_(u * lr if ratio is None else u * (ratio * lr))

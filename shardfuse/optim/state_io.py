@@ -1,0 +1,206 @@
+"""Optimizer state in and out: torch's ordinary dicts, and sharded ones for checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfuse.buffers import ShardArena
+from shardfuse.checkpoint import FragmentTensor, Piece, gather, scatter
+from shardfuse.comm import Communicator
+from shardfuse.layout import FlatLayout
+from shardfuse.optim.flat_state import FlatState
+from shardfuse.optim.rules import UpdateRule
+
+MASTER = "param"
+"""State key of the fp32 master of a low-precision parameter."""
+
+Groups = list[dict[str, Any]]
+
+
+def _arenas(state: FlatState) -> dict[str, ShardArena]:
+    arenas = dict(state.states)
+    if state.masters is not None:
+        arenas[MASTER] = state.masters
+    return arenas
+
+
+def _agreed_steps(comm: Communicator, layout: FlatLayout, flats: Sequence[FlatState]) -> list[int]:
+    """Return the update count of every parameter. Collective.
+
+    A rank that neither has a gradient of a parameter nor owns a fragment of it cannot count its
+    updates; the others can, hence the maximum.
+    """
+    steps = torch.zeros(len(layout.specs), dtype=torch.int32)
+    for state in flats:
+        for slot in state.flat.slots:
+            steps[slot.param] = state.step_of(slot.param)
+    if flats and layout.specs:
+        steps = steps.to(flats[0].device)
+        comm.all_reduce(steps, "max").wait()
+    result: list[int] = steps.tolist()
+    return result
+
+
+def _packed_groups(groups: Groups) -> list[dict[str, Any]]:
+    """Return the groups with parameters replaced by their running number, as torch does."""
+    packed = []
+    start = 0
+    for group in groups:
+        stop = start + len(group["params"])
+        options = {key: value for key, value in group.items() if key != "params"}
+        packed.append({**options, "params": list(range(start, stop))})
+        start = stop
+    return packed
+
+
+def consolidate(
+    comm: Communicator,
+    layout: FlatLayout,
+    flats: Sequence[FlatState],
+    groups: Groups,
+    rule: UpdateRule,
+    to: int | None,
+) -> dict[str, Any] | None:
+    """Return torch's state dict, of full CPU tensors, on rank ``to`` (None: on all). Collective."""
+    keep = to is None or comm.rank == to
+    steps = _agreed_steps(comm, layout, flats)
+    state: dict[int, dict[str, Any]] = {}
+    for flat_state in flats:
+        specs = flat_state.specs
+        for name, arena in _arenas(flat_state).items():
+            full = gather(comm, flat_state.flat, arena, specs, keep=keep)
+            for param, tensor in full.items():
+                if steps[param] > 0:
+                    entry = state.setdefault(param, {})
+                    if rule.counts_steps:
+                        entry["step"] = steps[param]
+                    entry[name] = tensor
+    if not keep:
+        return None
+    ordered = {param: state[param] for param in sorted(state)}
+    return {"state": ordered, "param_groups": _packed_groups(groups)}
+
+
+def load_groups(groups: Groups, saved: Sequence[Mapping[str, Any]], rule: UpdateRule) -> None:
+    """Take over the hyper-parameters of ``saved`` groups, after checking that they fit.
+
+    Raises:
+        ValueError: other numbers of groups or parameters, or a hyper-parameter out of range.
+    """
+    if len(saved) != len(groups):
+        raise ValueError(
+            f"loaded state dict has {len(saved)} parameter groups, the optimizer has {len(groups)}"
+        )
+    merged = []
+    for index, (group, other) in enumerate(zip(groups, saved, strict=True)):
+        if len(other["params"]) != len(group["params"]):
+            raise ValueError(
+                f"loaded state dict has {len(other['params'])} parameters in group {index}, the "
+                f"optimizer has {len(group['params'])}"
+            )
+        options = {k: v for k, v in other.items() if k not in ("params", "param_names")}
+        merged.append({**group, **options})
+        rule.check(merged[-1])
+    for group, new in zip(groups, merged, strict=True):
+        group.update(new)
+
+
+def restore(
+    layout: FlatLayout,
+    flats: Sequence[FlatState],
+    groups: Groups,
+    rule: UpdateRule,
+    state_dict: Mapping[str, Any],
+) -> None:
+    """Load torch's state dict: every rank takes its fragments of the full tensors. Local.
+
+    Raises:
+        ValueError: tensors of another shape, groups that do not fit, or a missing state.
+    """
+    order = [p for group in state_dict["param_groups"] for p in group["params"]]
+    entries = {i: state_dict["state"].get(key, {}) for i, key in enumerate(order)}
+    for param, spec in enumerate(layout.specs):
+        for name, value in entries.get(param, {}).items():
+            if isinstance(value, Tensor) and name != "step" and value.shape != spec.shape:
+                raise ValueError(
+                    f"State {name} of {spec.name} has shape {tuple(value.shape)}, the parameter "
+                    f"has {spec.shape}."
+                )
+    load_groups(groups, state_dict["param_groups"], rule)
+    specs = dict(enumerate(layout.specs))
+    for state in flats:
+        state.allocate(rule.state_names(groups[state.flat.group]))
+        steps = {slot.param: _step_in(entries[slot.param], rule) for slot in state.flat.slots}
+        for name, arena in _arenas(state).items():
+            held = {
+                slot.param: entries[slot.param][name]
+                for slot in state.flat.slots
+                if entries[slot.param].get(name) is not None
+            }
+            lacking = [p for p, step in steps.items() if step and p not in held]
+            if lacking and name != MASTER:
+                raise ValueError(
+                    f"loaded state dict has no {name} for {specs[lacking[0]].name}; it is of "
+                    "another optimizer or other options."
+                )
+            if name != MASTER:
+                arena.data.zero_()
+            for bucket in state.flat.buckets:
+                fragments = [f for f in state.fragments[bucket.index] if f.param in held]
+                scatter(fragments, arena.segment(bucket), held, specs)
+        state.set_steps(steps)
+
+
+def _step_in(entry: Mapping[str, Any], rule: UpdateRule) -> int:
+    """Return the update count of a parameter's saved state."""
+    if "step" in entry:
+        return int(entry["step"])
+    has_state = any(value is not None for value in entry.values())
+    return int(has_state and not rule.counts_steps)
+
+
+def sharded(
+    comm: Communicator, layout: FlatLayout, flats: Sequence[FlatState], groups: Groups
+) -> dict[str, Any]:
+    """Return a flat dict for torch.distributed.checkpoint whose tensors alias this rank's state.
+
+    Collective (one small all-reduce). Keys are ``state.<param name>.<state>``; steps are tensors.
+    """
+    result: dict[str, Any] = {}
+    steps = _agreed_steps(comm, layout, flats)
+    for state in flats:
+        for name, arena in _arenas(state).items():
+            pieces: dict[int, list[Piece]] = {slot.param: [] for slot in state.flat.slots}
+            for bucket in state.flat.buckets:
+                segment = arena.segment(bucket)
+                for f in state.fragments[bucket.index]:
+                    data = segment[f.shard_start : f.shard_start + f.numel]
+                    pieces[f.param].append(Piece(f.param_start, data))
+            for param, parts in pieces.items():
+                spec = layout.specs[param]
+                if spec.numel:
+                    key = f"state.{spec.name}.{name}"
+                    result[key] = FragmentTensor(spec.numel, arena.data.dtype, parts)
+        for slot in state.flat.slots:
+            key = f"state.{layout.specs[slot.param].name}.step"
+            result[key] = torch.tensor(steps[slot.param])
+    result["param_groups"] = _packed_groups(groups)
+    return result
+
+
+def load_sharded(
+    layout: FlatLayout,
+    flats: Sequence[FlatState],
+    groups: Groups,
+    rule: UpdateRule,
+    state_dict: Mapping[str, Any],
+) -> None:
+    """Take over steps and hyper-parameters; the tensors were filled in place when loaded."""
+    load_groups(groups, state_dict["param_groups"], rule)
+    for state in flats:
+        names = {slot.param: layout.specs[slot.param].name for slot in state.flat.slots}
+        state.set_steps({p: int(state_dict[f"state.{name}.step"]) for p, name in names.items()})

@@ -1,0 +1,268 @@
+"""Gradients into the flat buffers and over the wire; parameters back. One collective per bucket.
+
+[Note: absent gradients] A parameter may have no gradient on this rank while it has one on others,
+or on none. torch leaves a parameter without a gradient untouched, moments and step included, so
+the owner of a fragment has to know whether any rank had one. Absent gradients are sent as -0.0:
+IEEE sums of -0.0 alone are -0.0, and one +0.0 or other value among them shows. The owner looks only
+at fragments whose gradient it lacks itself, so the usual step pays nothing and no collective is
+added. A gradient that is present but -0.0 in every element of a fragment cannot be told from none.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from shardfuse.buffers import FlatBuffer, ShardArena
+from shardfuse.comm import Communicator, Handle
+from shardfuse.layout import Bucket, Flat, ParamSpec
+
+_IN_FLIGHT = 2
+"""Reduce-scatters launched ahead of the bucket being updated."""
+
+
+@dataclass
+class _FlatGrads:
+    """The gradients of one flat: buffer, per-parameter views of it, parameters, by position."""
+
+    flat: Flat
+    buffer: FlatBuffer
+    params: Sequence[Tensor]
+    names: Sequence[str]
+    views: list[Tensor]
+    retained: ShardArena | None = None  # reduced shards, when they must outlive one bucket
+    missing: set[int] = field(default_factory=set)  # params with no gradient on this rank
+
+
+class GradSync:
+    """Packs gradients into flat buffers and reduce-scatters them, one collective per bucket.
+
+    Gradients stay where autograd accumulates: ``p.grad`` is, or is copied into, a view of the flat
+    buffer, and reducing leaves it as it is.
+
+    Args:
+        comm: the ranks to sum over.
+        wire_dtype: dtype of the sum on the wire; None is the gradients' own.
+    """
+
+    def __init__(self, comm: Communicator, wire_dtype: torch.dtype | None) -> None:
+        self._comm = comm
+        self._wire_dtype = wire_dtype
+        self._flats: dict[int, _FlatGrads] = {}
+        self._staging: dict[tuple[str, int, torch.dtype], Tensor] = {}
+        self._is_reduced = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held for gradients: flat buffers, retained shards and staging."""
+        tensors = [grads.buffer.data for grads in self._flats.values()]
+        tensors += [
+            grads.retained.data for grads in self._flats.values() if grads.retained is not None
+        ]
+        tensors += list(self._staging.values())
+        return sum(tensor.nbytes for tensor in tensors)
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether reduced shards are being kept for the next ``reduced()``."""
+        return self._is_reduced
+
+    def attach(self, flat: Flat, params: Sequence[Tensor], specs: Sequence[ParamSpec]) -> None:
+        """Take over the gradients of ``flat``; ``params`` and ``specs`` are in slot order."""
+        buffer = FlatBuffer(flat, params[0].device, params[0].dtype)
+        views = [buffer.view(position, spec) for position, spec in enumerate(specs)]
+        grads = _FlatGrads(flat, buffer, params, [spec.name for spec in specs], views)
+        self._flats[flat.index] = grads
+        sync_ref, grads_ref = weakref.ref(self), weakref.ref(grads)
+        for position, param in enumerate(params):
+            if param.requires_grad:
+                hook = _collector(sync_ref, grads_ref, position)
+                param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def has(self, flat: Flat) -> bool:
+        """Return whether ``flat`` is attached."""
+        return flat.index in self._flats
+
+    def missing(self, flat: Flat) -> set[int]:
+        """Return the params of ``flat`` that had no gradient on this rank at the last pack()."""
+        return self._flats[flat.index].missing
+
+    def scale(self, flat_index: int) -> float | None:
+        """Return the factor from a flat's reduced gradients to their mean over ranks; None is 1."""
+        world_size = self._comm.world_size
+        divided = self._divides_first(self._flats[flat_index])
+        return None if world_size == 1 or divided else 1.0 / world_size
+
+    def pack(self) -> None:
+        """Bring every gradient into its slot and note the parameters that have none.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        if self._is_reduced:
+            return
+        for grads in self._flats.values():
+            grads.missing.clear()
+            for position, param in enumerate(grads.params):
+                grad, view = param.grad, grads.views[position]
+                if grad is view:
+                    continue
+                if grad is None:
+                    view.fill_(-0.0)
+                    grads.missing.add(grads.flat.slots[position].param)
+                elif grad.layout != torch.strided:
+                    raise RuntimeError(
+                        f"The gradient of {grads.names[position]} is sparse; shardfuse needs dense "
+                        "gradients (for an embedding: sparse=False)."
+                    )
+                else:
+                    view.copy_(grad)
+
+    def zero(self, set_to_none: bool) -> None:
+        """Clear the gradients, to None or to zero, and forget reduced shards."""
+        self._is_reduced = False
+        if not set_to_none:
+            for grads in self._flats.values():
+                grads.buffer.data.zero_()
+        for grads in self._flats.values():
+            for position, param in enumerate(grads.params):
+                if set_to_none:
+                    param.grad = None
+                elif param.grad is not None and param.grad is not grads.views[position]:
+                    param.grad.detach().zero_()
+
+    def retain(self) -> None:
+        """Reduce-scatter all buckets now and keep the shards for the next ``reduced()``."""
+        if self._is_reduced:
+            return
+        if self._comm.world_size > 1:
+            for grads in self._flats.values():
+                if grads.retained is None:
+                    dtype = self._wire(grads)
+                    grads.retained = ShardArena(grads.flat, grads.buffer.data.device, dtype)
+            for _ in self._pipeline(retain=True):
+                pass
+        self._is_reduced = True
+
+    def release(self) -> None:
+        """Forget shards kept by ``retain()``; the next step reduces anew."""
+        self._is_reduced = False
+
+    def reduced(self) -> Iterator[tuple[Bucket, Tensor]]:
+        """Yield (bucket, its shard of the summed gradient), in launch order.
+
+        A shard is (shard_numel,) in the wire dtype and valid until the next is asked for.
+        """
+        if self._comm.world_size == 1:
+            for grads in self._flats.values():
+                for bucket in grads.flat.buckets:
+                    yield bucket, grads.buffer.bucket(bucket)
+        elif self._is_reduced:
+            for grads in self._flats.values():
+                assert grads.retained is not None
+                for bucket in grads.flat.buckets:
+                    yield bucket, grads.retained.segment(bucket)
+        else:
+            yield from self._pipeline(retain=False)
+
+    def _pipeline(self, *, retain: bool) -> Iterator[tuple[Bucket, Tensor]]:
+        """Reduce-scatter every bucket, _IN_FLIGHT ahead of the one yielded."""
+        queue = [(grads, bucket) for grads in self._flats.values() for bucket in grads.flat.buckets]
+        handles: list[tuple[Handle, Tensor]] = []
+        for index in range(len(queue) + _IN_FLIGHT):
+            if index >= _IN_FLIGHT:
+                handle, shard = handles[index - _IN_FLIGHT]
+                with record_function("shardfuse::wait_reduce_scatter"):
+                    handle.wait()
+                yield queue[index - _IN_FLIGHT][1], shard
+            if index < len(queue):
+                handles.append(self._launch(*queue[index], index % _IN_FLIGHT, retain))
+
+    def _launch(
+        self, grads: _FlatGrads, bucket: Bucket, slot: int, retain: bool
+    ) -> tuple[Handle, Tensor]:
+        send = grads.buffer.bucket(bucket)
+        dtype = self._wire(grads)
+        if self._divides_first(grads):
+            staged = self._stage("send", slot, dtype, bucket.numel)
+            send = torch.mul(send, 1.0 / self._comm.world_size, out=staged)
+        elif send.dtype != dtype:
+            send = self._stage("send", slot, dtype, bucket.numel).copy_(send)
+        if retain:
+            assert grads.retained is not None
+            shard = grads.retained.segment(bucket)
+        else:
+            shard = self._stage("receive", slot, dtype, bucket.shard_numel)
+        with record_function(f"shardfuse::reduce_scatter b{bucket.index}"):
+            return self._comm.reduce_scatter(shard, send), shard
+
+    def _stage(self, role: str, slot: int, dtype: torch.dtype, numel: int) -> Tensor:
+        """Return (numel,) of a persistent buffer; fresh ones would be page-faulted every step."""
+        key = (role, slot, dtype)
+        buffer = self._staging.get(key)
+        if buffer is None or buffer.numel() < numel:
+            device = next(iter(self._flats.values())).buffer.data.device
+            buffer = self._staging[key] = torch.empty(numel, dtype=dtype, device=device)
+        return buffer[:numel]
+
+    def _wire(self, grads: _FlatGrads) -> torch.dtype:
+        return self._wire_dtype or grads.buffer.data.dtype
+
+    def _divides_first(self, grads: _FlatGrads) -> bool:
+        """Return whether to divide before the sum: fp16 would overflow at 65504."""
+        return self._wire(grads) == torch.float16
+
+    def _collect(self, grads: _FlatGrads, position: int, param: Tensor) -> None:
+        """Move a gradient that autograd has just made into its slot, and free it."""
+        self._is_reduced = False
+        view, grad = grads.views[position], param.grad
+        if grad is not None and grad is not view and grad.layout == torch.strided:
+            with torch.no_grad():
+                view.copy_(grad)
+            param.grad = view
+
+
+def _collector(
+    sync_ref: weakref.ref[GradSync], grads_ref: weakref.ref[_FlatGrads], position: int
+) -> Callable[[Tensor], None]:
+    """Return a post-accumulate hook; weak, so that a hook never keeps an optimizer alive."""
+
+    def collect(param: Tensor) -> None:
+        sync, grads = sync_ref(), grads_ref()
+        if sync is not None and grads is not None:
+            sync._collect(grads, position, param)
+
+    return collect
+
+
+class ParamSync:
+    """All-gathers updated shards into the flat parameter buffers, one collective per bucket."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._handles: list[Handle] = []
+
+    def start(self, buffer: FlatBuffer, bucket: Bucket) -> None:
+        """Launch the all-gather of ``bucket``; its shard must not be written until finish()."""
+        with record_function(f"shardfuse::all_gather b{bucket.index}"):
+            handle = self._comm.all_gather(
+                buffer.bucket(bucket), buffer.shard(bucket, self._comm.rank)
+            )
+        self._handles.append(handle)
+
+    def broadcast(self, buffer: FlatBuffer) -> None:
+        """Launch broadcasts of the first rank's values of the whole buffer, bucket by bucket."""
+        for bucket in buffer.flat.buckets:
+            self._handles.append(self._comm.broadcast(buffer.bucket(bucket)))
+
+    def finish(self) -> None:
+        """Wait for everything launched; after this the parameters may be read."""
+        with record_function("shardfuse::wait_all_gather"):
+            for handle in self._handles:
+                handle.wait()
+        self._handles.clear()
