@@ -21,7 +21,7 @@ from shardfuse.optim.rules import ElementwiseRule, NormRule
 
 logger = logging.getLogger("shardfuse")
 
-CPU_TILE = 64 << 10
+CPU_TILE = 256 << 10
 DEVICE_TILE = 16 << 20
 """Elements per eager tile."""
 

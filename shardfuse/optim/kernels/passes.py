@@ -20,8 +20,12 @@ Scale = float | Tensor | None
 
 
 def refresh_master(p: Tensor, low: Tensor) -> None:
-    """Overwrite elements of ``p`` whose rounding is no longer ``low``."""
-    edited = p.to(low.dtype) != low
+    """Overwrite elements of ``p`` whose rounding is no longer ``low``.
+
+    Compares bits: a compiler is free to compare without rounding ``p`` first, and then every master
+    would lose its low half in each step.
+    """
+    edited = p.to(low.dtype).view(torch.int16) != low.view(torch.int16)
     torch.where(edited, low.to(p.dtype), p, out=p)
 
 
