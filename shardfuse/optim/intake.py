@@ -51,13 +51,24 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
         TypeError: a parameter is not a dense fp32, fp16 or bf16 tensor.
     """
     common_device(groups)
-    added = []
+    added: list[tuple[Tensor, ParamSpec]] = []
+    names = {
+        _name(group, index, position)
+        for index, group in enumerate(groups[:first_group])
+        for position in range(len(group["params"]))
+    }
     for index in range(first_group, len(groups)):
         group = groups[index]
         rule.check(group)
         for position, param in enumerate(group["params"]):
             name = _name(group, index, position)
             _check(param, name)
+            if name in names:
+                raise ValueError(
+                    f"The parameter name {name} is given twice. Checkpoints and error messages go "
+                    "by name: prefix the names of each model."
+                )
+            names.add(name)
             policy = rule.policy(name, "param_names" in group, group)
             spec = ParamSpec(
                 name=name,

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardfuse.buffers import ShardArena
 from shardfuse.checkpoint import FragmentTensor, Piece, gather, scatter
 from shardfuse.comm import Communicator
-from shardfuse.layout import FlatLayout
+from shardfuse.layout import FlatLayout, ParamSpec
 from shardfuse.optim.flat_state import FlatState
 from shardfuse.optim.rules import UpdateRule
 
@@ -85,8 +85,8 @@ def consolidate(
     return {"state": ordered, "param_groups": _packed_groups(groups)}
 
 
-def load_groups(groups: Groups, saved: Sequence[Mapping[str, Any]], rule: UpdateRule) -> None:
-    """Take over the hyper-parameters of ``saved`` groups, after checking that they fit.
+def _merged(groups: Groups, saved: Sequence[Mapping[str, Any]], rule: UpdateRule) -> Groups:
+    """Return the groups with the hyper-parameters of ``saved``, after checking that they fit.
 
     Raises:
         ValueError: other numbers of groups or parameters, or a hyper-parameter out of range.
@@ -105,8 +105,7 @@ def load_groups(groups: Groups, saved: Sequence[Mapping[str, Any]], rule: Update
         options = {k: v for k, v in other.items() if k not in ("params", "param_names")}
         merged.append({**group, **options})
         rule.check(merged[-1])
-    for group, new in zip(groups, merged, strict=True):
-        group.update(new)
+    return merged
 
 
 def restore(
@@ -121,38 +120,49 @@ def restore(
     Raises:
         ValueError: tensors of another shape, groups that do not fit, or a missing state.
     """
+    merged = _merged(groups, state_dict["param_groups"], rule)
     order = [p for group in state_dict["param_groups"] for p in group["params"]]
-    entries = {i: state_dict["state"].get(key, {}) for i, key in enumerate(order)}
+    entries = {i: dict(state_dict["state"].get(key, {})) for i, key in enumerate(order)}
     for param, spec in enumerate(layout.specs):
-        for name, value in entries.get(param, {}).items():
-            if isinstance(value, Tensor) and name != "step" and value.shape != spec.shape:
-                raise ValueError(
-                    f"State {name} of {spec.name} has shape {tuple(value.shape)}, the parameter "
-                    f"has {spec.shape}."
-                )
-    load_groups(groups, state_dict["param_groups"], rule)
+        _check_entry(spec, entries[param], rule, rule.state_names(merged[spec.group]))
     specs = dict(enumerate(layout.specs))
+    for group, new in zip(groups, merged, strict=True):
+        group.update(new)
     for state in flats:
-        state.allocate(rule.state_names(groups[state.flat.group]))
         steps = {slot.param: _step_in(entries[slot.param], rule) for slot in state.flat.slots}
+        if state.flat.frozen and not state.states and not any(steps.values()):
+            continue
+        state.allocate(rule.state_names(groups[state.flat.group]))
         for name, arena in _arenas(state).items():
             held = {
                 slot.param: entries[slot.param][name]
                 for slot in state.flat.slots
                 if entries[slot.param].get(name) is not None
             }
-            lacking = [p for p, step in steps.items() if step and p not in held]
-            if lacking and name != MASTER:
-                raise ValueError(
-                    f"loaded state dict has no {name} for {specs[lacking[0]].name}; it is of "
-                    "another optimizer or other options."
-                )
             if name != MASTER:
                 arena.data.zero_()
             for bucket in state.flat.buckets:
                 fragments = [f for f in state.fragments[bucket.index] if f.param in held]
                 scatter(fragments, arena.segment(bucket), held, specs)
         state.set_steps(steps)
+
+
+def _check_entry(
+    spec: ParamSpec, entry: Mapping[str, Any], rule: UpdateRule, names: Sequence[str]
+) -> None:
+    """Raise ValueError unless a parameter's saved state is whole and of its shape."""
+    for name, value in entry.items():
+        if isinstance(value, Tensor) and name != "step" and value.shape != spec.shape:
+            raise ValueError(
+                f"State {name} of {spec.name} has shape {tuple(value.shape)}, the parameter has "
+                f"{spec.shape}."
+            )
+    lacking = [name for name in names if entry.get(name) is None]
+    if lacking and _step_in(entry, rule) > 0:
+        raise ValueError(
+            f"loaded state dict has no {lacking[0]} for {spec.name}; it is of another optimizer or "
+            "of other options."
+        )
 
 
 def _step_in(entry: Mapping[str, Any], rule: UpdateRule) -> int:
@@ -200,7 +210,9 @@ def load_sharded(
     state_dict: Mapping[str, Any],
 ) -> None:
     """Take over steps and hyper-parameters; the tensors were filled in place when loaded."""
-    load_groups(groups, state_dict["param_groups"], rule)
+    merged = _merged(groups, state_dict["param_groups"], rule)
+    for group, new in zip(groups, merged, strict=True):
+        group.update(new)
     for state in flats:
         names = {slot.param: layout.specs[slot.param].name for slot in state.flat.slots}
         state.set_steps({p: int(state_dict[f"state.{name}.step"]) for p, name in names.items()})
