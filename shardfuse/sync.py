@@ -56,6 +56,7 @@ class GradSync:
         self._flats: dict[int, _FlatGrads] = {}
         self._staging: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self._is_reduced = False
+        self._reduced_from: list[tuple[Tensor | None, int]] = []
 
     @property
     def nbytes(self) -> int:
@@ -104,8 +105,9 @@ class GradSync:
         Raises:
             RuntimeError: a gradient is sparse.
         """
-        if self._is_reduced:
+        if self._is_reduced and not self._changed():
             return
+        self._is_reduced = False
         for grads in self._flats.values():
             grads.missing.clear()
             for position, param in enumerate(grads.params):
@@ -125,7 +127,7 @@ class GradSync:
 
     def zero(self, set_to_none: bool) -> None:
         """Clear the gradients, to None or to zero, and forget reduced shards."""
-        self._is_reduced = False
+        self.release()
         if not set_to_none:
             for grads in self._flats.values():
                 grads.buffer.data.zero_()
@@ -148,10 +150,27 @@ class GradSync:
             for _ in self._pipeline(retain=True):
                 pass
         self._is_reduced = True
+        self._reduced_from = self._gradients()
 
     def release(self) -> None:
         """Forget shards kept by ``retain()``; the next step reduces anew."""
         self._is_reduced = False
+        self._reduced_from = []
+
+    def _gradients(self) -> list[tuple[Tensor | None, int]]:
+        """Return every gradient with its version, which counts writes to it."""
+        present = [param.grad for grads in self._flats.values() for param in grads.params]
+        return [(grad, -1 if grad is None else grad._version) for grad in present]
+
+    def _changed(self) -> bool:
+        """Return whether gradients were written or replaced since they were reduced."""
+        now = self._gradients()
+        return len(now) != len(self._reduced_from) or any(
+            grad is not before or version != version_before
+            for (grad, version), (before, version_before) in zip(
+                now, self._reduced_from, strict=True
+            )
+        )
 
     def reduced(self) -> Iterator[tuple[Bucket, Tensor]]:
         """Yield (bucket, its shard of the summed gradient), in launch order.
@@ -219,7 +238,6 @@ class GradSync:
 
     def _collect(self, grads: _FlatGrads, position: int, param: Tensor) -> None:
         """Move a gradient that autograd has just made into its slot, and free it."""
-        self._is_reduced = False
         view, grad = grads.views[position], param.grad
         if grad is not None and grad is not view and grad.layout == torch.strided:
             with torch.no_grad():

@@ -278,19 +278,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: parameters were re-allocated or replaced, a gradient is sparse, or
-                backward() was called between clip_grad_norm() and step().
+                gradients changed between clip_grad_norm() and step().
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._begin()
         if self._clip_coefficient is not None and not self._grads.is_reduced:
             self._clip_coefficient = None
             raise RuntimeError(
                 "Gradients changed between clip_grad_norm() and step(). Clip once, after the last "
                 "backward() of the step."
             )
-        self._begin()
         self._consolidated = None
         with record_function("shardfuse::step"):
             self._updater.run(self._clip_coefficient)
