@@ -33,10 +33,25 @@ class _FlatGrads:
     flat: Flat
     buffer: FlatBuffer
     params: Sequence[Tensor]
-    names: Sequence[str]
-    views: list[Tensor]
+    specs: Sequence[ParamSpec]
+    views: list[Tensor] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
     retained: ShardArena | None = None  # reduced shards, when they must outlive one bucket
     missing: set[int] = field(default_factory=set)  # params with no gradient on this rank
+
+    def __post_init__(self) -> None:
+        self.views = [self.buffer.view(i, spec) for i, spec in enumerate(self.specs)]
+        self.addresses = [view.data_ptr() for view in self.views]
+
+    def holds(self, position: int, grad: Tensor) -> bool:
+        """Return whether ``grad`` is the view of its slot (its ``.data`` may be set elsewhere)."""
+        return grad is self.views[position] and grad.data_ptr() == self.addresses[position]
+
+    def view(self, position: int) -> Tensor:
+        """Return the view of a slot, a new one if the old was pointed elsewhere."""
+        if self.views[position].data_ptr() != self.addresses[position]:
+            self.views[position] = self.buffer.view(position, self.specs[position])
+        return self.views[position]
 
 
 class GradSync:
@@ -76,8 +91,7 @@ class GradSync:
     def attach(self, flat: Flat, params: Sequence[Tensor], specs: Sequence[ParamSpec]) -> None:
         """Take over the gradients of ``flat``; ``params`` and ``specs`` are in slot order."""
         buffer = FlatBuffer(flat, params[0].device, params[0].dtype)
-        views = [buffer.view(position, spec) for position, spec in enumerate(specs)]
-        grads = _FlatGrads(flat, buffer, params, [spec.name for spec in specs], views)
+        grads = _FlatGrads(flat, buffer, params, specs)
         self._flats[flat.index] = grads
         sync_ref, grads_ref = weakref.ref(self), weakref.ref(grads)
         for position, param in enumerate(params):
@@ -111,19 +125,19 @@ class GradSync:
         for grads in self._flats.values():
             grads.missing.clear()
             for position, param in enumerate(grads.params):
-                grad, view = param.grad, grads.views[position]
-                if grad is view:
+                grad = param.grad
+                if grad is not None and grads.holds(position, grad):
                     continue
                 if grad is None:
-                    view.fill_(-0.0)
+                    grads.view(position).fill_(-0.0)
                     grads.missing.add(grads.flat.slots[position].param)
                 elif grad.layout != torch.strided:
                     raise RuntimeError(
-                        f"The gradient of {grads.names[position]} is sparse; shardfuse needs dense "
-                        "gradients (for an embedding: sparse=False)."
+                        f"The gradient of {grads.specs[position].name} is sparse; shardfuse needs "
+                        "dense gradients (for an embedding: sparse=False)."
                     )
                 else:
-                    view.copy_(grad)
+                    grads.view(position).copy_(grad)
 
     def zero(self, set_to_none: bool) -> None:
         """Clear the gradients, to None or to zero, and forget reduced shards."""
@@ -135,7 +149,7 @@ class GradSync:
             for position, param in enumerate(grads.params):
                 if set_to_none:
                     param.grad = None
-                elif param.grad is not None and param.grad is not grads.views[position]:
+                elif param.grad is not None and not grads.holds(position, param.grad):
                     param.grad.detach().zero_()
 
     def retain(self) -> None:
@@ -238,11 +252,12 @@ class GradSync:
 
     def _collect(self, grads: _FlatGrads, position: int, param: Tensor) -> None:
         """Move a gradient that autograd has just made into its slot, and free it."""
-        view, grad = grads.views[position], param.grad
-        if grad is not None and grad is not view and grad.layout == torch.strided:
-            with torch.no_grad():
-                view.copy_(grad)
-            param.grad = view
+        grad = param.grad
+        if grad is None or grad.layout != torch.strided or grads.holds(position, grad):
+            return
+        with torch.no_grad():
+            view = grads.view(position).copy_(grad)
+        param.grad = view
 
 
 def _collector(

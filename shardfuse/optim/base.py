@@ -174,7 +174,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Their present values are kept. Local: call it on every rank.
 
         Raises:
-            TypeError: a parameter has moved to another device or dtype; build a new optimizer.
+            TypeError: a parameter has another device, dtype or shape now; build a new optimizer.
         """
         for state in self._flats:
             state.bind()

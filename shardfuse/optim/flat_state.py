@@ -57,7 +57,19 @@ class FlatState:
         self._stepped: set[int] = set()
 
     def bind(self) -> None:
-        """Make every parameter a view of the flat buffer, keeping its present values."""
+        """Make every parameter a view of the flat buffer, keeping its present values.
+
+        Raises:
+            TypeError: a parameter is not what the flat was laid out for; nothing is changed then.
+        """
+        buffer = self.params_buffer.data
+        for param, spec in zip(self.params, self.specs, strict=True):
+            if (param.dtype, param.device, param.shape) != (buffer.dtype, self.device, spec.shape):
+                raise TypeError(
+                    f"{spec.name} is now {tuple(param.shape)} {param.dtype} on {param.device}, not "
+                    f"{spec.shape} {buffer.dtype} on {self.device}. Change it back, or build a new "
+                    "optimizer."
+                )
         for position, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
             view = self.params_buffer.view(position, spec)
             if param.data_ptr() != view.data_ptr() or param.stride() != view.stride():
