@@ -54,7 +54,7 @@ class FlatState:
         # Steps are one number while all parameters have the same one, which is the usual case.
         self._step = 0
         self._steps: dict[int, int] | None = None
-        self._stepped: set[int] = set()
+        self._stepped: set[int] = set()  # missing ones that are updated in this step all the same
 
     def bind(self) -> None:
         """Make every parameter a view of the flat buffer, keeping its present values.
@@ -120,11 +120,15 @@ class FlatState:
         self._steps = None if len(values) == 1 else dict(steps)
         self._step = values.pop() if len(values) == 1 else 0
 
-    def spans(self, bucket: Bucket, idle: set[int]) -> list[Span]:
+    def spans(self, bucket: Bucket, missing: set[int], idle: set[int]) -> list[Span]:
         """Return what to update in ``bucket``'s shard: runs of blocks at the same step.
 
-        ``idle`` are parameters with no gradient on any rank; they are left out.
+        ``missing`` are parameters with no gradient on this rank; those of them that have none on
+        any rank are ``idle`` and left out.
         """
+        if missing:
+            owned = {fragment.param for fragment in self.fragments[bucket.index]}
+            self._stepped |= (owned & missing) - idle
         num_blocks = bucket.shard_numel // BLOCK
         if not idle and self._steps is None:
             return [Span(0, num_blocks, self._step + 1)]
@@ -132,7 +136,6 @@ class FlatState:
         for fragment in self.fragments[bucket.index]:
             if fragment.param in idle:
                 continue
-            self._stepped.add(fragment.param)
             start = fragment.shard_start // BLOCK
             stop = start + round_up(fragment.numel, BLOCK) // BLOCK
             step = self.step_of(fragment.param) + 1
@@ -142,7 +145,7 @@ class FlatState:
         return spans
 
     def advance(self, missing: set[int]) -> None:
-        """Count one update of every parameter but ``missing`` ones that no span contained."""
+        """Count one update of every parameter but those ``missing`` ones that no span had."""
         skipped = missing - self._stepped
         self._stepped.clear()
         if not skipped and self._steps is None:

@@ -105,10 +105,10 @@ class Updater:
         return self._groups[state.flat.group]
 
     def _spans(self, state: FlatState, bucket: Bucket, shard: Tensor) -> list[Span]:
-        missing = self._grads.missing(state.flat)
+        idle = missing = self._grads.missing(state.flat)
         if missing and self._comm.world_size > 1:
-            missing = idle_params(state.fragments[bucket.index], shard, missing)
-        return state.spans(bucket, missing)
+            idle = idle_params(state.fragments[bucket.index], shard, missing)
+        return state.spans(bucket, missing, idle)
 
     def _calls(self, state: FlatState, bucket: Bucket, spans: list[Span]) -> Iterator[Call]:
         """Yield (flags, scalars, span, states) of each kernel call on ``bucket``."""
