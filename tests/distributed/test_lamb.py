@@ -1,0 +1,162 @@
+"""LAMB: exact trust ratios over tensors cut across ranks, in every variant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from shardfuse import ShardedLamb
+from tests.harness import run_threads
+from tests.models import MIXED, Entry
+from tests.oracles import LambOracle
+from tests.runs import (
+    Case,
+    assert_bitwise,
+    max_relative_error,
+    train_oracle,
+    train_rank,
+    train_unsharded,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+# The norms are summed in another order than unsharded or in double precision; ten updates round.
+TOLERANCE = 1e-6
+NUM_STEPS = 10
+
+VARIANTS = ["npu", "apex", "google", "paddle"]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "decay": {"weight_decay": 0.1},
+    "adam": {"adam": True, "weight_decay": 0.1},
+    "global-norm": {"use_global_grad_norm": True, "weight_decay": 0.1},
+    "global-norm-5": {"use_global_grad_norm": True, "max_grad_norm": 5.0},
+    "global-norm-unreached": {"use_global_grad_norm": True, "max_grad_norm": 1e6},
+    "bias-correction": {"bias_correction": True},
+    "no-bias-correction": {"bias_correction": False},
+    "clamp-2": {"clamp_value": 2.0},
+    "no-clamp": {"clamp_value": math.inf},
+    "always-adapt": {"always_adapt": True},
+    "adapt-decayed": {"always_adapt": False, "weight_decay": 0.1},
+    "no-decay-names": {"weight_decay": 0.1, "exclude_from_weight_decay": [r"^dense\.", "scale"]},
+    "no-adapt-names": {"exclude_from_layer_adaptation": ["embedding", r"bias$"]},
+    "no-names": {"exclude_from_weight_decay": [], "exclude_from_layer_adaptation": []},
+}
+
+
+def make_case(variant: str, options: Mapping[str, Any], **changes: Any) -> Case:
+    given = {"lr": 0.05, "betas": (0.9, 0.99), "variant": variant, **options}
+    return Case(ShardedLamb, given, LambOracle, named=True, **changes)
+
+
+CASES = {
+    f"{variant}-{key}": make_case(variant, options)
+    for variant in VARIANTS
+    for key, options in OPTIONS.items()
+}
+# Group 1 without decay while group 0 has one: the variants differ in whose ratio is 1.
+for _variant in VARIANTS:
+    CASES[f"{_variant}-undecayed-group"] = make_case(
+        _variant, {"weight_decay": 0.1}, overrides=({}, {"weight_decay": 0.0, "eps": 1e-3})
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_follows_the_oracle(name: str, world_size: int) -> None:
+    """Ten sharded steps stay within rounding of the float64 per-tensor reference."""
+    case = CASES[name]
+    sharding = {"bucket_cap_mb": 0.04}
+    ranks = run_threads(world_size, train_rank, case, "floats", NUM_STEPS, sharding)
+    expected = train_oracle(case, "floats", NUM_STEPS, world_size)
+    start = case.param_set().values()
+    for values in ranks:
+        assert max_relative_error(values, expected, start) < TOLERANCE
+        assert_bitwise(values, ranks[0])
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [0.01, 0.04, 25])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sharded_is_unsharded(variant: str, world_size: int, bucket_cap_mb: float) -> None:
+    """On integer gradients sharding moves LAMB by no more than another order of summation."""
+    case = CASES[f"{variant}-global-norm"]
+    sharding = {"bucket_cap_mb": bucket_cap_mb}
+    ranks = run_threads(world_size, train_rank, case, "integers", 5, sharding)
+    expected = train_unsharded(case, "integers", 5, world_size)
+    start = case.param_set().values()
+    for values in ranks:
+        assert max_relative_error(values, expected, start) < TOLERANCE
+
+
+def test_cases_differ() -> None:
+    """The options make the oracle go elsewhere, so that agreeing with it says something."""
+    ends = {}
+    for name in ("decay", "adam", "global-norm", "bias-correction", "clamp-2", "no-clamp"):
+        ends[name] = train_oracle(CASES[f"npu-{name}"], "floats", 3, 1)
+    for variant in VARIANTS:
+        ends[variant] = train_oracle(CASES[f"{variant}-undecayed-group"], "floats", 3, 1)
+    start = CASES["npu-plain"].param_set().values()
+    different = {
+        (a, b) for a in ends for b in ends if max_relative_error(ends[a], ends[b], start) > 1e-3
+    }
+    # apex and Paddle are the same algorithm where no parameter is excluded by hand.
+    same = {(a, b) for a in ends for b in ends} - different - {(a, a) for a in ends}
+    assert same == {("apex", "paddle"), ("paddle", "apex")}
+
+
+def test_large_tensor_norm() -> None:
+    """A norm over two thousand blocks keeps fp32's digits: the ratio is right to 1e-6."""
+    entries = (Entry("table.weight", (2_100_000,)), Entry("small.weight", (10,)))
+    case = make_case("apex", {"weight_decay": 0.1}, entries=entries, overrides=({},))
+    ranks = run_threads(3, train_rank, case, "floats", 2)
+    expected = train_oracle(case, "floats", 2, 3)
+    start = case.param_set().values()
+    assert max_relative_error(ranks[0], expected, start) < TOLERANCE
+
+
+def test_zero_norms_take_ratio_one() -> None:
+    """A zero tensor with a gradient takes the plain step; one without movement stays finite."""
+    entries = (Entry("zero.weight", (3000,), init=0.0), Entry("one.weight", (5,), init=1.0))
+    case = make_case("npu", {"eps": 0.0}, entries=entries, overrides=({},))
+
+    def train() -> list[torch.Tensor]:
+        params = case.param_set()
+        optimizer = case.build(params, {"kernel": "eager"})
+        params.assign([torch.ones(3000), torch.zeros(5)])
+        optimizer.step()
+        return params.values()
+
+    for moved, unmoved in run_threads(2, train):
+        step = 0.05 * 0.1 / math.sqrt(0.01)
+        torch.testing.assert_close(moved, torch.full((3000,), -step), rtol=TOLERANCE, atol=0.0)
+        assert torch.equal(unmoved, torch.ones(5))
+
+
+def test_unused_and_frozen_stay() -> None:
+    """A parameter with no gradient on any rank keeps its bits though weight decay is on."""
+    case = CASES["npu-decay"]
+    before = case.param_set().values()
+    after = run_threads(3, train_rank, case, "floats", 3)[1]
+    for entry, old, new in zip(MIXED, before, after, strict=True):
+        untouched = entry.role in ("unused", "frozen") or old.numel() == 0
+        assert torch.equal(old, new) == untouched, entry.name
+
+
+def test_google_needs_names() -> None:
+    """Exclusion by name refuses parameters without names and says how to give them."""
+    params = [torch.nn.Parameter(torch.ones(3))]
+    with pytest.raises(ValueError, match="named_parameters"):
+        ShardedLamb(params, variant="google")
+    with pytest.raises(ValueError, match="named_parameters"):
+        ShardedLamb(params, exclude_from_weight_decay=["bias"])
+    ShardedLamb(
+        params,
+        variant="google",
+        exclude_from_weight_decay=[],
+        exclude_from_layer_adaptation=[],
+    )

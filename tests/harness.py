@@ -1,0 +1,285 @@
+"""Run a function on every rank of a small world: as threads, or as real gloo processes.
+
+The only place in the tests that uses private torch API (the threaded process group).
+
+    run_threads(world_size, fn, *args)   milliseconds; `fn` may be a closure
+    run_procs(world_size, fn, *args)     about 0.3 s; `fn` is a module-level function
+    CountingCommunicator                 records what passes through a Communicator
+    count_c10d_calls()                   counts what reaches the threaded process group
+
+`fn` is called with no rank argument: it asks `torch.distributed`. Both runners return the per-rank
+results in rank order and raise `RanksFailedError` when a rank raised or did not finish.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import pickle
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed import multi_threaded_pg
+
+# How long the other ranks may go on after one failed, so that their own errors are reported too.
+GRACE_S = 2.0
+
+
+class RanksFailedError(AssertionError):
+    """At least one rank raised or did not finish; the message holds every traceback."""
+
+    def __init__(self, failures: dict[int, str]) -> None:
+        self.failures = failures
+        super().__init__("\n".join(f"[rank {r}] {text}" for r, text in sorted(failures.items())))
+
+
+def run_threads(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
+) -> list[Any]:
+    """Call `fn(*args)` on `world_size` threads, each a rank of its own threaded process group."""
+    results: list[Any] = [None] * world_size
+    failures: dict[int, str] = {}
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    multi_threaded_pg._install_threaded_pg()
+    store = dist.HashStore()
+
+    def rank_main(rank: int) -> None:
+        torch.set_num_threads(1)
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
+            try:
+                results[rank] = fn(*args)
+            finally:
+                dist.destroy_process_group()
+        except SystemExit:
+            # Raised by the threaded group in ranks woken up because another rank failed.
+            pass
+        except BaseException as error:
+            failures[rank] = traceback.format_exc()
+            _wake_all(error)
+
+    threads = [
+        threading.Thread(target=rank_main, args=(r,), daemon=True) for r in range(world_size)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        _join(threads, timeout, failures)
+    finally:
+        multi_threaded_pg.ProcessLocalGroup.reset()
+        multi_threaded_pg._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    if failures:
+        raise RanksFailedError(failures)
+    return results
+
+
+def _wake_all(error: BaseException) -> None:
+    group = multi_threaded_pg.ProcessLocalGroup
+    with group._coll_lock:
+        group.exception_handle(error)
+
+
+def _join(threads: list[threading.Thread], timeout: float, failures: dict[int, str]) -> None:
+    deadline = time.monotonic() + timeout
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    for rank, thread in enumerate(threads):
+        if thread.is_alive():
+            failures[rank] = f"did not finish within {timeout} s"
+    if any(thread.is_alive() for thread in threads):
+        _wake_all(TimeoutError())
+        for thread in threads:
+            thread.join(GRACE_S)
+
+
+def run_procs(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
+) -> list[Any]:
+    """Call `fn(*args)` in `world_size` processes joined by gloo; results come back pickled."""
+    # Forked from a server that has done the slow imports and nothing else: no thread of this
+    # process is inherited.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "shardfuse", "pytest", "tests.harness"])
+    with tempfile.TemporaryDirectory() as folder:
+        store_file = str(Path(folder) / "store")
+        procs, pipes = [], []
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_process_main,
+                args=(rank, world_size, store_file, timeout, sender, fn, args),
+                daemon=True,
+            )
+            process.start()
+            sender.close()
+            procs.append(process)
+            pipes.append(receiver)
+        try:
+            results, failures = _collect(pipes, timeout)
+        finally:
+            for process in procs:
+                process.kill()
+                process.join()
+    if failures:
+        raise RanksFailedError(failures)
+    return results
+
+
+def _process_main(
+    rank: int,
+    world_size: int,
+    store_file: str,
+    timeout: float,
+    pipe: multiprocessing.connection.Connection,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        store = dist.FileStore(store_file, world_size)
+        dist.init_process_group(
+            "gloo",
+            rank=rank,
+            world_size=world_size,
+            store=store,
+            timeout=timedelta(seconds=timeout),
+        )
+        payload = pickle.dumps((True, fn(*args)))
+    except BaseException:
+        payload = pickle.dumps((False, traceback.format_exc()))
+    pipe.send_bytes(payload)
+    pipe.close()
+    # A peer that leaves closes its gloo connections under the others' last collective, so every
+    # rank stays until the parent, which has all results by then, ends it.
+    threading.Event().wait()
+
+
+def _collect(
+    pipes: list[multiprocessing.connection.Connection], timeout: float
+) -> tuple[list[Any], dict[int, str]]:
+    results: list[Any] = [None] * len(pipes)
+    failures: dict[int, str] = {}
+    rank_of = {pipe: rank for rank, pipe in enumerate(pipes)}
+    deadline = time.monotonic() + timeout
+    while rank_of:
+        ready = multiprocessing.connection.wait(
+            list(rank_of), max(0.0, deadline - time.monotonic())
+        )
+        if not ready:
+            break
+        for pipe in ready:
+            assert isinstance(pipe, multiprocessing.connection.Connection)
+            rank = rank_of.pop(pipe)
+            try:
+                succeeded, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                succeeded, value = False, "died without a result"
+            if succeeded:
+                results[rank] = value
+            else:
+                failures[rank] = value
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+    for rank in rank_of.values():
+        failures[rank] = "did not finish" + (" after another rank failed" if failures else "")
+    return results, failures
+
+
+class Call(NamedTuple):
+    """One collective: its name, and the elements and dtype of the larger of its tensors."""
+
+    op: str
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of that tensor."""
+        return self.numel * self.dtype.itemsize
+
+
+class CountingCommunicator:
+    """A Communicator that passes every call on to `inner` and remembers it in `calls`."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.calls: list[Call] = []
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return int(self.inner.rank)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+        return int(self.inner.world_size)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Any:
+        """Record and pass on."""
+        self.calls.append(Call("reduce_scatter", input.numel(), input.dtype))
+        return self.inner.reduce_scatter(output, input)
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Any:
+        """Record and pass on."""
+        self.calls.append(Call("all_gather", output.numel(), output.dtype))
+        return self.inner.all_gather(output, input)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
+        """Record and pass on."""
+        self.calls.append(Call("all_reduce", tensor.numel(), tensor.dtype))
+        return self.inner.all_reduce(tensor, op)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Any:
+        """Record and pass on."""
+        self.calls.append(Call("broadcast", tensor.numel(), tensor.dtype))
+        return self.inner.broadcast(tensor, src)
+
+
+@contextmanager
+def count_c10d_calls() -> Iterator[Counter[str]]:
+    """Count the collectives of all threaded ranks together, by name, inside the block.
+
+    torch's CommDebugMode does not see them: a threaded group does not pass the dispatcher.
+    """
+    group = multi_threaded_pg.ProcessLocalGroup
+    counts: Counter[str] = Counter()
+    lock = threading.Lock()
+    inside = threading.local()
+    names = ("allgather", "all_gather_single", "allreduce", "broadcast", "barrier")
+    names += ("reduce_scatter", "reduce_scatter_single", "alltoall", "all_to_all_single")
+    originals = {name: getattr(group, name) for name in names if hasattr(group, name)}
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Some of these are made of others: count the outermost.
+            outermost = not getattr(inside, "call", False)
+            inside.call = True
+            try:
+                if outermost:
+                    with lock:
+                        counts[name] += 1
+                return originals[name](*args, **kwargs)
+            finally:
+                inside.call = not outermost
+
+        return call
+
+    for name in originals:
+        setattr(group, name, counted(name))
+    try:
+        yield counts
+    finally:
+        for name, original in originals.items():
+            setattr(group, name, original)

@@ -1,0 +1,119 @@
+"""Train a `ParamSet` for a few steps: sharded on this rank, unsharded, by an oracle, by torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.models import (
+    GROUP_OVERRIDES,
+    MIXED,
+    Entry,
+    GradKind,
+    ParamSet,
+    mean_grads,
+    rank_grads,
+    split_by_group,
+)
+from tests.oracles import Oracle
+
+
+@dataclass(frozen=True)
+class Case:
+    """One optimizer with its options, and what else it is compared with."""
+
+    optimizer: Callable[..., torch.optim.Optimizer]
+    options: Mapping[str, Any]
+    oracle: type[Oracle] | None = None
+    # What the oracle takes beside `options`.
+    oracle_options: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Sequence[Mapping[str, Any]] = GROUP_OVERRIDES
+    dtype: torch.dtype = torch.float32
+    entries: tuple[Entry, ...] = MIXED
+    named: bool = False
+
+    def param_set(self) -> ParamSet:
+        """Return the parameters to train, equal on every call."""
+        return ParamSet(self.entries, dtype=self.dtype, overrides=self.overrides)
+
+    def build(self, params: ParamSet, sharding: Mapping[str, Any] | None) -> Any:
+        """Return the optimizer over `params`."""
+        groups = params.groups(named=self.named)
+        return self.optimizer(groups, **self.options, sharding=sharding)
+
+
+def train_rank(
+    case: Case, kind: GradKind, num_steps: int, sharding: Mapping[str, Any] | None = None
+) -> list[Tensor]:
+    """Train on this rank of the current process group; return the parameters."""
+    params = case.param_set()
+    optimizer = case.build(params, {"kernel": "eager", **(sharding or {})})
+    for step in range(num_steps):
+        params.assign(rank_grads(kind, dist.get_world_size(), dist.get_rank(), step, case.entries))
+        optimizer.step()
+    return params.values()
+
+
+def train_unsharded(case: Case, kind: GradKind, num_steps: int, world_size: int) -> list[Tensor]:
+    """Train the same class with no process group on the mean of what `world_size` ranks feed."""
+    assert not dist.is_initialized()
+    params = case.param_set()
+    optimizer = case.build(params, {"kernel": "eager"})
+    for step in range(num_steps):
+        params.assign(mean_grads(kind, world_size, step, case.entries))
+        optimizer.step()
+    return params.values()
+
+
+def train_oracle(case: Case, kind: GradKind, num_steps: int, world_size: int) -> list[Tensor]:
+    """Return the float64 parameters after the oracle's steps on the float64 mean gradients."""
+    assert case.oracle is not None
+    params = case.param_set()
+    oracle = case.oracle(
+        params.groups(), names=params.names(), **{**case.options, **case.oracle_options}
+    )
+    for step in range(num_steps):
+        grads = mean_grads(kind, world_size, step, case.entries, case.dtype)
+        oracle.step(split_by_group(case.entries, grads))
+    return in_entry_order(case.entries, oracle.values())
+
+
+def in_entry_order(entries: Sequence[Entry], by_group: Sequence[Tensor]) -> list[Tensor]:
+    """Undo `split_by_group`: values in group order come back in the order of `entries`."""
+    order = [i for group in split_by_group(entries, range(len(entries))) for i in group]
+    placed: dict[int, Tensor] = dict(zip(order, by_group, strict=True))
+    return [placed[i] for i in range(len(entries))]
+
+
+def max_relative_error(
+    actual: Sequence[Tensor], expected: Sequence[Tensor], start: Sequence[Tensor]
+) -> float:
+    """Return the largest over tensors of max |a - b| / max(|b|, |start|).
+
+    Per tensor, because elements cross zero, and with the values at the start, because a tensor of
+    one element does. The learning rates of the tests are so large that parameters move by about
+    their own size: an error of the update is not hidden behind the value.
+    """
+    worst = 0.0
+    for a, b, c in zip(actual, expected, start, strict=True):
+        assert a.shape == b.shape
+        if a.numel():
+            difference = (a.double() - b.double()).abs().max().item()
+            # NaN compares false with everything; it must not pass.
+            assert difference == difference
+            scale = max(b.abs().max().item(), c.abs().max().item())
+            worst = max(worst, difference / scale if scale else difference)
+    return worst
+
+
+def assert_bitwise(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Fail unless all tensors are equal, element for element, and finite."""
+    for index, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        assert a.dtype == b.dtype
+        assert torch.isfinite(a).all()
+        assert torch.equal(a, b), f"tensor {index}: {int((a != b).sum())} of {a.numel()} differ"
