@@ -190,13 +190,21 @@ LAMB_PRESETS: dict[str, dict[str, Any]] = {
     "npu": {"bias_correction": False, "clamp_value": 10.0, "always_adapt": True},
     "apex": {"bias_correction": True, "clamp_value": math.inf, "always_adapt": False},
     "google": {"bias_correction": True, "clamp_value": math.inf, "always_adapt": True},
+    "nvlamb": {"bias_correction": True, "clamp_value": math.inf, "always_adapt": True},
     "paddle": {"bias_correction": True, "clamp_value": math.inf, "always_adapt": False},
+    "deepspeed": {
+        "bias_correction": "outside",
+        "clamp_value": math.inf,
+        "always_adapt": True,
+        "min_coeff": 0.01,
+        "max_coeff": 10.0,
+    },
 }
 GOOGLE_EXCLUDED = ("LayerNorm", "layer_norm", "bias")
 
 
 class LambOracle(Oracle):
-    """LAMB in four variants; bias correction is inside the trust ratio, eps outside the root."""
+    """LAMB in six variants; eps is outside the root in all of them."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "lr": 1e-3,
@@ -206,6 +214,8 @@ class LambOracle(Oracle):
         "adam": False,
         "use_global_grad_norm": False,
         "max_grad_norm": 1.0,
+        "min_coeff": 0.0,
+        "max_coeff": math.inf,
     }
 
     def __init__(
@@ -237,12 +247,16 @@ class LambOracle(Oracle):
         first.mul_(beta1).add_((1 - beta1) * grad)
         second.mul_(beta2).add_((1 - beta2) * grad * grad)
         corrected = group["bias_correction"]
-        first_scale = 1 - beta1**param.step if corrected else 1.0
-        second_scale = 1 - beta2**param.step if corrected else 1.0
+        first_bias, second_bias = 1 - beta1**param.step, 1 - beta2**param.step
+        first_scale = first_bias if corrected is True else 1.0
+        second_scale = second_bias if corrected is True else 1.0
+        lr = group["lr"]
+        if corrected == "outside":
+            lr *= math.sqrt(second_bias) / first_bias
         direction = (first / first_scale) / ((second / second_scale).sqrt() + group["eps"])
         decay = 0.0 if _matches(self.no_decay, param.name) else group["weight_decay"]
         direction = direction + decay * param.value
-        param.value -= group["lr"] * self.ratio(group, param, direction, decay) * direction
+        param.value -= lr * self.ratio(group, param, direction, decay) * direction
 
     def ratio(
         self, group: dict[str, Any], param: OracleParam, direction: Tensor, decay: float
@@ -256,7 +270,7 @@ class LambOracle(Oracle):
         direction_norm = math.sqrt(float(direction.pow(2).sum()))
         if weight_norm == 0 or direction_norm == 0:
             return 1.0
-        return weight_norm / direction_norm
+        return min(max(weight_norm / direction_norm, group["min_coeff"]), group["max_coeff"])
 
 
 def _matches(patterns: Sequence[str], name: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from shardfuse.config import ShardConfig
 from shardfuse.optim.base import ShardedOptimizer
@@ -26,8 +26,10 @@ class ShardedLamb(ShardedOptimizer):
         variant   bias correction   clamp_value   ratio where weight decay is 0   exclusions
         npu       no                10            yes                             none
         apex      yes               none          no                              none
+        nvlamb    yes               none          yes                             none
         google    yes               none          yes                             LayerNorm, bias
         paddle    yes               none          no                              none
+        deepspeed in the step size  none          yes; ratio in [0.01, 10]        none
 
     Steps at equal lr differ up to tenfold between them: a recipe belongs to its variant.
 
@@ -39,8 +41,10 @@ class ShardedLamb(ShardedOptimizer):
             AttributeError here.) The variants do not switch it on; apex and google clip at 1.
         variant: preset of the switches below; each of them overrides it unless None.
         max_grad_norm: bound of the global gradient norm; only with use_global_grad_norm.
-        bias_correction: divide the moments by 1 - beta^t, inside the ratio.
+        bias_correction: divide the moments by 1 - beta^t: True inside the ratio, "outside" in the
+            step size, False not at all.
         clamp_value: upper bound of the weight norm; ``math.inf`` for none.
+        min_coeff, max_coeff: bounds of the trust ratio.
         always_adapt: use the ratio also where weight decay is 0 (apex: use_nvlamb).
         exclude_from_weight_decay: regular expressions; parameters whose names match have no decay.
         exclude_from_layer_adaptation: likewise, their trust ratio is 1.
@@ -63,8 +67,10 @@ class ShardedLamb(ShardedOptimizer):
         *,
         variant: LambVariant = "npu",
         max_grad_norm: float = 1.0,
-        bias_correction: bool | None = None,
+        bias_correction: bool | Literal["outside"] | None = None,
         clamp_value: float | None = None,
+        min_coeff: float | None = None,
+        max_coeff: float | None = None,
         always_adapt: bool | None = None,
         exclude_from_weight_decay: Sequence[str] | None = None,
         exclude_from_layer_adaptation: Sequence[str] | None = None,
@@ -75,6 +81,8 @@ class ShardedLamb(ShardedOptimizer):
                 variant,
                 bias_correction=bias_correction,
                 clamp_value=clamp_value,
+                min_coeff=min_coeff,
+                max_coeff=max_coeff,
                 always_adapt=always_adapt,
                 exclude_from_weight_decay=exclude_from_weight_decay,
                 exclude_from_layer_adaptation=exclude_from_layer_adaptation,

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(60)
 TOLERANCE = 1e-6
 NUM_STEPS = 10
 
-VARIANTS = ["npu", "apex", "google", "paddle"]
+VARIANTS = ["npu", "apex", "nvlamb", "google", "paddle", "deepspeed"]
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "decay": {"weight_decay": 0.1},
@@ -40,6 +40,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no-bias-correction": {"bias_correction": False},
     "clamp-2": {"clamp_value": 2.0},
     "no-clamp": {"clamp_value": math.inf},
+    "bounded-ratio": {"min_coeff": 0.5, "max_coeff": 2.0},
+    "correction-outside": {"bias_correction": "outside"},
     "always-adapt": {"always_adapt": True},
     "adapt-decayed": {"always_adapt": False, "weight_decay": 0.1},
     "no-decay-names": {"weight_decay": 0.1, "exclude_from_weight_decay": [r"^dense\.", "scale"]},

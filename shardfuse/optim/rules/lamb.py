@@ -24,7 +24,7 @@ from shardfuse.optim.rules.base import (
     vanishes,
 )
 
-LambVariant = Literal["npu", "apex", "google", "paddle"]
+LambVariant = Literal["npu", "apex", "nvlamb", "google", "paddle", "deepspeed"]
 
 NO_DECAY = "no_decay"
 NO_ADAPT = "no_adapt"
@@ -34,14 +34,19 @@ NO_ADAPT = "no_adapt"
 class LambSwitches:
     """What the variants of LAMB differ in."""
 
-    bias_correction: bool
-    """Divide the moments by 1 - beta ** step, inside the ratio."""
+    bias_correction: bool | Literal["outside"]
+    """Divide the moments by 1 - beta ** step: inside the ratio (True), where it cancels up to eps
+    and decay, or in the step size ("outside"), where it acts as a second warm-up."""
 
     clamp_value: float
     """Upper bound of the weight norm; inf for none."""
 
     always_adapt: bool
     """Use the trust ratio also where weight decay is 0."""
+
+    min_coeff: float = 0.0
+    max_coeff: float = math.inf
+    """Bounds of the trust ratio itself."""
 
     exclude_from_weight_decay: tuple[str, ...] = ()
     """Regular expressions, searched in parameter names, of parameters with no decay."""
@@ -57,6 +62,8 @@ PRESETS: dict[str, LambSwitches] = {
     "npu": LambSwitches(bias_correction=False, clamp_value=10.0, always_adapt=True),
     # apex FusedLAMB with use_nvlamb=False.
     "apex": LambSwitches(bias_correction=True, clamp_value=math.inf, always_adapt=False),
+    # apex FusedLAMB with use_nvlamb=True.
+    "nvlamb": LambSwitches(bias_correction=True, clamp_value=math.inf, always_adapt=True),
     # The reference of the paper's authors, lamb_optimizer_v1.py.
     "google": LambSwitches(
         bias_correction=True,
@@ -67,6 +74,14 @@ PRESETS: dict[str, LambSwitches] = {
     ),
     # paddle.optimizer.Lamb.
     "paddle": LambSwitches(bias_correction=True, clamp_value=math.inf, always_adapt=False),
+    # DeepSpeed FusedLamb.
+    "deepspeed": LambSwitches(
+        bias_correction="outside",
+        clamp_value=math.inf,
+        always_adapt=True,
+        min_coeff=0.01,
+        max_coeff=10.0,
+    ),
 }
 
 
@@ -74,7 +89,8 @@ def switches_for(variant: str, **overrides: object) -> LambSwitches:
     """Return the preset ``variant`` with every override that is not None applied.
 
     Raises:
-        ValueError: an unknown variant, a clamp_value that is not > 0, or a bad pattern.
+        ValueError: an unknown variant, a bound out of range, or a bad pattern.
+        TypeError: patterns that are not a sequence.
     """
     if variant not in PRESETS:
         raise ValueError(f"Invalid variant: {variant!r}. Use one of {get_args(LambVariant)}.")
@@ -94,6 +110,15 @@ def switches_for(variant: str, **overrides: object) -> LambSwitches:
     switches = replace(PRESETS[variant], **given)  # type: ignore[arg-type]
     if not switches.clamp_value > 0:
         raise ValueError(f"Invalid clamp_value: {switches.clamp_value}. Must be > 0, or inf.")
+    if switches.bias_correction not in (False, True, "outside"):
+        raise ValueError(
+            f"Invalid bias_correction: {switches.bias_correction!r}. Use True, False or 'outside'."
+        )
+    if not 0 <= switches.min_coeff <= switches.max_coeff:
+        raise ValueError(
+            f"Invalid min_coeff, max_coeff: {switches.min_coeff}, {switches.max_coeff}. Must be "
+            "0 <= min_coeff <= max_coeff."
+        )
     return switches
 
 
@@ -168,7 +193,10 @@ class LambRule(NormRule):
 
     def scalars(self, group: Group, policy: str, step: int) -> tuple[float, ...]:
         beta1, beta2 = (as_float(beta) for beta in group["betas"])
-        corrects = self.switches.bias_correction
+        correction1, correction2 = 1.0 / (1.0 - beta1**step), 1.0 / (1.0 - beta2**step)
+        lr, corrects = as_float(group["lr"]), self.switches.bias_correction
+        if corrects == "outside":
+            lr *= correction1 / correction2**0.5
         return (
             beta1,
             1.0 - beta1,
@@ -176,9 +204,9 @@ class LambRule(NormRule):
             1.0 - beta2,
             as_float(group["eps"]),
             self._weight_decay(group, policy),
-            as_float(group["lr"]),
-            1.0 / (1.0 - beta1**step) if corrects else 1.0,
-            1.0 / (1.0 - beta2**step) if corrects else 1.0,
+            lr,
+            correction1,
+            correction2,
         )
 
     def clip(self, group: Group) -> Clip | None:
@@ -193,7 +221,7 @@ class LambRule(NormRule):
     def direction(self, flags: _Flags, h: Scalars, p: Tensor, *state: Tensor) -> Tensor:
         eps, weight_decay, _, correction1, correction2 = h[4:]
         exp_avg, exp_avg_sq = state
-        if self.switches.bias_correction:
+        if self.switches.bias_correction is True:
             denominator = (exp_avg_sq * correction2).sqrt() + eps
             u = divide(exp_avg * correction1, denominator, guard=flags.guard)
         else:
@@ -209,7 +237,8 @@ class LambRule(NormRule):
         weight_norm, update_norm = sums.sqrt()
         weight_norm = weight_norm.clamp(max=self.switches.clamp_value)
         usable = (weight_norm != 0) & (update_norm != 0)
-        return torch.where(usable, weight_norm / update_norm, torch.ones_like(weight_norm))
+        ratio = (weight_norm / update_norm).clamp(self.switches.min_coeff, self.switches.max_coeff)
+        return torch.where(usable, ratio, torch.ones_like(ratio))
 
     def apply(self, h: Scalars, p: Tensor, u: Tensor, ratio: Tensor | None) -> None:
         lr = h[6]
