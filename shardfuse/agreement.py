@@ -60,6 +60,11 @@ def agree(
     )
 
 
+def on_rank(comm: Communicator) -> str:
+    """Return how an error that only this rank may have begins; empty where there is one rank."""
+    return "" if comm.world_size == 1 else f"[rank {comm.rank}] "
+
+
 def _name(error: Exception) -> str:
     return type(error).__name__
 

@@ -9,20 +9,18 @@ overlaps.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from shardfuse.buffers import ShardArena
 from shardfuse.comm import Communicator
 from shardfuse.layout import Flat, Fragment, ParamSpec
+
+if TYPE_CHECKING:  # a second to import, and called only by torch.distributed.checkpoint itself
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 
 def gather(
@@ -110,6 +108,9 @@ class FragmentTensor(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         """Return what torch.distributed.checkpoint is to write from this rank."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         return [
             WriteItem(
                 index=MetadataIndex(fqn, torch.Size([piece.start])),
@@ -136,6 +137,8 @@ class FragmentTensor(torch.Tensor):
 
 
 def _chunk(piece: Piece) -> ChunkStorageMetadata:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
     return ChunkStorageMetadata(
         offsets=torch.Size([piece.start]), sizes=torch.Size([piece.data.numel()])
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from shardfuse.agreement import agree
+from shardfuse.agreement import agree, on_rank
 from shardfuse.comm import communicator_for
 from shardfuse.config import ShardConfig
 from shardfuse.layout import BLOCK, FlatLayout
@@ -181,25 +181,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _check_params(self) -> None:
         """Raise if what the groups hold is no longer what the flat buffers hold."""
-        comm = self.communicator
-        where = "" if comm.world_size == 1 else f"[rank {comm.rank}] "
         members = [param for group in self.param_groups for param in group["params"]]
         same = len(members) == len(self._params) and all(
             member is param for member, param in zip(members, self._params, strict=True)
         )
         if not same:
             raise RuntimeError(
-                f"{where}param_groups hold other parameters than the optimizer was built with. Use "
-                "add_param_group() to add some, or build a new optimizer; a wrapper that replaces "
-                "parameters by copies cannot be used."
+                f"{on_rank(self.communicator)}param_groups hold other parameters than the "
+                "optimizer was built with. Use add_param_group() to add some, or build a new "
+                "optimizer; a wrapper that replaces parameters by copies cannot be used."
             )
         moved = [name for state in self._flats for name in state.moved()]
         if moved:
             names = ", ".join(moved[:3]) + (", ..." if len(moved) > 3 else "")
             raise RuntimeError(
-                f"{where}{len(moved)} parameters were re-allocated since the optimizer was built "
-                f"({names}), so that updates would not reach the model. Call opt.rebind() after "
-                "moving them, on every rank."
+                f"{on_rank(self.communicator)}{len(moved)} parameters were re-allocated since "
+                f"the optimizer was built ({names}), so that updates would not reach the model. "
+                "Call opt.rebind() after moving them, on every rank."
             )
 
     def memory_summary(self) -> MemorySummary:
@@ -237,8 +235,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def grad_norm(self) -> Tensor:
         """Return the L2 norm of the mean gradient over all parameters, () fp32. Collective.
 
-        Where clip_grad_norm() was called before, the norm is that of the clipped gradient.
+        Where clip_grad_norm() was called before, the norm is that of the clipped gradient. The
+        gradients are reduced for this alone: ``clip_grad_norm(math.inf)`` gives the norm and lets
+        step() use what was reduced.
         """
+        norm = self._grad_norm()
+        if self._clip_coefficient is None:
+            self._grads.release()
+        return norm
+
+    def _grad_norm(self) -> Tensor:
         self._begin()
         norm = self._updater.square_norms().sum().sqrt()
         return norm if self._clip_coefficient is None else norm * self._clip_coefficient
@@ -258,7 +264,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if not max_norm > 0:
             raise ValueError(f"Invalid max_norm: {max_norm}. Must be > 0.")
-        norm = self.grad_norm()
+        norm = self._grad_norm()
         coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         before = self._clip_coefficient
         self._clip_coefficient = coefficient if before is None else before * coefficient
@@ -288,8 +294,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._clip_coefficient is not None and not self._grads.is_reduced:
             self._clip_coefficient = None
             raise RuntimeError(
-                "Gradients changed between clip_grad_norm() and step(). Clip once, after the last "
-                "backward() of the step."
+                f"{on_rank(self.communicator)}Gradients changed between clip_grad_norm() "
+                "and step(). Clip once, after the last backward() of the step."
             )
         self._consolidated = None
         with record_function("shardfuse::step"):

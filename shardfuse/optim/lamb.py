@@ -96,3 +96,15 @@ class ShardedLamb(ShardedOptimizer):
 
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, make_rule, sharding)
+
+    def trust_ratios(self) -> dict[str, float]:
+        """Return {parameter name: trust ratio} of the last step; empty before the first. Local.
+
+        The ratio is 1 where the variant takes none, and for a parameter that was not updated. Every
+        rank has all of them, so this needs no communication; reading them waits for the device.
+        """
+        ratio = self._updater.ratio
+        if ratio is None:
+            return {}
+        names = (spec.name for spec in self.layout.specs)
+        return dict(zip(names, ratio.tolist(), strict=True))

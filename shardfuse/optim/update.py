@@ -14,7 +14,7 @@ from shardfuse.optim.flat_state import FlatState, idle_params
 from shardfuse.optim.kernels import Kernels, Span
 from shardfuse.optim.kernels.passes import Scale
 from shardfuse.optim.norms import BlockSums
-from shardfuse.optim.rules import ElementwiseRule, NormRule
+from shardfuse.optim.rules import Clip, ElementwiseRule, NormRule
 from shardfuse.sync import GradSync, ParamSync
 
 Rule = ElementwiseRule | NormRule
@@ -53,6 +53,7 @@ class Updater:
         self._kernels = kernels
         self._adapted: list[FlatState] = []
         self._sums: BlockSums | None = None
+        self.ratio: Tensor | None = None  # (num_params,), of the last step; 1 where none was taken
 
     def square_norms(self) -> Tensor:
         """Return the squared norm of each flat's mean gradient over all ranks, (num_flats,) fp32.
@@ -90,7 +91,7 @@ class Updater:
         for index, clip in clips.items():
             factor = coefficient
             if clip is not None and squares is not None:
-                square = squares.sum() if clip.scope == "global" else squares[index]
+                square = squares[self._peers(index, clip)].sum()
                 norm = square.sqrt() if coefficient is None else square.sqrt() * coefficient
                 own = (clip.max_norm / (norm + clip.eps)).clamp(max=1.0)
                 factor = own if coefficient is None else own * coefficient
@@ -100,6 +101,13 @@ class Updater:
             else:
                 scales[index] = factor if mean is None else factor * mean
         return scales
+
+    def _peers(self, index: int, clip: Clip) -> slice | list[int]:
+        """Return the flats whose norm clips flat ``index``."""
+        if clip.scope == "global":
+            return slice(None)
+        key = (self._flats[index].flat.group, self._flats[index].flat.dtype)
+        return [s.flat.index for s in self._awake if (s.flat.group, s.flat.dtype) == key]
 
     def _group(self, state: FlatState) -> Mapping[str, Any]:
         return self._groups[state.flat.group]
@@ -143,7 +151,8 @@ class Updater:
         if sums is not None:
             totals = sums.per_param()
             self._comm.all_reduce(totals.view(-1)).wait()
-            sums.spread(rule.ratio(totals))
+            self.ratio = rule.ratio(totals)
+            sums.spread(self.ratio)
         for state in self._awake:
             for bucket in state.flat.buckets:
                 master, low = state.tensors(bucket)

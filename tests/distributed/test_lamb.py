@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardfuse import ShardedLamb
 from tests.harness import run_threads
-from tests.models import MIXED, Entry
+from tests.models import MIXED, Entry, rank_grads
 from tests.oracles import LambOracle
 from tests.runs import (
     Case,
@@ -162,3 +164,35 @@ def test_google_needs_names() -> None:
         exclude_from_weight_decay=[],
         exclude_from_layer_adaptation=[],
     )
+
+
+def train_for_ratios(case: Case) -> dict[str, float]:
+    """Return the trust ratios of the third step."""
+    params = case.param_set()
+    optimizer = case.build(params, {"kernel": "eager", "bucket_cap_mb": 0.04})
+    assert optimizer.trust_ratios() == {}
+    for step in range(3):
+        world_size, rank = dist.get_world_size(), dist.get_rank()
+        params.assign(rank_grads("floats", world_size, rank, step, case.entries))
+        optimizer.step()
+    return optimizer.trust_ratios()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_trust_ratios_are_those_of_the_oracle(variant: str) -> None:
+    """Every rank reports the ratio of every parameter, by name, as the reference took it."""
+    case = make_case(variant, {"weight_decay": 0.1})
+    taken: dict[str, float] = {}
+
+    class Recording(LambOracle):
+        def ratio(self, group: Any, param: Any, direction: Any, decay: float) -> float:
+            taken[param.name] = super().ratio(group, param, direction, decay)
+            return taken[param.name]
+
+    train_oracle(replace(case, oracle=Recording), "floats", 3, 3)
+    ranks = run_threads(3, train_for_ratios, case)
+    assert len(taken) > 5
+    for ratios in ranks:
+        assert ratios == ranks[0]
+        for name, expected in taken.items():
+            assert ratios[name] == pytest.approx(expected, rel=1e-5)

@@ -264,3 +264,21 @@ def test_small_norms(name: str) -> None:
     oracle.step([[grad]])
     for value in run_threads(2, train):
         assert max_relative_error([value], oracle.values(), [start]) < TOLERANCE
+
+
+def look_then_change() -> Tensor:
+    """Change the gradient of one rank between looking at its norm and the step."""
+    param = nn.Parameter(torch.zeros(3000))
+    optimizer = ShardedSGD([param], 1.0)
+    param.grad = torch.ones(3000)
+    optimizer.grad_norm()
+    if dist.get_rank() == 0:
+        param.grad = torch.full((3000,), 3.0)
+    optimizer.step()
+    return param.detach().clone()
+
+
+def test_one_rank_changes_its_gradient_after_a_look() -> None:
+    """Looking at the norm binds no rank: the step takes the gradients that it finds."""
+    for value in run_threads(2, look_then_change):
+        assert torch.equal(value, torch.full((3000,), -2.0))

@@ -199,7 +199,11 @@ def test_sparse_parameter(layout: torch.layout) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"variant": "nvlamb"}, "Invalid variant: 'nvlamb'"),
+        ({"variant": "lars"}, "Invalid variant: 'lars'"),
+        ({"bias_correction": "inside"}, "Invalid bias_correction: 'inside'"),
+        ({"min_coeff": 2.0, "max_coeff": 1.0}, "Invalid min_coeff, max_coeff: 2.0, 1.0"),
+        ({"min_coeff": math.nan}, "Invalid min_coeff, max_coeff: nan, inf"),
+        ({"max_coeff": -1.0}, "Invalid min_coeff, max_coeff: 0.0, -1.0"),
         ({"clamp_value": 0.0}, "Invalid clamp_value: 0.0"),
         ({"clamp_value": NAN}, "Invalid clamp_value: nan"),
         ({"use_global_grad_norm": True, "max_grad_norm": 0.0}, "Invalid max_grad_norm: 0.0"),
