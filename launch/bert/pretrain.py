@@ -1,0 +1,36 @@
+"""Pretrain BERT on real text, with optimizer states partitioned over the ranks.
+
+    torchrun --standalone --nproc-per-node 2 launch/bert/pretrain.py
+
+`python launch/bert/pretrain.py` runs on one process. README.md beside this file lists the options.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from pretraining.config import parse_config
+from pretraining.errors import UsageError
+from pretraining.launch import Launch, refuse
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the job; return the exit code: 0, or 2 where the request cannot be met."""
+    is_main = True
+    try:
+        launch = Launch.from_environment()
+        is_main = launch.is_main
+        config = parse_config(argv)
+        config.micro_batches(launch.world_size)
+        # Only now: torch and transformers take seconds to import, a wrong option should not.
+        from pretraining.session import run
+
+        run(config, launch)
+    except UsageError as error:
+        return refuse(error, is_main)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""BERT pretraining with shardfuse's sharded optimizers: data, model, loop and reports."""

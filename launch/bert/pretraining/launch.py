@@ -1,0 +1,56 @@
+"""What the launcher said about this process, read from the environment without importing torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+
+from pretraining.errors import UsageError
+
+EXIT_USAGE = 2
+_SECONDS_FOR_RANK_0_TO_SPEAK = 3.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """This process among its peers; `is_distributed` is False for a plain `python pretrain.py`."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    is_distributed: bool
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Launch:
+        if "RANK" not in environ and "WORLD_SIZE" not in environ:
+            return cls(rank=0, local_rank=0, world_size=1, is_distributed=False)
+        try:
+            rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+            local_rank = int(environ.get("LOCAL_RANK", rank))
+        except (KeyError, ValueError) as error:
+            raise UsageError(
+                "RANK and WORLD_SIZE must both be set to integers, or neither; start with torchrun"
+            ) from error
+        return cls(rank, local_rank, world_size, is_distributed=True)
+
+
+def refuse(error: UsageError, is_main: bool) -> int:
+    """Print the error once for all ranks and return the exit code of a wrong request.
+
+    The launcher ends every process as soon as one has failed, so the other ranks hold back until
+    rank 0 has spoken; ended early, they still report the same code.
+    """
+    if is_main:
+        print(f"pretrain.py: error: {error}", file=sys.stderr, flush=True)
+    else:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_USAGE))
+        time.sleep(_SECONDS_FOR_RANK_0_TO_SPEAK)
+    return EXIT_USAGE

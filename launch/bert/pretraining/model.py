@@ -1,0 +1,74 @@
+"""BERT for pretraining: Google's model sizes and the two losses."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+from transformers import BertConfig, BertForPreTraining
+
+from pretraining.samples import IGNORED_LABEL, Batch
+
+
+class ModelSize(NamedTuple):
+    """One of Google's shapes; a head is 64 wide, the inner layer four times the hidden one."""
+
+    num_layers: int
+    hidden_size: int
+
+
+MODEL_SIZES = {
+    "tiny": ModelSize(2, 128),
+    "mini": ModelSize(4, 256),
+    "small": ModelSize(4, 512),
+    "base": ModelSize(12, 768),
+    "large": ModelSize(24, 1024),
+}
+HEAD_WIDTH = 64
+
+
+def build_model(
+    size: str, vocab_size: int, seq_len: int, dropout: float, seed: int
+) -> BertForPreTraining:
+    """Build the model on the CPU with weights drawn from `seed`, the same on every rank."""
+    shape = MODEL_SIZES[size]
+    config = BertConfig(
+        vocab_size=vocab_size,
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.hidden_size // HEAD_WIDTH,
+        intermediate_size=4 * shape.hidden_size,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        max_position_embeddings=seq_len,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(seed)
+    return BertForPreTraining(config)
+
+
+class LossSums(NamedTuple):
+    """Sums over one batch, each a 0-D tensor; to be divided by the counts of the global batch."""
+
+    mlm: torch.Tensor  # fp32, cross-entropy over the masked tokens, in nats
+    nsp: torch.Tensor  # fp32, cross-entropy over the samples, in nats
+    num_correct: torch.Tensor  # fp32, masked tokens predicted exactly
+
+
+def loss_sums(model: BertForPreTraining, batch: Batch) -> LossSums:
+    """Run the model; the vocabulary projection sees only the masked positions."""
+    output = model.bert(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        token_type_ids=batch.token_type_ids,
+    )
+    hidden = output.last_hidden_state  # (num, seq_len, hidden_size)
+    index = batch.positions[..., None].expand(-1, -1, hidden.size(-1))
+    scores, nsp_scores = model.cls(hidden.gather(1, index), output.pooler_output)
+    scores = scores.float().flatten(0, 1)  # (num * num_slots, vocab_size)
+    labels = batch.labels.flatten()
+    mlm = functional.cross_entropy(scores, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+    nsp = functional.cross_entropy(nsp_scores.float(), batch.is_random_next, reduction="sum")
+    num_correct = (scores.detach().argmax(-1) == labels).sum().float()
+    return LossSums(mlm, nsp, num_correct)

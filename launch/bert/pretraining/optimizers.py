@@ -1,0 +1,93 @@
+"""Build the optimizer of a run with BERT's exclusions, and its learning-rate schedule."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from pretraining.config import RunConfig
+from shardfuse import (
+    ShardConfig,
+    ShardedAdam,
+    ShardedAdamW,
+    ShardedBertAdam,
+    ShardedLamb,
+    ShardedOptimizer,
+    ShardedSGD,
+)
+
+EXCLUDED = ("bias", "LayerNorm")
+"""Regular expressions: parameters with no weight decay and, in LAMB, no layer adaptation."""
+
+
+def build_optimizer(config: RunConfig, model: nn.Module) -> ShardedOptimizer:
+    """Build the sharded optimizer on the model's parameters. Collective."""
+    sharding = ShardConfig(bucket_cap_mb=config.bucket_cap_mb)
+    lr, betas = config.lr, config.betas
+    if config.optimizer == "lamb":
+        return ShardedLamb(
+            model.named_parameters(),
+            lr=lr,
+            betas=betas,
+            weight_decay=config.weight_decay,
+            variant=config.lamb_variant,  # type: ignore[arg-type]
+            use_global_grad_norm=config.max_grad_norm > 0,
+            max_grad_norm=config.max_grad_norm or 1.0,
+            exclude_from_weight_decay=EXCLUDED,
+            exclude_from_layer_adaptation=EXCLUDED,
+            sharding=sharding,
+        )
+    groups = decay_groups(model, config.weight_decay)
+    if config.optimizer == "adamw":
+        return ShardedAdamW(groups, lr=lr, betas=betas, sharding=sharding)
+    if config.optimizer == "adam":
+        return ShardedAdam(groups, lr=lr, betas=betas, sharding=sharding)
+    if config.optimizer == "bertadam":
+        return ShardedBertAdam(
+            groups,
+            lr=lr,
+            b1=betas[0],
+            b2=betas[1],
+            max_grad_norm=config.max_grad_norm,
+            sharding=sharding,
+        )
+    return ShardedSGD(groups, lr=lr, momentum=betas[0], sharding=sharding)
+
+
+def clips_itself(config: RunConfig) -> bool:
+    """Return whether the rule bounds the gradient norm inside its own step."""
+    return config.optimizer in ("lamb", "bertadam")
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Split the named parameters into those with weight decay and the excluded ones."""
+    decayed: list[tuple[str, nn.Parameter]] = []
+    excluded: list[tuple[str, nn.Parameter]] = []
+    for name, param in model.named_parameters():
+        is_excluded = any(re.search(pattern, name) for pattern in EXCLUDED)
+        (excluded if is_excluded else decayed).append((name, param))
+    return [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": excluded, "weight_decay": 0.0},
+    ]
+
+
+def lr_at(config: RunConfig, step: int) -> float:
+    """Return the learning rate of `step` (from 0): a linear rise, then polynomial decay to 0.
+
+    It depends on the step alone, so a resumed run needs no scheduler state.
+    """
+    num_warmup = round(config.warmup * config.steps)
+    if step < num_warmup:
+        return config.lr * (step + 1) / num_warmup
+    progress = (step - num_warmup) / max(1, config.steps - num_warmup)
+    return config.lr * (1 - progress) ** config.decay_power
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every group the learning rate of its next step."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
