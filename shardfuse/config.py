@@ -37,6 +37,9 @@ class ShardConfig:
     grad_sync_dtype: torch.dtype | None = None
     """Dtype gradients are summed in on the wire; None is the parameter's own dtype."""
 
+    grads_are_reduced: bool = False
+    """``p.grad`` is the mean over ranks already, as under DistributedDataParallel."""
+
     broadcast_params: bool = True
     """Copy the first rank's parameter values to all ranks at construction."""
 
@@ -50,8 +53,9 @@ class ShardConfig:
             raise TypeError(f"bucket_cap_mb must be a number of MiB, got {self.bucket_cap_mb!r}.")
         if not 0 < self.bucket_cap_mb < float("inf"):
             raise ValueError(f"Invalid bucket_cap_mb: {self.bucket_cap_mb}. Must be > 0 MiB.")
-        if not isinstance(self.broadcast_params, bool):
-            raise TypeError(f"broadcast_params must be a bool, got {self.broadcast_params!r}.")
+        for name in ("grads_are_reduced", "broadcast_params"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}.")
         if self.grad_sync_dtype is not None and self.grad_sync_dtype not in _GRAD_SYNC_DTYPES:
             names = ", ".join(str(dtype) for dtype in _GRAD_SYNC_DTYPES)
             raise ValueError(

@@ -11,7 +11,7 @@ added. A gradient that is present but -0.0 in every element of a fragment cannot
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +20,7 @@ from torch.profiler import record_function
 
 from shardfuse.buffers import FlatBuffer, ShardArena
 from shardfuse.comm import Communicator, Handle
-from shardfuse.layout import Bucket, Flat, ParamSpec
+from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec
 
 _IN_FLIGHT = 2
 """Reduce-scatters launched ahead of the bucket being updated."""
@@ -34,6 +34,7 @@ class _FlatGrads:
     buffer: FlatBuffer
     params: Sequence[Tensor]
     specs: Sequence[ParamSpec]
+    fragments: Mapping[int, Sequence[Fragment]]  # this rank's, by bucket
     views: list[Tensor] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
     retained: ShardArena | None = None  # reduced shards, when they must outlive one bucket
@@ -54,6 +55,23 @@ class _FlatGrads:
         return self.views[position]
 
 
+class GradVersions:
+    """Which tensors the gradients are, and how often each was written: equal if unchanged."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self._grads = [param.grad for param in params]
+        self._versions = [-1 if grad is None else grad._version for grad in self._grads]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, GradVersions)
+            and self._versions == other._versions
+            and all(mine is theirs for mine, theirs in zip(self._grads, other._grads, strict=True))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class GradSync:
     """Packs gradients into flat buffers and reduce-scatters them, one collective per bucket.
 
@@ -71,7 +89,7 @@ class GradSync:
         self._flats: dict[int, _FlatGrads] = {}
         self._staging: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self._is_reduced = False
-        self._reduced_from: list[tuple[Tensor | None, int]] = []
+        self._reduced_from: GradVersions | None = None
 
     @property
     def nbytes(self) -> int:
@@ -88,10 +106,19 @@ class GradSync:
         """Whether reduced shards are being kept for the next ``reduced()``."""
         return self._is_reduced
 
-    def attach(self, flat: Flat, params: Sequence[Tensor], specs: Sequence[ParamSpec]) -> None:
-        """Take over the gradients of ``flat``; ``params`` and ``specs`` are in slot order."""
+    def attach(
+        self,
+        flat: Flat,
+        params: Sequence[Tensor],
+        specs: Sequence[ParamSpec],
+        fragments: Mapping[int, Sequence[Fragment]],
+    ) -> None:
+        """Take over the gradients of ``flat``; ``params`` and ``specs`` are in slot order.
+
+        ``fragments`` are this rank's, by bucket.
+        """
         buffer = FlatBuffer(flat, params[0].device, params[0].dtype)
-        grads = _FlatGrads(flat, buffer, params, specs)
+        grads = _FlatGrads(flat, buffer, params, specs, fragments)
         self._flats[flat.index] = grads
         sync_ref, grads_ref = weakref.ref(self), weakref.ref(grads)
         for position, param in enumerate(params):
@@ -107,6 +134,22 @@ class GradSync:
         """Return the params of ``flat`` that had no gradient on this rank at the last pack()."""
         return self._flats[flat.index].missing
 
+    def idle(self, bucket: Bucket, shard: Tensor) -> set[int]:
+        """Return the params with a fragment in ``shard`` that have no gradient on any rank.
+
+        ``shard`` is what ``reduced()`` gave for ``bucket``. See [Note: absent gradients].
+        """
+        grads = self._flats[bucket.flat]
+        if self._comm.world_size == 1:
+            return grads.missing
+        idle = set()
+        for fragment in grads.fragments[bucket.index] if grads.missing else ():
+            if fragment.param in grads.missing:
+                part = shard[fragment.shard_start : fragment.shard_start + fragment.numel]
+                if bool((part.signbit() & (part == 0)).all()):
+                    idle.add(fragment.param)
+        return idle
+
     def scale(self, flat_index: int) -> float | None:
         """Return the factor from a flat's reduced gradients to their mean over ranks; None is 1."""
         world_size = self._comm.world_size
@@ -119,7 +162,7 @@ class GradSync:
         Raises:
             RuntimeError: a gradient is sparse.
         """
-        if self._is_reduced and not self._changed():
+        if self._is_reduced and self._reduced_from == GradVersions(self._params()):
             return
         self._is_reduced = False
         for grads in self._flats.values():
@@ -164,27 +207,15 @@ class GradSync:
             for _ in self._pipeline(retain=True):
                 pass
         self._is_reduced = True
-        self._reduced_from = self._gradients()
+        self._reduced_from = GradVersions(self._params())
 
     def release(self) -> None:
         """Forget shards kept by ``retain()``; the next step reduces anew."""
         self._is_reduced = False
-        self._reduced_from = []
+        self._reduced_from = None
 
-    def _gradients(self) -> list[tuple[Tensor | None, int]]:
-        """Return every gradient with its version, which counts writes to it."""
-        present = [param.grad for grads in self._flats.values() for param in grads.params]
-        return [(grad, -1 if grad is None else grad._version) for grad in present]
-
-    def _changed(self) -> bool:
-        """Return whether gradients were written or replaced since they were reduced."""
-        now = self._gradients()
-        return len(now) != len(self._reduced_from) or any(
-            grad is not before or version != version_before
-            for (grad, version), (before, version_before) in zip(
-                now, self._reduced_from, strict=True
-            )
-        )
+    def _params(self) -> list[Tensor]:
+        return [param for grads in self._flats.values() for param in grads.params]
 
     def reduced(self) -> Iterator[tuple[Bucket, Tensor]]:
         """Yield (bucket, its shard of the summed gradient), in launch order.

@@ -26,6 +26,7 @@ from shardfuse.optim.flat_state import FlatState
 from shardfuse.optim.kernels import Kernels
 from shardfuse.optim.memory import MemorySummary
 from shardfuse.optim.update import Rule, Updater
+from shardfuse.presynced import PresyncedGrads
 from shardfuse.sync import GradSync, ParamSync
 
 logger = logging.getLogger("shardfuse")
@@ -84,7 +85,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
         self._params: list[Tensor] = []
         self._flats: list[FlatState] = []
-        self._grads = GradSync(self.communicator, self._config.grad_sync_dtype)
+        self._grads: GradSync | PresyncedGrads = (
+            PresyncedGrads()
+            if self._config.grads_are_reduced
+            else GradSync(self.communicator, self._config.grad_sync_dtype)
+        )
         self._gather = ParamSync(self.communicator)
         self._clip_coefficient: Tensor | None = None
         self._consolidated: dict[str, Any] | None = None
@@ -148,7 +153,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _wake(self, states: list[FlatState]) -> None:
         """Give flats gradients and states; frozen ones have none until they are unfrozen."""
         for state in states:
-            self._grads.attach(state.flat, state.params, state.specs)
+            self._grads.attach(state.flat, state.params, state.specs, state.fragments)
             state.allocate(self._rule.state_names(self.param_groups[state.flat.group]))
         awake = [state for state in self._flats if self._grads.has(state.flat)]
         kernels = Kernels(

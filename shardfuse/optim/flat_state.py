@@ -153,17 +153,3 @@ class FlatState:
             return
         params = [slot.param for slot in self.flat.slots]
         self.set_steps({p: self.step_of(p) + (p not in skipped) for p in params})
-
-
-def idle_params(fragments: Iterable[Fragment], shard: Tensor, missing: set[int]) -> set[int]:
-    """Return those of ``missing`` that no rank had a gradient of, by their part of ``shard``.
-
-    See [Note: absent gradients] in sync.py.
-    """
-    idle = set()
-    for fragment in fragments:
-        if fragment.param in missing:
-            part = shard[fragment.shard_start : fragment.shard_start + fragment.numel]
-            if bool((part.signbit() & (part == 0)).all()):
-                idle.add(fragment.param)
-    return idle

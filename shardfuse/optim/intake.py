@@ -103,7 +103,9 @@ def describe(
         lines.append(f"options of group {index}: {options}")
     lines.append(
         f"{rule.describe()} bucket_cap_mb={config.bucket_cap_mb} "
-        f"grad_sync_dtype={config.grad_sync_dtype} broadcast_params={config.broadcast_params}"
+        f"grad_sync_dtype={config.grad_sync_dtype} "
+        f"grads_are_reduced={config.grads_are_reduced} "
+        f"broadcast_params={config.broadcast_params}"
     )
     return lines
 

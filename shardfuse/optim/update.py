@@ -10,11 +10,12 @@ from torch import Tensor
 
 from shardfuse.comm import Communicator
 from shardfuse.layout import BLOCK, Bucket
-from shardfuse.optim.flat_state import FlatState, idle_params
+from shardfuse.optim.flat_state import FlatState
 from shardfuse.optim.kernels import Kernels, Span
 from shardfuse.optim.kernels.passes import Scale
 from shardfuse.optim.norms import BlockSums
 from shardfuse.optim.rules import Clip, ElementwiseRule, NormRule
+from shardfuse.presynced import PresyncedGrads
 from shardfuse.sync import GradSync, ParamSync
 
 Rule = ElementwiseRule | NormRule
@@ -39,7 +40,7 @@ class Updater:
         flats: Sequence[FlatState],
         *,
         comm: Communicator,
-        grads: GradSync,
+        grads: GradSync | PresyncedGrads,
         gather: ParamSync,
         kernels: Kernels,
     ) -> None:
@@ -113,10 +114,8 @@ class Updater:
         return self._groups[state.flat.group]
 
     def _spans(self, state: FlatState, bucket: Bucket, shard: Tensor) -> list[Span]:
-        idle = missing = self._grads.missing(state.flat)
-        if missing and self._comm.world_size > 1:
-            idle = idle_params(state.fragments[bucket.index], shard, missing)
-        return state.spans(bucket, missing, idle)
+        idle = self._grads.idle(bucket, shard)
+        return state.spans(bucket, self._grads.missing(state.flat), idle)
 
     def _calls(self, state: FlatState, bucket: Bucket, spans: list[Span]) -> Iterator[Call]:
         """Yield (flags, scalars, span, states) of each kernel call on ``bucket``."""

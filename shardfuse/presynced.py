@@ -1,0 +1,143 @@
+"""Gradients that something else has already averaged over the ranks, such as torch's DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardfuse.buffers import ShardArena
+from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec
+from shardfuse.sync import GradVersions
+
+
+@dataclass
+class _FlatGrads:
+    """This rank's shards of the gradients of one flat, and where they come from."""
+
+    flat: Flat
+    arena: ShardArena
+    params: dict[int, Tensor]
+    specs: dict[int, ParamSpec]
+    fragments: Mapping[int, Sequence[Fragment]]  # by bucket
+    missing: set[int] = field(default_factory=set)
+
+
+class PresyncedGrads:
+    """Takes this rank's fragments out of ``p.grad``; the same interface as sync.GradSync.
+
+    Nothing is communicated and ``p.grad`` stays whose it was: only a shard is copied. A parameter
+    without a gradient here has none anywhere.
+    """
+
+    def __init__(self) -> None:
+        self._flats: dict[int, _FlatGrads] = {}
+        self._kept_from: GradVersions | None = None
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the shards are those that retain() kept."""
+        return self._kept_from is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held for gradients."""
+        return sum(grads.arena.data.nbytes for grads in self._flats.values())
+
+    def attach(
+        self,
+        flat: Flat,
+        params: Sequence[Tensor],
+        specs: Sequence[ParamSpec],
+        fragments: Mapping[int, Sequence[Fragment]],
+    ) -> None:
+        """Read the gradients of ``flat`` from now on; ``params`` and ``specs`` in slot order."""
+        numbers = [slot.param for slot in flat.slots]
+        self._flats[flat.index] = _FlatGrads(
+            flat,
+            ShardArena(flat, params[0].device, params[0].dtype),
+            dict(zip(numbers, params, strict=True)),
+            dict(zip(numbers, specs, strict=True)),
+            fragments,
+        )
+
+    def has(self, flat: Flat) -> bool:
+        """Return whether ``flat`` is attached."""
+        return flat.index in self._flats
+
+    def missing(self, flat: Flat) -> set[int]:
+        """Return the params of ``flat`` that had no gradient at the last pack()."""
+        return self._flats[flat.index].missing
+
+    def idle(self, bucket: Bucket, shard: Tensor) -> set[int]:
+        """Return the params in ``bucket`` that have no gradient on any rank."""
+        return self._flats[bucket.flat].missing
+
+    def scale(self, flat_index: int) -> float | None:
+        """Return None: the gradients are the mean already."""
+        return None
+
+    def pack(self) -> None:
+        """Copy this rank's fragments of every gradient.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        if self._kept_from is not None and self._kept_from == GradVersions(self._params()):
+            return
+        self._kept_from = None
+        for grads in self._flats.values():
+            grads.missing = {p for p, param in grads.params.items() if param.grad is None}
+            for bucket in grads.flat.buckets:
+                segment = grads.arena.segment(bucket)
+                for fragment in grads.fragments[bucket.index]:
+                    grad = grads.params[fragment.param].grad
+                    part = segment[fragment.shard_start : fragment.shard_start + fragment.numel]
+                    if grad is None:
+                        part.zero_()
+                        continue
+                    stop = fragment.param_start + fragment.numel
+                    flat = _in_storage_order(grad, grads.specs[fragment.param])
+                    part.copy_(flat[fragment.param_start : stop])
+
+    def zero(self, set_to_none: bool) -> None:
+        """Clear the gradients, to None or to zero."""
+        self.release()
+        for grads in self._flats.values():
+            for param in grads.params.values():
+                if set_to_none:
+                    param.grad = None
+                elif param.grad is not None:
+                    param.grad.detach().zero_()
+
+    def retain(self) -> None:
+        """Keep the shards for the next step, unless a gradient changes."""
+        self._kept_from = GradVersions(self._params())
+
+    def release(self) -> None:
+        """Copy the shards anew at the next pack()."""
+        self._kept_from = None
+
+    def _params(self) -> list[Tensor]:
+        return [param for grads in self._flats.values() for param in grads.params.values()]
+
+    def reduced(self) -> Iterator[tuple[Bucket, Tensor]]:
+        """Yield (bucket, its shard of the mean gradient), in layout order."""
+        for grads in self._flats.values():
+            for bucket in grads.flat.buckets:
+                yield bucket, grads.arena.segment(bucket)
+
+
+def _in_storage_order(grad: Tensor, spec: ParamSpec) -> Tensor:
+    """Return ``grad`` as (numel,), its elements in the order of the parameter's slot."""
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"The gradient of {spec.name} is sparse; shardfuse needs dense gradients (for an "
+            "embedding: sparse=False)."
+        )
+    if tuple(grad.stride()) != spec.stride:
+        ordered = torch.empty_strided(spec.shape, spec.stride, dtype=grad.dtype, device=grad.device)
+        grad = ordered.copy_(grad)
+    return grad.detach().as_strided((spec.numel,), (1,), grad.storage_offset())
