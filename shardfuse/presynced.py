@@ -102,6 +102,13 @@ class PresyncedGrads:
                     flat = _in_storage_order(grad, grads.specs[fragment.param])
                     part.copy_(flat[fragment.param_start : stop])
 
+    def multiply(self, factor: Tensor) -> None:
+        """Refuse to treat ranks' gradients differently: they are one mean already."""
+        raise RuntimeError(
+            "The ranks have different loss scales although their gradients are reduced already. "
+            "Use one scale on all ranks: shardfuse.ShardedGradScaler."
+        )
+
     def zero(self, set_to_none: bool) -> None:
         """Clear the gradients, to None or to zero."""
         self.release()

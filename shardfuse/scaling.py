@@ -1,14 +1,49 @@
-"""Loss scaling whose overflow decision is the same on every rank."""
+"""Loss scaling whose overflow decision is the same on every rank.
+
+[Note: gradient scalers] torch.amp.GradScaler hands an optimizer with ``_step_supports_amp_scaling``
+two attributes and leaves the rest to its step(): ``found_inf``, whether this rank saw a non-finite
+gradient, and ``grad_scale``, what the gradients still have to be divided by (None after unscale_).
+The ranks agree on both in one all-reduce: a step is skipped by all or by none. Equal scales are
+undone in the kernel, after the sum; scales may differ where each rank runs a plain scaler, which
+lowers its own scale only, and are then undone before the sum.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from shardfuse.comm import communicator_for
+from shardfuse.comm import Communicator, communicator_for
+
+
+class ScaledStep(NamedTuple):
+    """What the ranks agreed to do in a step under a gradient scaler."""
+
+    skip: bool
+    inverse: Tensor | None  # () fp32, 1 / grad_scale; None where there is nothing to undo
+    is_equal: bool  # whether all ranks have the same scale
+
+
+def agree_on_step(
+    comm: Communicator, found_inf: Tensor | None, grad_scale: Tensor | None
+) -> ScaledStep:
+    """Return what all ranks are to do. Collective, and waits for the device, under a scaler only.
+
+    Args:
+        found_inf: 0 if this rank's gradients are finite; None without a scaler.
+        grad_scale: what they still have to be divided by; None for nothing.
+    """
+    if found_inf is None:
+        return ScaledStep(skip=False, inverse=None, is_equal=True)
+    scale = torch.ones_like(found_inf) if grad_scale is None else grad_scale
+    flags = torch.stack([found_inf.reshape(()), scale.reshape(()), -scale.reshape(())]).float()
+    comm.all_reduce(flags, "max").wait()
+    any_found, largest, smallest = flags.tolist()
+    inverse = None if grad_scale is None else grad_scale.double().reciprocal().float().reshape(())
+    return ScaledStep(skip=any_found != 0, inverse=inverse, is_equal=largest == -smallest)
 
 
 class ShardedGradScaler(GradScaler):

@@ -55,6 +55,25 @@ class _FlatGrads:
         return self.views[position]
 
 
+class _Staging:
+    """Persistent 1-D buffers; fresh ones would be page-faulted in every step."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def take(self, role: str, slot: int, numel: int, like: Tensor) -> Tensor:
+        """Return (numel,) of the buffer of a role and slot, of ``like``'s dtype and device."""
+        key = (role, slot, like.dtype)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < numel:
+            buffer = self._buffers[key] = like.new_empty(numel)
+        return buffer[:numel]
+
+
 class GradVersions:
     """Which tensors the gradients are, and how often each was written: equal if unchanged."""
 
@@ -87,7 +106,7 @@ class GradSync:
         self._comm = comm
         self._wire_dtype = wire_dtype
         self._flats: dict[int, _FlatGrads] = {}
-        self._staging: dict[tuple[str, int, torch.dtype], Tensor] = {}
+        self._staging = _Staging()
         self._is_reduced = False
         self._reduced_from: GradVersions | None = None
 
@@ -98,8 +117,7 @@ class GradSync:
         tensors += [
             grads.retained.data for grads in self._flats.values() if grads.retained is not None
         ]
-        tensors += list(self._staging.values())
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(tensor.nbytes for tensor in tensors) + self._staging.nbytes
 
     @property
     def is_reduced(self) -> bool:
@@ -182,6 +200,11 @@ class GradSync:
                 else:
                     grads.view(position).copy_(grad)
 
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply the packed gradients of this rank by ``factor`` (), in place."""
+        for grads in self._flats.values():
+            grads.buffer.data.mul_(factor)
+
     def zero(self, set_to_none: bool) -> None:
         """Clear the gradients, to None or to zero, and forget reduced shards."""
         self.release()
@@ -252,27 +275,19 @@ class GradSync:
     ) -> tuple[Handle, Tensor]:
         send = grads.buffer.bucket(bucket)
         dtype = self._wire(grads)
+        like = torch.empty(0, dtype=dtype, device=send.device)
         if self._divides_first(grads):
-            staged = self._stage("send", slot, dtype, bucket.numel)
+            staged = self._staging.take("send", slot, bucket.numel, like)
             send = torch.mul(send, 1.0 / self._comm.world_size, out=staged)
         elif send.dtype != dtype:
-            send = self._stage("send", slot, dtype, bucket.numel).copy_(send)
+            send = self._staging.take("send", slot, bucket.numel, like).copy_(send)
         if retain:
             assert grads.retained is not None
             shard = grads.retained.segment(bucket)
         else:
-            shard = self._stage("receive", slot, dtype, bucket.shard_numel)
+            shard = self._staging.take("receive", slot, bucket.shard_numel, like)
         with record_function(f"shardfuse::reduce_scatter b{bucket.index}"):
             return self._comm.reduce_scatter(shard, send), shard
-
-    def _stage(self, role: str, slot: int, dtype: torch.dtype, numel: int) -> Tensor:
-        """Return (numel,) of a persistent buffer; fresh ones would be page-faulted every step."""
-        key = (role, slot, dtype)
-        buffer = self._staging.get(key)
-        if buffer is None or buffer.numel() < numel:
-            device = next(iter(self._flats.values())).buffer.data.device
-            buffer = self._staging[key] = torch.empty(numel, dtype=dtype, device=device)
-        return buffer[:numel]
 
     def _wire(self, grads: _FlatGrads) -> torch.dtype:
         return self._wire_dtype or grads.buffer.data.dtype

@@ -52,6 +52,7 @@ ARROWS: dict[str, set[str]] = {
         "comm",
         "sync",
         "presynced",
+        "scaling",
         "optim.flat_state",
         "optim.kernels",
         "optim.norms",

@@ -52,6 +52,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         RuntimeError: another rank failed to build the optimizer.
     """
 
+    _step_supports_amp_scaling = True  # [Note: gradient scalers] in scaling.py
+
     layout: FlatLayout
     """Where every parameter lies; grows by add_param_group()."""
 
@@ -282,7 +284,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Update the parameters from the mean gradient over ranks. Collective.
 
         Parameters without a gradient on every rank are left untouched; one without a gradient on
-        this rank only counts as zero here. ``p.grad`` is not changed.
+        this rank only counts as zero here. ``p.grad`` is not changed. Under torch.amp.GradScaler a
+        non-finite gradient on any rank makes all ranks skip: nothing changes anywhere.
 
         Args:
             closure: called first, with gradients enabled; its result is returned.
@@ -304,7 +307,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         self._consolidated = None
         with record_function("shardfuse::step"):
-            self._updater.run(self._clip_coefficient)
+            scaler = [self.__dict__.get(name) for name in ("found_inf", "grad_scale")]
+            self._updater.run(self._clip_coefficient, *scaler)
             self._gather.finish()
         self._grads.release()
         self._clip_coefficient = None

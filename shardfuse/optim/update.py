@@ -16,6 +16,7 @@ from shardfuse.optim.kernels.passes import Scale
 from shardfuse.optim.norms import BlockSums
 from shardfuse.optim.rules import Clip, ElementwiseRule, NormRule
 from shardfuse.presynced import PresyncedGrads
+from shardfuse.scaling import agree_on_step
 from shardfuse.sync import GradSync, ParamSync
 
 Rule = ElementwiseRule | NormRule
@@ -71,11 +72,23 @@ class Updater:
         self._comm.all_reduce(squares).wait()
         return squares
 
-    def run(self, coefficient: Tensor | None) -> None:
+    def run(
+        self, coefficient: Tensor | None, found_inf: Tensor | None, grad_scale: Tensor | None
+    ) -> None:
         """Update states and parameters; gathering of the parameters is left in flight.
 
-        ``coefficient`` () scales the mean gradient, on top of the rule's own clipping.
+        Args:
+            coefficient: () scales the mean gradient, on top of the rule's own clipping.
+            found_inf, grad_scale: see [Note: gradient scalers] in scaling.py; where any rank found
+                a non-finite gradient, nothing is changed.
         """
+        scaled = agree_on_step(self._comm, found_inf, grad_scale)
+        if scaled.skip:
+            return
+        if scaled.inverse is not None and scaled.is_equal:
+            coefficient = scaled.inverse if coefficient is None else coefficient * scaled.inverse
+        elif scaled.inverse is not None:
+            self._grads.multiply(scaled.inverse)
         scales = self._scales(coefficient)
         if isinstance(self._rule, NormRule):
             self._by_norms(self._rule, scales)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from shardfuse import ShardedAdam, ShardedBertAdam, ShardedGradScaler, ShardedLamb, ShardedSGD
 from tests.harness import run_procs, run_threads
@@ -160,12 +161,12 @@ def test_clipping_is_for_one_step() -> None:
         assert values == pytest.approx([-0.5, -1.5, -2.5], rel=1e-6)
 
 
-def train_scaled(names: str) -> dict[str, Any]:
+def train_scaled(names: str, scaler_class: Any = ShardedGradScaler) -> dict[str, Any]:
     """Train three scaled steps; in the second, one rank's gradient overflows."""
     cls: Any = {"sgd": ShardedSGD, "bert": ShardedBertAdam, "lamb": ShardedLamb}[names]
     params = [nn.Parameter(torch.zeros(3000)), nn.Parameter(torch.zeros(5))]
     optimizer = cls(params, lr=0.5, weight_decay=0.0)
-    scaler = ShardedGradScaler("cpu", init_scale=8.0, growth_interval=100)
+    scaler = scaler_class("cpu", init_scale=8.0, growth_interval=100)
     values, scales = [], []
     for step in range(3):
         inputs = torch.ones(3000)
@@ -193,6 +194,55 @@ def test_overflow_on_one_rank(name: str, run: Any) -> None:
         assert not torch.equal(third[0], second[0])
         for ours, others in zip(result["values"], results[0]["values"], strict=True):
             assert_bitwise(ours, others)
+
+
+@pytest.mark.parametrize("name", ["sgd", "bert", "lamb"])
+def test_plain_scaler_skips_on_all_ranks(name: str) -> None:
+    """torch's own scaler lowers the scale of one rank only; the training is the same all the same.
+
+    All scales are powers of two, so that undoing different ones before the sum is exact.
+    """
+    plain = run_threads(3, train_scaled, name, GradScaler)
+    sharded = run_threads(3, train_scaled, name)
+    assert [result["scales"][-1] for result in plain] == [8.0, 4.0, 8.0]
+    for ours, reference in zip(plain, sharded, strict=True):
+        for values, expected in zip(ours["values"], reference["values"], strict=True):
+            assert_bitwise(values, expected)
+
+
+def train_half(world_size: int) -> tuple[list[Tensor], dict[str, Any]]:
+    """Train fp16 parameters under a scaler, unscaled inside the step, with one overflow."""
+    rank = dist.get_rank() if world_size > 1 else 0
+    param = nn.Parameter(torch.linspace(-1, 1, 3000, dtype=torch.float16))
+    optimizer = ShardedAdam([param], lr=0.1)
+    scaler = ShardedGradScaler("cpu", init_scale=64.0, growth_interval=100)
+    for step in range(4):
+        loss = (param.float() ** 2).sum() * (1e30 if step == 1 and rank == world_size - 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    optimizer.consolidate_state_dict(to=None)
+    return [param.detach().clone()], optimizer.state_dict()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_half_precision_parameters_under_a_scaler(world_size: int) -> None:
+    """fp16 gradients are unscaled in the kernel in fp32; a skipped step counts nowhere."""
+    reference = torch.linspace(-1, 1, 3000, dtype=torch.float16).double()
+    params = [nn.Parameter(reference)]
+    oracle = AdamOracle([{"params": params}], lr=0.1)
+    for _ in range(3):
+        rounded = oracle.values()[0].half().double()
+        # The gradient of the fp16 parameter, scaled by a power of two, in fp16: exact.
+        oracle.step([[2 * rounded]])
+    results = run_threads(world_size, train_half, world_size) if world_size > 1 else [train_half(1)]
+    for values, state_dict in results:
+        assert state_dict["state"][0]["step"] == 3
+        torch.testing.assert_close(
+            state_dict["state"][0]["param"].double(), oracle.values()[0], rtol=1e-5, atol=1e-6
+        )
+        assert torch.equal(values[0], state_dict["state"][0]["param"].half())
 
 
 def test_rank_without_gradients() -> None:
