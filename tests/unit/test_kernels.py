@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardfuse import ShardedAdam, ShardedBertAdam, ShardedLamb, ShardedSGD
+from shardfuse import ShardedAdam, ShardedAdamW, ShardedBertAdam, ShardedLamb, ShardedSGD
 from shardfuse.optim.kernels import SegmentSum
 
 needs_compiler = pytest.mark.skipif(
@@ -146,3 +146,23 @@ def test_vanishing_eps(cls: Any, options: dict[str, Any]) -> None:
     buffer = torch.empty(0).set_(flat)
     assert buffer.numel() > 1500
     assert not buffer[1500:].any()
+
+
+def test_many_variants_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optimizers of one process do not use up each other's recompilations."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **_: real(f, dynamic=True, backend="eager"))
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    variants: list[tuple[Any, dict[str, Any]]] = [
+        (cls, {"amsgrad": amsgrad, "weight_decay": decay, "eps": eps})
+        for cls in (ShardedAdam, ShardedAdamW)
+        for amsgrad, decay, eps in itertools.product((False, True), (0.0, 0.1), (0.0, 1e-8))
+    ]
+    for index, (cls, options) in enumerate(variants):
+        param = nn.Parameter(torch.ones(3000 + 2000 * index))
+        optimizer = cls([param], **options, sharding={"kernel": "compile"})
+        for step in range(2):
+            optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+        assert optimizer._updater._kernels.choice == "compile"

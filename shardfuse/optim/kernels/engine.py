@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -66,7 +67,7 @@ class Kernels:
         self._device = device
         self.choice, self.reason = _choose(kernel, device, shard_numel)
         logger.info("kernel=%s on %s: %s", self.choice, device, self.reason)
-        self._compiled: dict[Pass, Callable[..., None]] = {}
+        self._compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
 
     def elementwise(
         self, flags: Any, h: tuple[float, ...], scale: Scale, span: Span, tensors: Tensors
@@ -126,9 +127,10 @@ class Kernels:
         self, function: Pass, flags: Any, h: tuple[float, ...], scale: Scale, tensors: Tensors
     ) -> bool:
         """Run ``function`` compiled; on a compiler's failure, log it and go eager for good."""
-        compiled = self._compiled.get(function)
+        key = (function, flags, tuple(tensor is None for tensor in tensors))
+        compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self._compiled[function] = torch.compile(function, dynamic=True)
+            compiled = self._compiled[key] = torch.compile(_copy(function), dynamic=True)
         if isinstance(scale, float):
             scale = torch.tensor(scale, dtype=torch.float32, device=self._device)
         scalars = torch.tensor(h, dtype=torch.float32, device=self._device).unbind()
@@ -142,6 +144,16 @@ class Kernels:
             logger.warning("kernel=eager on %s: %s", self._device, self.reason)
             return False
         return True
+
+
+def _copy(function: Pass) -> Pass:
+    """Return ``function`` with a code object of its own.
+
+    torch.compile counts recompilations per code object, over all callers in the process, and after
+    eight of them silently runs the function uncompiled: over whole shards, with full temporaries.
+    """
+    assert isinstance(function, FunctionType)
+    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
 def _choose(kernel: str, device: torch.device, shard_numel: int) -> tuple[str, str]:
