@@ -3,11 +3,15 @@
 from shardfuse.config import ShardConfig
 from shardfuse.optim import (
     MemorySummary,
+    ShardedAdadelta,
     ShardedAdam,
+    ShardedAdamP,
     ShardedAdamW,
     ShardedBertAdam,
     ShardedLamb,
     ShardedOptimizer,
+    ShardedRMSprop,
+    ShardedRMSpropTF,
     ShardedSGD,
 )
 from shardfuse.scaling import ShardedGradScaler
@@ -17,11 +21,15 @@ __version__ = "0.1.0"
 __all__ = [
     "MemorySummary",
     "ShardConfig",
+    "ShardedAdadelta",
     "ShardedAdam",
+    "ShardedAdamP",
     "ShardedAdamW",
     "ShardedBertAdam",
     "ShardedGradScaler",
     "ShardedLamb",
     "ShardedOptimizer",
+    "ShardedRMSprop",
+    "ShardedRMSpropTF",
     "ShardedSGD",
 ]

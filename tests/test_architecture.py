@@ -38,6 +38,7 @@ ARROWS: dict[str, set[str]] = {
     "optim.memory": set(),
     "optim.flat_state": {"layout", "buffers", "optim.kernels"},
     "optim.norms": {"layout", "optim.flat_state", "optim.kernels"},
+    "optim.rows": {"layout", "optim.flat_state", "optim.rules"},
     "optim.intake": {"config", "layout", "optim.rules"},
     "optim.state_io": {
         "layout",
@@ -56,6 +57,7 @@ ARROWS: dict[str, set[str]] = {
         "optim.flat_state",
         "optim.kernels",
         "optim.norms",
+        "optim.rows",
         "optim.rules",
     },
     "optim.base": {
@@ -73,15 +75,22 @@ ARROWS: dict[str, set[str]] = {
         "optim.update",
     },
     "optim.sgd": {"config", "optim.base", "optim.rules"},
+    "optim.adadelta": {"config", "optim.base", "optim.rules"},
+    "optim.rmsprop": {"config", "optim.base", "optim.rules"},
+    "optim.adamp": {"config", "optim.base", "optim.rules"},
     "optim.adam": {"config", "optim.base", "optim.rules"},
     "optim.bert_adam": {"config", "optim.base", "optim.rules"},
     "optim.lamb": {"config", "optim.base", "optim.rules"},
+    "optim.paddle": {"config", "optim.base", "optim.rules"},
     "optim": {
+        "optim.adadelta",
         "optim.adam",
+        "optim.adamp",
         "optim.base",
         "optim.bert_adam",
         "optim.lamb",
         "optim.memory",
+        "optim.rmsprop",
         "optim.sgd",
     },
     "": {"config", "optim", "scaling"},
@@ -95,6 +104,7 @@ ONLY_IN: dict[str, set[str]] = {
     "deepspeed": set(),
     "transformers": set(),
     "triton": set(),
+    "paddle": set(),
 }
 
 MAX_FILE_LINES = 400
@@ -109,6 +119,9 @@ LONG_SIGNATURES = {
     "ShardedAdamW.__init__",
     "ShardedBertAdam.__init__",
     "ShardedLamb.__init__",
+    "ShardedAdamP.__init__",
+    "Lamb.__init__",
+    "ShardedRMSpropTF.__init__",
     "ShardedGradScaler.__init__",
 }
 
@@ -299,6 +312,7 @@ import torch
 threads = torch.get_num_threads()
 import shardfuse
 heavy = ["torch_npu", "deepspeed", "triton", "transformers", "tokenizers", "torch._inductor"]
+heavy += ["paddle", "shardfuse.optim.paddle"]
 print([name for name in heavy if name in sys.modules])
 print(torch.distributed.is_initialized(), torch.cuda.is_initialized())
 print(torch.get_num_threads() == threads, torch.get_default_dtype())

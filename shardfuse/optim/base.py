@@ -156,7 +156,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Give flats gradients and states; frozen ones have none until they are unfrozen."""
         for state in states:
             self._grads.attach(state.flat, state.params, state.specs, state.fragments)
-            state.allocate(self._rule.state_names(self.param_groups[state.flat.group]))
+            state.allocate(self._rule.initial_states(self.param_groups[state.flat.group]))
         awake = [state for state in self._flats if self._grads.has(state.flat)]
         kernels = Kernels(
             self._rule,
@@ -323,8 +323,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if any(p.requires_grad or p.grad is not None for p in state.params):
                     woken.append(state)
                 continue
-            names = self._rule.state_names(self.param_groups[state.flat.group])
-            if state.allocate(names) and not self._rule.counts_steps:
+            values = self._rule.initial_states(self.param_groups[state.flat.group])
+            if state.allocate(values) and not self._rule.counts_steps:
                 # Momentum was set above 0 later: its first update comes now.
                 state.set_steps({slot.param: 0 for slot in state.flat.slots})
         if woken:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -85,16 +85,17 @@ class FlatState:
             if param.data_ptr() != address
         ]
 
-    def allocate(self, names: Iterable[str]) -> bool:
-        """Create the states in ``names`` that do not exist, as zeros; return whether any was."""
+    def allocate(self, values: Mapping[str, float]) -> bool:
+        """Create the states that do not exist, filled with ``values``; return whether any was."""
         if self.masters is None and self.params_buffer.data.dtype != MASTER_DTYPE:
             self.masters = ShardArena(self.flat, self.device, MASTER_DTYPE)
             for bucket in self.flat.buckets:
                 low = self.params_buffer.shard(bucket, self.rank)
                 self.masters.segment(bucket).copy_(low)
-        new = [name for name in names if name not in self.states]
+        new = [name for name in values if name not in self.states]
         for name in new:
             self.states[name] = ShardArena(self.flat, self.device, MASTER_DTYPE)
+            self.states[name].data.fill_(values[name])
         return bool(new)
 
     def tensors(self, bucket: Bucket) -> tuple[Tensor, Tensor | None]:

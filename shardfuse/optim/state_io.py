@@ -132,7 +132,7 @@ def restore(
         steps = {slot.param: _step_in(entries[slot.param], rule) for slot in state.flat.slots}
         if state.flat.frozen and not state.states and not any(steps.values()):
             continue
-        state.allocate(rule.state_names(groups[state.flat.group]))
+        state.allocate(rule.initial_states(groups[state.flat.group]))
         for name, arena in _arenas(state).items():
             held = {
                 slot.param: entries[slot.param][name]
@@ -140,7 +140,7 @@ def restore(
                 if entries[slot.param].get(name) is not None
             }
             if name != MASTER:
-                arena.data.zero_()
+                arena.data.fill_(rule.initial(name))
             for bucket in state.flat.buckets:
                 fragments = [f for f in state.fragments[bucket.index] if f.param in held]
                 scatter(fragments, arena.segment(bucket), held, specs)

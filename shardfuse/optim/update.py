@@ -14,12 +14,13 @@ from shardfuse.optim.flat_state import FlatState
 from shardfuse.optim.kernels import Kernels, Span
 from shardfuse.optim.kernels.passes import Scale
 from shardfuse.optim.norms import BlockSums
-from shardfuse.optim.rules import Clip, ElementwiseRule, NormRule
+from shardfuse.optim.rows import RowSums
+from shardfuse.optim.rules import Clip, ElementwiseRule, NormRule, RowRule
 from shardfuse.presynced import PresyncedGrads
 from shardfuse.scaling import agree_on_step
 from shardfuse.sync import GradSync, ParamSync
 
-Rule = ElementwiseRule | NormRule
+Rule = ElementwiseRule | NormRule | RowRule
 Call = tuple[Any, tuple[float, ...], Span, list[Tensor]]
 
 
@@ -55,6 +56,9 @@ class Updater:
         self._kernels = kernels
         self._adapted: list[FlatState] = []
         self._sums: BlockSums | None = None
+        self._row_sums: RowSums | None = None
+        self._clipped: list[FlatState] = []
+        self._norms: BlockSums | None = None  # spread: the norm of the tensor each block is of
         self.ratio: Tensor | None = None  # (num_params,), of the last step; 1 where none was taken
 
     def square_norms(self) -> Tensor:
@@ -92,19 +96,26 @@ class Updater:
         scales = self._scales(coefficient)
         if isinstance(self._rule, NormRule):
             self._by_norms(self._rule, scales)
+        elif isinstance(self._rule, RowRule):
+            self._by_rows(self._rule, scales)
         else:
             self._elementwise(scales)
         for state in self._awake:
             state.advance(self._grads.missing(state.flat))
 
     def _scales(self, coefficient: Tensor | None) -> dict[int, Scale]:
-        """Return for each flat the factor from summed to clipped mean gradient."""
+        """Return for each flat the factor from summed to clipped mean gradient.
+
+        Clipping per tensor is left to _scale().
+        """
         clips = {state.flat.index: self._rule.clip(self._group(state)) for state in self._awake}
-        squares = self.square_norms() if any(clips.values()) else None
+        shared = [clip for clip in clips.values() if clip is not None and clip.scope != "tensor"]
+        squares = self.square_norms() if shared else None
+        self._sum_tensors(clips, coefficient)
         scales: dict[int, Scale] = {}
         for index, clip in clips.items():
             factor = coefficient
-            if clip is not None and squares is not None:
+            if clip is not None and squares is not None and clip.scope != "tensor":
                 square = squares[self._peers(index, clip)].sum()
                 norm = square.sqrt() if coefficient is None else square.sqrt() * coefficient
                 own = (clip.max_norm / (norm + clip.eps)).clamp(max=1.0)
@@ -120,8 +131,43 @@ class Updater:
         """Return the flats whose norm clips flat ``index``."""
         if clip.scope == "global":
             return slice(None)
+        if clip.scope == "group":
+            group = self._flats[index].flat.group
+            return [s.flat.index for s in self._awake if s.flat.group == group]
         key = (self._flats[index].flat.group, self._flats[index].flat.dtype)
         return [s.flat.index for s in self._awake if (s.flat.group, s.flat.dtype) == key]
+
+    def _sum_tensors(self, clips: Mapping[int, Clip | None], coefficient: Tensor | None) -> None:
+        """Note the norm of every tensor that is clipped by its own. One all-reduce, if any is."""
+        clipped = [s for s in self._awake if (c := clips[s.flat.index]) and c.scope == "tensor"]
+        if clipped != self._clipped:
+            self._clipped = clipped
+            self._norms = self._new_sums(clipped, num_sums=1)
+        if self._norms is None:
+            return
+        self._grads.retain()
+        for bucket, shard in self._grads.reduced():
+            rows = self._norms.rows(bucket)
+            if rows is not None:
+                self._kernels.square_sum(self._grads.scale(bucket.flat), rows[0], shard)
+        squares = self._norms.per_param()
+        self._comm.all_reduce(squares.view(-1)).wait()
+        norms = squares[0].sqrt()
+        self._norms.spread(norms if coefficient is None else norms * coefficient)
+
+    def _scale(self, scales: Mapping[int, Scale], bucket: Bucket) -> Scale:
+        """Return the factor for ``bucket``'s shard, of each block where tensors are clipped."""
+        scale = scales[bucket.flat]
+        norms = None if self._norms is None else self._norms.ratio(bucket)
+        clip = None if norms is None else self._rule.clip(self._group(self._flats[bucket.flat]))
+        if norms is None or clip is None:
+            return scale
+        factor = (clip.max_norm / (norms + clip.eps)).clamp(max=1.0)[:, None]
+        return factor if scale is None else factor * scale
+
+    def _new_sums(self, flats: Sequence[FlatState], num_sums: int) -> BlockSums | None:
+        num_params = sum(len(state.params) for state in self._flats)
+        return BlockSums(flats, num_sums=num_sums, num_params=num_params) if flats else None
 
     def _group(self, state: FlatState) -> Mapping[str, Any]:
         return self._groups[state.flat.group]
@@ -144,9 +190,10 @@ class Updater:
             state = self._flats[bucket.flat]
             master, low = state.tensors(bucket)
             spans = self._spans(state, bucket, shard)
+            scale = self._scale(scales, bucket)
             for flags, h, span, states in self._calls(state, bucket, spans):
                 tensors = (master, shard, low, *states)
-                self._kernels.elementwise(flags, h, scales[bucket.flat], span, tensors)
+                self._kernels.elementwise(flags, h, scale, span, tensors)
             self._gather.start(state.params_buffer, bucket)
 
     def _by_norms(self, rule: NormRule, scales: dict[int, Scale]) -> None:
@@ -157,9 +204,10 @@ class Updater:
             master, low = state.tensors(bucket)
             spans = all_spans[bucket.index] = self._spans(state, bucket, shard)
             rows = None if sums is None else sums.rows(bucket)
+            scale = self._scale(scales, bucket)
             for flags, h, span, states in self._calls(state, bucket, spans):
                 tensors = (rows, master, shard, low, *states)
-                self._kernels.direction(flags, h, scales[bucket.flat], span, tensors)
+                self._kernels.direction(flags, h, scale, span, tensors)
         if sums is not None:
             totals = sums.per_param()
             self._comm.all_reduce(totals.view(-1)).wait()
@@ -173,17 +221,52 @@ class Updater:
                     self._kernels.apply(flags, h, span, (ratio, master, low, *states))
                 self._gather.start(state.params_buffer, bucket)
 
+    def _by_rows(self, rule: RowRule, scales: dict[int, Scale]) -> None:
+        if any(rule.keeps_gradient(self._group(state)) for state in self._awake):
+            self._grads.retain()
+        sums = self._cleared_row_sums(rule)
+        all_spans: dict[int, list[Span]] = {}
+        kept: dict[int, Tensor] = {}
+        for bucket, shard in self._grads.reduced():
+            state = self._flats[bucket.flat]
+            master, low = state.tensors(bucket)
+            spans = all_spans[bucket.index] = self._spans(state, bucket, shard)
+            if rule.keeps_gradient(self._group(state)):
+                kept[bucket.index] = shard
+            products = sums.products(bucket)
+            for flags, h, span, states in self._calls(state, bucket, spans):
+                tensors = (products, master, shard, low, *states)
+                self._kernels.row_direction(flags, h, scales[bucket.flat], span, tensors)
+            if products is not None:
+                sums.add(state.fragments[bucket.index], products)
+        if sums.totals.numel():
+            self._comm.all_reduce(sums.totals.view(-1)).wait()
+        for state in self._awake:
+            own = sums.of_flat(state.flat.index)
+            factors = None if own is None else rule.factors(self._group(state), *own)
+            scale = scales[state.flat.index]
+            for bucket in state.flat.buckets:
+                master, low = state.tensors(bucket)
+                fragments, spread = state.fragments[bucket.index], None
+                if factors is not None:
+                    spread = sums.spread(bucket, fragments, factors, rule.neutral)
+                for flags, h, span, states in self._calls(state, bucket, all_spans[bucket.index]):
+                    tensors = (spread, master, kept.get(bucket.index), low, *states)
+                    self._kernels.row_apply(flags, h, scale, span, tensors)
+                self._gather.start(state.params_buffer, bucket)
+
+    def _cleared_row_sums(self, rule: RowRule) -> RowSums:
+        if self._row_sums is None:
+            self._row_sums = RowSums(self._awake, num_sums=rule.num_sums)
+        self._row_sums.clear()
+        return self._row_sums
+
     def _block_sums(self, rule: NormRule) -> BlockSums | None:
         """Return cleared sums for the flats whose ratios are needed now; None if there are none."""
         adapted = [s for s in self._awake if rule.adapts(self._group(s), s.flat.policy)]
         if adapted != self._adapted:
             self._adapted = adapted
-            num_params = sum(len(state.params) for state in self._flats)
-            self._sums = (
-                BlockSums(adapted, num_sums=rule.num_sums, num_params=num_params)
-                if adapted
-                else None
-            )
+            self._sums = self._new_sums(adapted, rule.num_sums)
         if self._sums is not None:
             self._sums.clear()
         return self._sums

@@ -11,7 +11,16 @@ import torch
 import torch.distributed as dist
 
 import shardfuse.optim.base
-from shardfuse import ShardedAdam, ShardedAdamW, ShardedBertAdam, ShardedLamb, ShardedSGD
+from shardfuse import (
+    ShardedAdadelta,
+    ShardedAdam,
+    ShardedAdamW,
+    ShardedBertAdam,
+    ShardedLamb,
+    ShardedRMSprop,
+    ShardedRMSpropTF,
+    ShardedSGD,
+)
 from tests.harness import Call, CountingCommunicator, count_c10d_calls, run_threads
 from tests.models import Entry, ParamSet, rank_grads
 from tests.runs import Case, train_rank
@@ -25,6 +34,9 @@ BUDGETS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any], i
     "sgd": (ShardedSGD, {"lr": 0.1, "momentum": 0.9}, 0),
     "adam": (ShardedAdam, {}, 0),
     "adamw": (ShardedAdamW, {"amsgrad": True}, 0),
+    "rmsprop": (ShardedRMSprop, {"momentum": 0.9, "centered": True}, 0),
+    "rmsproptf": (ShardedRMSpropTF, {}, 0),
+    "adadelta": (ShardedAdadelta, {}, 0),
     "bert": (ShardedBertAdam, {"lr": 0.1, "max_grad_norm": -1}, 0),
     "bert-clip": (ShardedBertAdam, {"lr": 0.1}, 1),
     "lamb": (ShardedLamb, {}, 1),

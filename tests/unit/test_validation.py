@@ -12,18 +12,24 @@ import torch
 
 from shardfuse import (
     ShardConfig,
+    ShardedAdadelta,
     ShardedAdam,
+    ShardedAdamP,
     ShardedAdamW,
     ShardedBertAdam,
     ShardedLamb,
+    ShardedRMSprop,
+    ShardedRMSpropTF,
     ShardedSGD,
 )
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 
-ALL: list[OptimizerClass] = [ShardedSGD, ShardedAdam, ShardedAdamW, ShardedBertAdam, ShardedLamb]
 ADAMS: list[OptimizerClass] = [ShardedAdam, ShardedAdamW]
-WITH_BETAS: list[OptimizerClass] = [*ADAMS, ShardedLamb]
+RMSPROPS: list[OptimizerClass] = [ShardedRMSprop, ShardedRMSpropTF]
+WITH_L2: list[OptimizerClass] = [ShardedSGD, *ADAMS, *RMSPROPS, ShardedAdadelta]
+ALL: list[OptimizerClass] = [*WITH_L2, ShardedBertAdam, ShardedLamb, ShardedAdamP]
+WITH_BETAS: list[OptimizerClass] = [*ADAMS, ShardedLamb, ShardedAdamP]
 
 NAN = math.nan
 
@@ -40,9 +46,13 @@ def cases(
 
 INVALID: list[tuple[OptimizerClass, dict[str, Any], str]] = [
     *cases(ALL, [-1e-3, NAN, -math.inf], "lr", "Invalid learning rate: {}"),
-    *cases(WITH_BETAS, [-1e-8, NAN], "eps", "Invalid epsilon value: {}"),
-    *cases([ShardedSGD, *ADAMS], [-0.1, NAN], "weight_decay", "Invalid weight_decay value: {}"),
-    *cases([ShardedSGD], [-0.9, NAN], "momentum", "Invalid momentum value: {}"),
+    *cases(
+        [*WITH_BETAS, *RMSPROPS, ShardedAdadelta], [-1e-8, NAN], "eps", "Invalid epsilon value: {}"
+    ),
+    *cases(WITH_L2, [-0.1, NAN], "weight_decay", "Invalid weight_decay value: {}"),
+    *cases([ShardedSGD, *RMSPROPS], [-0.9, NAN], "momentum", "Invalid momentum value: {}"),
+    *cases(RMSPROPS, [-0.1, NAN], "alpha", "Invalid alpha value: {}"),
+    *cases([ShardedAdadelta], [-0.1, 1.1, NAN], "rho", "Invalid rho value: {}"),
     *cases([ShardedBertAdam], [-0.5, 1.0, 2, NAN], "warmup", "Invalid warmup: {}"),
     *cases([ShardedBertAdam], ["linear", None], "schedule", "Invalid schedule parameter: {}"),
     *cases([ShardedBertAdam], [-0.1, 1.0, NAN], "b1", "Invalid b1 parameter: {}"),
@@ -122,6 +132,43 @@ UPSTREAM_DEFAULTS: list[tuple[OptimizerClass, dict[str, Any]]] = [
             "max_grad_norm": 1.0,
         },
     ),
+    (
+        ShardedRMSprop,
+        {
+            "lr": 0.5,
+            "alpha": 0.99,
+            "eps": 1e-8,
+            "weight_decay": 0,
+            "momentum": 0,
+            "centered": False,
+        },
+    ),
+    (
+        ShardedRMSpropTF,
+        {
+            "lr": 0.5,
+            "alpha": 0.9,
+            "eps": 1e-10,
+            "weight_decay": 0,
+            "momentum": 0.0,
+            "centered": False,
+            "decoupled_decay": False,
+            "lr_in_momentum": True,
+        },
+    ),
+    (
+        ShardedAdamP,
+        {
+            "lr": 0.5,
+            "betas": (0.9, 0.999),
+            "eps": 1e-8,
+            "weight_decay": 0,
+            "delta": 0.1,
+            "wd_ratio": 0.1,
+            "nesterov": False,
+        },
+    ),
+    (ShardedAdadelta, {"lr": 0.5, "rho": 0.9, "eps": 1e-6, "weight_decay": 0}),
     (ShardedLamb, {"lr": 0.5, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0}),
 ]
 
@@ -135,10 +182,16 @@ def test_positional_signature_and_defaults(cls: OptimizerClass, defaults: dict[s
 
 
 @pytest.mark.parametrize(
-    ("cls", "lr"), [(ShardedAdam, 1e-3), (ShardedAdamW, 1e-3), (ShardedLamb, 1e-3)], ids=case_id
+    ("cls", "lr"),
+    [
+        *((cls, 1e-3) for cls in WITH_BETAS),
+        *((cls, 1e-2) for cls in RMSPROPS),
+        (ShardedAdadelta, 1.0),
+    ],
+    ids=case_id,
 )
 def test_default_lr(cls: OptimizerClass, lr: float) -> None:
-    """The Adams and LAMB can be made from parameters alone."""
+    """All but SGD and BertAdam can be made from parameters alone."""
     assert cls(one_param()).param_groups[0]["lr"] == lr
 
 

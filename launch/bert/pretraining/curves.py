@@ -31,7 +31,7 @@ def draw_curves(
         axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
         window = max(1, round(len(losses) * _SMOOTHING_SHARE))
         axes.plot(
-            steps[window - 1 :],
+            steps[(window - 1) // 2 :][: len(losses) - window + 1],
             np.convolve(losses, np.ones(window) / window, mode="valid"),
             color="tab:blue",
             label=f"training, mean of {window} steps",

@@ -33,7 +33,7 @@ def build_optimizer(config: RunConfig, model: nn.Module) -> ShardedOptimizer:
             lr=lr,
             betas=betas,
             weight_decay=config.weight_decay,
-            variant=config.lamb_variant,  # type: ignore[arg-type]
+            variant=config.lamb_variant,
             use_global_grad_norm=config.max_grad_norm > 0,
             max_grad_norm=config.max_grad_norm or 1.0,
             exclude_from_weight_decay=EXCLUDED,

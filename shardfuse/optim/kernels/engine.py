@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardfuse.optim.kernels import passes
 from shardfuse.optim.kernels.passes import Scale
-from shardfuse.optim.rules import ElementwiseRule, NormRule
+from shardfuse.optim.rules import ElementwiseRule, NormRule, RowRule
 
 logger = logging.getLogger("shardfuse")
 
@@ -44,6 +44,8 @@ class Span(NamedTuple):
 class Kernels:
     """The passes of one rule on one device.
 
+    A ``scale`` is one factor for all blocks or a tensor (blocks, 1), over the bucket's shard.
+
     Args:
         rule: the math.
         block: elements per block.
@@ -54,7 +56,7 @@ class Kernels:
 
     def __init__(
         self,
-        rule: ElementwiseRule | NormRule,
+        rule: ElementwiseRule | NormRule | RowRule,
         *,
         block: int,
         kernel: str,
@@ -73,6 +75,7 @@ class Kernels:
         self, flags: Any, h: tuple[float, ...], scale: Scale, span: Span, tensors: Tensors
     ) -> None:
         """Run elementwise_pass on ``tensors`` = (p, g, low, *state), each 1-D, over ``span``."""
+        scale = _narrow(scale, span.start, span.stop - span.start)
         self._run(passes.elementwise_pass, flags, h, scale, self._rows(span, tensors))
 
     def direction(
@@ -82,6 +85,7 @@ class Kernels:
         sums, *flat = tensors
         sums = None if sums is None else sums[:, span.start : span.stop]
         rows = (sums, *self._rows(span, flat))
+        scale = _narrow(scale, span.start, span.stop - span.start)
         self._run(passes.direction_pass, flags, h, scale, rows, first_dim=1)
 
     def apply(self, flags: Any, h: tuple[float, ...], span: Span, tensors: Tensors) -> None:
@@ -89,6 +93,27 @@ class Kernels:
         ratio, *flat = tensors
         ratio = None if ratio is None else ratio[span.start : span.stop]
         self._run(passes.apply_pass, flags, h, None, (ratio, *self._rows(span, flat)))
+
+    def row_direction(
+        self, flags: Any, h: tuple[float, ...], scale: Scale, span: Span, tensors: Tensors
+    ) -> None:
+        """Run row_direction_pass on (products (k, numel) or None, p, g, low, *state)."""
+        rows = self._with_planes(span, tensors)
+        self._run(passes.row_direction_pass, flags, h, scale, rows, first_dim=1)
+
+    def row_apply(
+        self, flags: Any, h: tuple[float, ...], scale: Scale, span: Span, tensors: Tensors
+    ) -> None:
+        """Run row_apply_pass on (factors (k, numel) or None, p, g or None, low, *state)."""
+        rows = self._with_planes(span, tensors)
+        self._run(passes.row_apply_pass, flags, h, scale, rows, first_dim=1)
+
+    def _with_planes(self, span: Span, tensors: Tensors) -> Tensors:
+        planes, *flat = tensors
+        if planes is not None:
+            planes = planes[:, span.start * self._block : span.stop * self._block]
+            planes = planes.view(len(planes), -1, self._block)
+        return (planes, *self._rows(span, flat))
 
     def square_sum(self, scale: Scale, sums: Tensor, grad: Tensor) -> None:
         """Write the sum of squares of every block of ``grad`` into ``sums`` (blocks,)."""
@@ -121,7 +146,7 @@ class Kernels:
                 None if t is None else t.narrow(first_dim if i == 0 else 0, start, length)
                 for i, t in enumerate(tensors)
             )
-            function(self._rule, flags, h, scale, tile)
+            function(self._rule, flags, h, _narrow(scale, start, length), tile)
 
     def _run_compiled(
         self, function: Pass, flags: Any, h: tuple[float, ...], scale: Scale, tensors: Tensors
@@ -154,6 +179,12 @@ def _copy(function: Pass) -> Pass:
     """
     assert isinstance(function, FunctionType)
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+
+
+def _narrow(scale: Scale, start: int, length: int) -> Scale:
+    """Return the part of ``scale`` for some blocks: itself, unless it has a factor per block."""
+    per_block = isinstance(scale, Tensor) and scale.dim() > 0
+    return scale.narrow(0, start, length) if per_block else scale  # type: ignore[union-attr]
 
 
 def _choose(kernel: str, device: torch.device, shard_numel: int) -> tuple[str, str]:

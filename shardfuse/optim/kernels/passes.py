@@ -3,7 +3,7 @@
 ``p`` (rows, BLOCK) is the fp32 master, updated in place. ``low`` is the parameter itself where it
 is of lower precision, else None: an edit made to it since the last step (by a loaded model, say)
 wins over the master, and it is written from the master at the end. ``g`` is the summed gradient in
-any dtype; ``scale`` turns it into the clipped mean, None standing for 1.
+any dtype; ``scale``, one factor or (rows, 1), turns it into the clipped mean; None stands for 1.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfuse.optim.rules import ElementwiseRule, NormRule
+from shardfuse.optim.rules import ElementwiseRule, NormRule, RowRule
 from shardfuse.optim.rules.base import Scalars
 
 Scale = float | Tensor | None
@@ -79,6 +79,39 @@ def apply_pass(
     assert p is not None
     u = rule.direction(flags, h, p, *state)  # type: ignore[arg-type]
     rule.apply(h, p, u, None if ratio is None else ratio[:, None])
+    if low is not None:
+        low.copy_(p)
+
+
+def row_direction_pass(
+    rule: RowRule, flags: Any, h: Scalars, scale: Scale, tensors: tuple[Tensor | None, ...]
+) -> None:
+    """Update the states of ``tensors`` = (products or None, p, g, low, *state) by a row rule.
+
+    ``products`` (num_sums, rows, BLOCK) takes the rule's products, element by element.
+    """
+    products, p, g, low, *state = tensors
+    assert p is not None
+    assert g is not None
+    if low is not None:
+        refresh_master(p, low)
+    g = _mean(g, scale, p.dtype)
+    rule.moments(flags, h, p, g, *state)  # type: ignore[arg-type]
+    if products is not None:
+        u = rule.direction(flags, h, g, *state)  # type: ignore[arg-type]
+        for out, product in zip(products, rule.products(p, g, u), strict=True):
+            out.copy_(product)
+
+
+def row_apply_pass(
+    rule: RowRule, flags: Any, h: Scalars, scale: Scale, tensors: tuple[Tensor | None, ...]
+) -> None:
+    """Update ``tensors`` = (factors or None, p, g or None, low, *state) by a row rule."""
+    factors, p, g, low, *state = tensors
+    assert p is not None
+    g = None if g is None else _mean(g, scale, p.dtype)
+    u = rule.direction(flags, h, g, *state)  # type: ignore[arg-type]
+    rule.apply(flags, h, p, u, factors)
     if low is not None:
         low.copy_(p)
 

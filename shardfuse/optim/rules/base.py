@@ -14,7 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,12 +27,13 @@ Scalars = Sequence[float | Tensor]
 class Clip:
     """Scale gradients by ``max_norm / (norm + eps)`` where that is below 1.
 
-    ``scope`` tells whose norm: "global" is all parameters of the optimizer, "flat" those of one
-    (group, dtype), as torch_npu's BertAdam does.
+    ``scope`` tells whose norm: "global" is all parameters of the optimizer, "group" those of one
+    group, "flat" those of one (group, dtype), as torch_npu's BertAdam does, and "tensor" is each
+    parameter alone.
     """
 
     max_norm: float
-    scope: Literal["global", "flat"]
+    scope: Literal["global", "group", "flat", "tensor"]
     eps: float = 0.0
 
 
@@ -52,6 +53,14 @@ class UpdateRule(ABC):
     @abstractmethod
     def state_names(self, group: Group) -> tuple[str, ...]:
         """Return the names of the fp32 states, in the order in which the math takes them."""
+
+    def initial(self, name: str) -> float:
+        """Return the value of every element of the state ``name`` before the first update."""
+        return 0.0
+
+    def initial_states(self, group: Group) -> dict[str, float]:
+        """Return {name: value before the first update} in the order of ``state_names``."""
+        return {name: self.initial(name) for name in self.state_names(group)}
 
     @abstractmethod
     def flags(self, group: Group, policy: str) -> Hashable:
@@ -114,6 +123,53 @@ class NormRule(UpdateRule):
     @abstractmethod
     def apply(self, h: Scalars, p: Tensor, u: Tensor, ratio: Tensor | None) -> None:
         """Update ``p`` (rows, BLOCK) in place along ``u``; ``ratio`` is (rows, 1) or None for 1."""
+
+
+class Rows(NamedTuple):
+    """The rows of several parameters one after another; row i is param[i] of its parameter."""
+
+    counts: list[int]
+    """Rows of each parameter."""
+    owner: Tensor
+    """(rows,) the parameter of each row, counted from 0."""
+    row_numel: Tensor
+    """(params,) elements of one row of each parameter."""
+    numel: Tensor
+    """(params,) elements of each parameter."""
+
+
+class RowRule(UpdateRule):
+    """A rule whose step depends on sums over the rows of parameters of two or more dimensions."""
+
+    num_sums: ClassVar[int]
+    """Sums over each row that the factors need."""
+
+    neutral: ClassVar[tuple[float, ...]]
+    """The factors of parameters that have no rows."""
+
+    @abstractmethod
+    def keeps_gradient(self, group: Group) -> bool:
+        """Return whether the direction needs the gradient, so that it is kept until the update."""
+
+    @abstractmethod
+    def moments(self, flags: Any, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
+        """Update ``state`` in place from the mean gradient ``g``, all (rows, BLOCK)."""
+
+    @abstractmethod
+    def direction(self, flags: Any, h: Scalars, g: Tensor | None, *state: Tensor) -> Tensor:
+        """Return the direction (rows, BLOCK); ``g`` is None unless keeps_gradient()."""
+
+    @abstractmethod
+    def products(self, p: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, ...]:
+        """Return ``num_sums`` tensors (rows, BLOCK) to be summed over rows of parameters."""
+
+    @abstractmethod
+    def factors(self, group: Group, sums: Tensor, rows: Rows) -> Tensor:
+        """Return (num_factors, rows of parameters) from their ``sums`` (num_sums, the same)."""
+
+    @abstractmethod
+    def apply(self, flags: Any, h: Scalars, p: Tensor, u: Tensor, factors: Tensor | None) -> None:
+        """Update ``p`` (rows, BLOCK) in place; ``factors`` (num_factors, rows, BLOCK) or None."""
 
 
 def as_float(value: Any) -> float:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -188,7 +188,7 @@ class LambRule(NormRule):
             return False
         return self.switches.always_adapt or self._weight_decay(group, policy) != 0
 
-    def flags(self, group: Group, policy: str) -> _Flags:
+    def flags(self, group: Group, policy: str) -> Any:
         return _Flags(self._weight_decay(group, policy) != 0, vanishes(group["eps"]))
 
     def scalars(self, group: Group, policy: str, step: int) -> tuple[float, ...]:
@@ -212,14 +212,14 @@ class LambRule(NormRule):
     def clip(self, group: Group) -> Clip | None:
         return Clip(self.max_grad_norm, "global") if self.use_global_grad_norm else None
 
-    def moments(self, flags: _Flags, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
+    def moments(self, flags: Any, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
         beta1, take1, beta2, take2 = h[:4]
         exp_avg, exp_avg_sq = state
         exp_avg.mul_(beta1).add_(g * take1)
         exp_avg_sq.mul_(beta2).add_(g * g * take2)
 
-    def direction(self, flags: _Flags, h: Scalars, p: Tensor, *state: Tensor) -> Tensor:
-        eps, weight_decay, _, correction1, correction2 = h[4:]
+    def direction(self, flags: Any, h: Scalars, p: Tensor, *state: Tensor) -> Tensor:
+        eps, weight_decay, _, correction1, correction2 = h[4:9]
         exp_avg, exp_avg_sq = state
         if self.switches.bias_correction is True:
             denominator = (exp_avg_sq * correction2).sqrt() + eps

@@ -1,0 +1,374 @@
+"""Drop-in for paddle.optimizer.Lamb and paddle.nn.ClipGradBy*, over torch parameters, sharded.
+
+    from shardfuse.optim.paddle import ClipGradByGlobalNorm, Lamb
+
+Nothing here imports paddle; checked against paddlepaddle 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from shardfuse.config import ShardConfig
+from shardfuse.optim.base import ShardedOptimizer
+from shardfuse.optim.rules import PaddleLambRule
+from shardfuse.optim.rules.paddle import GroupClip
+
+
+class LRScheduler(Protocol):
+    """What ``learning_rate`` may be: any of paddle.optimizer.lr, or an object of this protocol.
+
+    With ``state_dict()`` and ``set_state_dict()`` too it is saved and loaded with the optimizer.
+    """
+
+    def __call__(self) -> float:
+        """Return the present learning rate."""
+
+    def step(self) -> None:
+        """Go on to the next one; called by the user, after the optimizer's step()."""
+
+
+@dataclass(frozen=True)
+class ClipGradByGlobalNorm:
+    """Scale the mean gradient by clip_norm / max(norm, clip_norm), the norm that of all parameters.
+
+    Where parameters are given as group dicts, the norm is that of each group by itself, as in
+    Paddle. Costs one all-reduce of one float per flat and step.
+    """
+
+    clip_norm: float
+
+    def __post_init__(self) -> None:
+        _check_norm(self.clip_norm)
+
+
+@dataclass(frozen=True)
+class ClipGradByNorm:
+    """Scale the mean gradient of each tensor by clip_norm / max(norm, clip_norm), norm its own.
+
+    Costs one all-reduce of one float per parameter and step.
+    """
+
+    clip_norm: float
+
+    def __post_init__(self) -> None:
+        _check_norm(self.clip_norm)
+
+
+@dataclass(frozen=True)
+class ClipGradByValue:
+    """Limit every element of the mean gradient to [min, max]; ``min`` is -max unless given.
+
+    Raises:
+        ValueError: 0 lies outside the bounds. (Paddle would give elements of zero gradient one.)
+    """
+
+    max: float
+    min: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.min is None:
+            object.__setattr__(self, "min", -self.max)
+        assert self.min is not None
+        if not self.min <= 0 <= self.max or self.min == self.max:
+            raise ValueError(f"Invalid bounds: [{self.min}, {self.max}]. Must have 0 between them.")
+
+
+GradClip = ClipGradByGlobalNorm | ClipGradByNorm | ClipGradByValue
+
+
+class Lamb(ShardedOptimizer):
+    """paddle.optimizer.Lamb with its state partitioned over ranks; constructor as in Paddle 3.3.
+
+        g = clip(g);    m = beta1 * m + (1 - beta1) * g;    v = beta2 * v + (1 - beta2) * g^2
+        u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + epsilon) + lamb_weight_decay * p
+        p -= learning_rate * ||p|| / ||u|| * u
+
+    The ratio of norms is 1 where either norm is 0, or the decay is 0 without always_adapt (arXiv
+    1904.00962). Gradients are torch's, of this rank; step() takes their mean before the clip.
+
+    Differs from Paddle in: fp16 and bf16 parameters always have fp32 masters; learning_rate may be
+    an int; exclude_from_weight_decay_fn is asked once, not in every step; the state dict is
+    torch's, with ``LR_Scheduler`` added where a scheduler is attached.
+
+    Args:
+        learning_rate: a number, or a scheduler, whose present value every step() reads.
+        lamb_weight_decay, beta1, beta2, epsilon: as in the formula.
+        parameters: parameters; (name, parameter) pairs; or dicts with ``params`` and, optionally,
+            any of lamb_weight_decay, beta1, beta2, epsilon, grad_clip,
+            exclude_from_weight_decay_fn, ``learning_rate`` (a factor on that of the optimizer) and
+            ``weight_decay`` (Paddle's L2 decay: that much of p is added to the clipped gradient).
+        grad_clip: ClipGradByGlobalNorm, ClipGradByNorm or ClipGradByValue of this module.
+        exclude_from_weight_decay_fn: gets a parameter, returns True if it has no decay. During the
+            call the parameter has a ``.name``: that given in ``parameters``, or one made up.
+        multi_precision: accepted for Paddle's sake; masters are always fp32.
+        always_adapt: use the ratio also where the decay is 0.
+        name: accepted for Paddle's sake.
+        sharding: a ShardConfig, or a plain dict with its keys.
+
+    Raises:
+        AttributeError: no ``parameters``.
+        TypeError: arguments of another type than these.
+        ValueError: a hyper-parameter is out of range or NaN; or the ranks disagree.
+    """
+
+    _rule: PaddleLambRule
+
+    def __init__(
+        self,
+        learning_rate: float | LRScheduler = 0.001,
+        lamb_weight_decay: float = 0.01,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-6,
+        parameters: Iterable[Any] | None = None,
+        grad_clip: GradClip | None = None,
+        exclude_from_weight_decay_fn: Callable[[Tensor], bool] | None = None,
+        multi_precision: bool = False,
+        always_adapt: bool = False,
+        name: str | None = None,
+        *,
+        sharding: ShardConfig | Mapping[str, Any] | None = None,
+    ) -> None:
+        self._scheduler: LRScheduler | None = None
+        self._grads_seen: list[Any] | None = None
+        self._fallback = {
+            "beta1": beta1,
+            "beta2": beta2,
+            "epsilon": epsilon,
+            "lamb_weight_decay": lamb_weight_decay,
+            "grad_clip": grad_clip,
+            "exclude_from_weight_decay_fn": exclude_from_weight_decay_fn,
+        }
+        defaults: dict[str, Any] = {}
+
+        def make_rule() -> PaddleLambRule:
+            if parameters is None:
+                raise AttributeError(
+                    "parameters argument given to the Optimizer should not be None."
+                )
+            if isinstance(parameters, dict):
+                raise TypeError("parameters should be a list of dicts, not one dict.")
+            if callable(learning_rate):
+                self._scheduler = _checked_scheduler(learning_rate)
+            defaults["lr"] = self._scheduler_lr() if self._scheduler else _number(learning_rate)
+            return PaddleLambRule(always_adapt=always_adapt)
+
+        super().__init__(parameters, defaults, make_rule, sharding)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group with the keys that ``parameters`` may have. Collective."""
+        super().add_param_group(self._in_torch_terms(param_group))
+
+    def _in_torch_terms(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return Paddle's group dict as the rule reads it; note which parameters have no decay."""
+        foreign = {"lr", "betas", "eps"} & group.keys()
+        if foreign:
+            raise ValueError(
+                f"A group of Paddle's has no {sorted(foreign)[0]!r}. Use learning_rate (a factor "
+                "on the optimizer's), beta1, beta2, epsilon."
+            )
+        options = {**self._fallback, **group}
+        exclude = options.pop("exclude_from_weight_decay_fn")
+        params = options.pop("params")
+        params = [params] if isinstance(params, Tensor) else list(params)
+        if exclude is not None:
+            named = _named(params, len(self.param_groups))
+            self._rule.undecayed |= {name for name, p in named if _asked(exclude, name, p)}
+        decay = options.pop("weight_decay", None)
+        return {
+            "params": params,
+            "lr": self.get_lr(),
+            "betas": (options.pop("beta1"), options.pop("beta2")),
+            "eps": options.pop("epsilon"),
+            "weight_decay": options.pop("lamb_weight_decay"),
+            "lr_scale": options.pop("learning_rate", 1.0),
+            "l2": 0.0 if decay is None else _number(decay),
+            "grad_clip": _plain(options.pop("grad_clip")),
+            **options,
+        }
+
+    # The step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters at the present learning rate. See ShardedOptimizer.step()."""
+        if self._scheduler is not None:
+            self._write_lr(self._scheduler_lr())
+        result = super().step(closure)
+        self._grads_seen = self._grad_versions()
+        return result
+
+    def minimize(
+        self,
+        loss: Tensor,
+        startup_program: None = None,
+        parameters: None = None,
+        no_grad_set: None = None,
+    ) -> tuple[list[Any], list[tuple[Tensor, Tensor]]]:
+        """Update the parameters to make ``loss`` smaller. Collective.
+
+        Calls ``loss.backward()`` unless that has been done since the last step() or clear_grad().
+        (Paddle's own minimize() never calls it in dynamic graphs.)
+
+        Returns:
+            ``([], [(parameter, gradient), ...])``, of the parameters with gradients on this rank.
+
+        Raises:
+            NotImplementedError: an argument of static graphs was given.
+        """
+        if any(x is not None for x in (startup_program, parameters, no_grad_set)):
+            raise NotImplementedError(
+                "minimize() takes the loss alone; set requires_grad=False on parameters to leave "
+                "out."
+            )
+        versions = self._grad_versions()
+        if versions == self._grads_seen or not any(versions):
+            loss.backward()  # type: ignore[no-untyped-call]
+        self.step()
+        params = [param for group in self.param_groups for param in group["params"]]
+        return [], [(param, param.grad) for param in params if param.grad is not None]
+
+    def clear_grad(self, set_to_zero: bool = True) -> None:
+        """Set the gradients to zero, or to None.
+
+        A parameter with a gradient of zero is updated by step(), one with None is not.
+        """
+        self.zero_grad(set_to_none=not set_to_zero)
+
+    clear_gradients = clear_grad
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, to None or to zero."""
+        super().zero_grad(set_to_none)
+        self._grads_seen = self._grad_versions()
+
+    def _grad_versions(self) -> list[tuple[int, int] | None]:
+        """Return what changes when backward() adds to a gradient; None for parameters without."""
+        grads = [param.grad for group in self.param_groups for param in group["params"]]
+        return [None if g is None else (g.data_ptr(), g._version) for g in grads]
+
+    # The learning rate
+
+    def get_lr(self) -> float:
+        """Return the present learning rate, before the factors of groups."""
+        if self._scheduler is not None:
+            return self._scheduler_lr()
+        groups = self.param_groups
+        return float(groups[0]["lr"] if groups else self.defaults["lr"])
+
+    def set_lr(self, value: float) -> None:
+        """Set the learning rate of the next steps. Local: call it on every rank.
+
+        Raises:
+            RuntimeError: a scheduler is attached.
+            TypeError, ValueError: not a number; below 0.
+        """
+        if self._scheduler is not None:
+            raise RuntimeError(
+                "optimizer's learning rate can't be LRScheduler when invoke this API, because this "
+                "will lead to conflict. Call set_lr_scheduler() with another one."
+            )
+        if not _number(value) >= 0:
+            raise ValueError(f"Invalid learning rate: {value}")
+        self._write_lr(_number(value))
+
+    def set_lr_scheduler(self, scheduler: LRScheduler) -> None:
+        """Take the learning rate of the next steps from ``scheduler``, in place of any other."""
+        self._scheduler = _checked_scheduler(scheduler)
+        self._write_lr(self._scheduler_lr())
+
+    def _scheduler_lr(self) -> float:
+        assert self._scheduler is not None
+        return float(self._scheduler())
+
+    def _write_lr(self, value: float) -> None:
+        for group in self.param_groups:
+            group["lr"] = value
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict, and the scheduler's as ``LR_Scheduler``.
+
+        With several ranks, call consolidate_state_dict() before, as for every sharded optimizer.
+        sharded_state_dict() holds no scheduler: save its own state beside that.
+        """
+        state = super().state_dict()
+        saved = getattr(self._scheduler, "state_dict", None)
+        return state if saved is None else {**state, "LR_Scheduler": saved()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state_dict(), saved at any world size, and the scheduler's. Local: on every rank.
+
+        Raises:
+            ValueError: it does not fit, or has no ``LR_Scheduler`` for the one attached.
+        """
+        load = getattr(self._scheduler, "set_state_dict", None)
+        if load is not None and "LR_Scheduler" not in state_dict:
+            raise ValueError("LR_Scheduler state must be included in the state dict.")
+        super().load_state_dict(state_dict)
+        if load is not None:
+            load(state_dict["LR_Scheduler"])
+
+    set_state_dict = load_state_dict
+
+
+def _check_norm(clip_norm: float) -> None:
+    if not clip_norm > 0:
+        raise ValueError(f"Invalid clip_norm: {clip_norm}. Must be > 0.")
+
+
+def _plain(clip: GradClip | None) -> GroupClip | None:
+    """Return a clip in plain values, which a state dict can hold."""
+    if clip is None:
+        return None
+    if isinstance(clip, ClipGradByValue):
+        assert clip.min is not None
+        return "value", float(clip.max), float(clip.min)
+    if isinstance(clip, ClipGradByGlobalNorm | ClipGradByNorm):
+        kind: Any = "norm" if isinstance(clip, ClipGradByNorm) else "global_norm"
+        return kind, float(clip.clip_norm), 0.0
+    raise TypeError(
+        f"grad_clip should be a ClipGradBy... of shardfuse.optim.paddle, got {type(clip)}."
+    )
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
+        raise TypeError(f"Expected a number, or for the learning rate a scheduler, got {value!r}.")
+    return float(value)
+
+
+def _checked_scheduler(scheduler: Any) -> LRScheduler:
+    if not callable(scheduler) or not hasattr(scheduler, "step"):
+        raise TypeError(
+            "A scheduler should return the learning rate when called, and have step(), got "
+            f"{type(scheduler)}. Build torch's own schedulers over the optimizer instead."
+        )
+    return scheduler  # type: ignore[no-any-return]
+
+
+def _named(params: Sequence[Any], group: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, parameter), under the names that error messages use where none are given."""
+    for position, item in enumerate(params):
+        pair = isinstance(item, tuple)
+        yield item if pair else (f"param_groups[{group}][{position}]", item)
+
+
+def _asked(function: Callable[[Tensor], bool], name: str, param: Tensor) -> bool:
+    """Return function(param), with ``param.name`` during the call.
+
+    torch's own ``name`` cannot be set. A parameter of another class would do for the name, but is
+    not the parameter itself, which functions may compare by identity; hence its class changes.
+    """
+    own = type(param)
+    metaclass: Any = type(own)
+    param.__class__ = metaclass(own.__name__, (own,), {"name": name})
+    try:
+        return bool(function(param))
+    finally:
+        param.__class__ = own
