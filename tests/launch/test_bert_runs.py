@@ -171,6 +171,18 @@ def test_a_run_directory_of_another_text_is_refused(
     assert "run was made with another text" in job.output()
 
 
+def test_a_rebuilt_vocabulary_is_refused(tmp_path: Path, text_file: Path) -> None:
+    """Building it again from the same text may number the word pieces differently."""
+    arguments = ["--corpus", str(text_file), "--data-dir", "data"]
+    jobs.run(tmp_path, [*arguments, *SMALL, "--run-dir", "run"], 0)
+    (summary,) = (tmp_path / "data").glob("prepared-*/summary.json")
+    stored = json.loads(summary.read_text())
+    summary.write_text(json.dumps(stored | {"digest": stored["digest"][:-1] + "?"}))
+    job = jobs.start(tmp_path, ["--resume", "--run-dir", "run"], 0)
+    assert job.wait() == [2]
+    assert "another text or vocabulary" in job.output()
+
+
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, inputs: list[str]) -> None:
     """All ranks see the same loss, so all exit alike, and no checkpoint holds the wreck."""
     arguments = [*inputs, *SMALL, "--optimizer", "sgd", "--lr", "1e30", "--max-grad-norm", "0"]

@@ -189,7 +189,7 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
     add("--warmup", type=float, default=0.05, help="share of the steps")
     add("--decay-power", type=float, default=1.0, help="of the polynomial decay to 0")
     add("--max-grad-norm", type=float, default=1.0, help="0: no clipping")
-    add("--steps", type=int, default=2700, help="optimizer steps")
+    add("--steps", type=int, default=2400, help="optimizer steps")
     add("--global-batch-size", type=int, default=48, help="samples per step, over all ranks")
     add("--micro-batch-size", type=int, default=0,
         help="samples per forward pass; 0: the rank's whole share")  # fmt: skip

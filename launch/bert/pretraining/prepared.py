@@ -12,6 +12,7 @@ The folder appears by one rename, so a reader finds it complete or not at all.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
@@ -73,7 +74,7 @@ class DocumentSet:
 
 @dataclasses.dataclass(frozen=True)
 class PreparedSummary:
-    """What was prepared; `digest` identifies text and vocabulary size together."""
+    """What was prepared; `digest` identifies text and vocabulary together."""
 
     digest: str
     vocab_size: int
@@ -105,8 +106,7 @@ def prepare_corpus(
 
     `say` is given one line per finished stage.
     """
-    digest = f"{corpus_digest(paths)}-{vocab_size}"
-    folder = data_dir / f"prepared-{digest}"
+    folder = data_dir / f"prepared-{corpus_digest(paths)}-{vocab_size}"
     if folder.exists():
         return folder
     counts = [(len(doc), sum(len(text.split()) for text in doc)) for doc in read_documents(paths)]
@@ -122,8 +122,10 @@ def prepare_corpus(
         documents = _encode(tokenizer, _select(read_documents(paths), wanted))
         documents.save(unfinished / name)
         say(f"{name}: {documents.num_documents:,} documents, {len(documents.tokens):,} tokens")
+    # Ties between word pieces are broken at random: the same text may give another vocabulary.
+    vocabulary = hashlib.sha256((unfinished / "vocab.txt").read_bytes()).hexdigest()[:12]
     summary = PreparedSummary(
-        digest=digest,
+        digest=f"{folder.name.removeprefix('prepared-')}-{vocabulary}",
         vocab_size=tokenizer.get_vocab_size(),
         num_words=sum(num_words for _, num_words in counts),
         num_documents=len(counts),

@@ -66,8 +66,8 @@ def _prepare(config: RunConfig) -> str:
         stored = read_stored_config(config.run_dir)["corpus_digest"]
         if digest != stored:
             raise UsageError(
-                f"--run-dir {config.run_dir} was made with another text (digest {stored}, now "
-                f"{digest}); restore the text, or start another run in another folder"
+                f"--run-dir {config.run_dir} was made with another text or vocabulary (digest "
+                f"{stored}, now {digest}); restore --data-dir, or start a new run elsewhere"
             )
     else:
         config.run_dir.mkdir(parents=True, exist_ok=True)
