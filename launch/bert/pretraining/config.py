@@ -19,7 +19,7 @@ DtypeName = Literal["fp32", "bf16", "fp16"]
 LambVariantName = Literal["npu", "apex", "nvlamb", "google", "paddle", "deepspeed"]
 
 DEFAULT_LR: dict[str, float] = {
-    "lamb": 1.6e-2,
+    "lamb": 1e-2,
     "adamw": 2e-3,
     "adam": 2e-3,
     "bertadam": 2e-3,
@@ -184,13 +184,13 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
         help="LAMB's rule")  # fmt: skip
     add("--lr", type=float, help="peak learning rate (default: one per optimizer, see README)")
     add("--weight-decay", type=float, default=0.01, help="not on biases and LayerNorm")
-    add("--betas", type=float, nargs=2, default=(0.9, 0.98), metavar=("B1", "B2"),
+    add("--betas", type=float, nargs=2, default=(0.9, 0.99), metavar=("B1", "B2"),
         help="moment decay; sgd takes B1 as momentum")  # fmt: skip
     add("--warmup", type=float, default=0.05, help="share of the steps")
     add("--decay-power", type=float, default=1.0, help="of the polynomial decay to 0")
     add("--max-grad-norm", type=float, default=1.0, help="0: no clipping")
     add("--steps", type=int, default=2700, help="optimizer steps")
-    add("--global-batch-size", type=int, default=96, help="samples per step, over all ranks")
+    add("--global-batch-size", type=int, default=48, help="samples per step, over all ranks")
     add("--micro-batch-size", type=int, default=0,
         help="samples per forward pass; 0: the rank's whole share")  # fmt: skip
     add("--dtype", choices=get_args(DtypeName), default="fp32", help="autocast type")
@@ -203,10 +203,10 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--run-dir", type=Path, help="default: a new runs/bert-NNN; with --resume the newest")
     add("--resume", action="store_true", help="continue from the last checkpoint")
-    add("--save-every", type=int, default=500, help="steps between checkpoints")
-    add("--eval-every", type=int, default=200, help="steps between held-out evaluations")
+    add("--save-every", type=int, default=1000, help="steps between checkpoints")
+    add("--eval-every", type=int, default=250, help="steps between held-out evaluations")
     add("--eval-samples", type=int, default=512, help="held-out samples")
-    add("--log-every", type=int, default=50, help="steps between lines where no bar can be shown")
+    add("--log-every", type=int, default=100, help="steps between lines where no bar can be shown")
     add("--timeout-seconds", type=float, default=120, help="of a collective")
 
 
