@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 
 KernelChoice = Literal["auto", "eager", "compile"]
+CollectivesChoice = Literal["auto", "native"]
 
 _GRAD_SYNC_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -43,6 +44,9 @@ class ShardConfig:
     broadcast_params: bool = True
     """Copy the first rank's parameter values to all ranks at construction."""
 
+    collectives: CollectivesChoice = "auto"
+    """native: the backend's own; auto: between pairs of ranks where that is faster (gloo on CPU)."""
+
     kernel: KernelChoice = "auto"
     """eager: over cache-sized tiles; compile: torch.compile; auto: picks, and logs the reason."""
 
@@ -61,10 +65,11 @@ class ShardConfig:
             raise ValueError(
                 f"Invalid grad_sync_dtype: {self.grad_sync_dtype}. Use one of {names}."
             )
-        if self.kernel not in get_args(KernelChoice):
-            raise ValueError(
-                f"Invalid kernel: {self.kernel!r}. Use one of {get_args(KernelChoice)}."
-            )
+        for name, choice in (("kernel", KernelChoice), ("collectives", CollectivesChoice)):
+            if getattr(self, name) not in get_args(choice):
+                raise ValueError(
+                    f"Invalid {name}: {getattr(self, name)!r}. Use one of {get_args(choice)}."
+                )
 
     @classmethod
     def of(cls, value: ShardConfig | Mapping[str, Any] | None) -> ShardConfig:

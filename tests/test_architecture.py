@@ -26,7 +26,9 @@ ARROWS: dict[str, set[str]] = {
     "comm.base": set(),
     "comm.traits": set(),
     "comm.process_group": {"comm.base", "comm.traits"},
-    "comm": {"comm.base", "comm.process_group"},
+    "comm.pairwise": {"comm.base", "comm.process_group"},
+    "comm.choice": {"comm.base", "comm.pairwise", "comm.process_group", "comm.traits"},
+    "comm": {"comm.base", "comm.choice"},
     "buffers": {"layout"},
     "agreement": {"comm"},
     "scaling": {"comm"},
@@ -98,7 +100,7 @@ ARROWS: dict[str, set[str]] = {
 
 # Who may import a package that is not torch or of the standard library's plain kind.
 ONLY_IN: dict[str, set[str]] = {
-    "torch.distributed": {"comm.process_group", "checkpoint"},
+    "torch.distributed": {"comm.process_group", "comm.pairwise", "checkpoint"},
     "torch.distributed.checkpoint": {"checkpoint"},
     "torch_npu": set(),
     "deepspeed": set(),

@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed: the only module of shardfuse that imports it."""
+"""The collectives of torch.distributed, each as its backend has it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardfuse.comm.base import Communicator, Handle, ReduceOp, SingleRank
+from shardfuse.comm.base import Handle, ReduceOp
 from shardfuse.comm.traits import traits_of
 
 # torch 2.13 renamed these and warns on the old names; the C++ entry points are the same.
@@ -114,6 +114,11 @@ def _overlaps(output: torch.Tensor, input: torch.Tensor) -> bool:
     return start <= input.data_ptr() < start + output.numel() * output.element_size()
 
 
+def is_initialized() -> bool:
+    """Return whether there is a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def backend_for(process_group: Any, device: torch.device) -> str:
     """Return the backend name that serves ``device`` in ``process_group``: "gloo", "hccl", ..."""
     config = dist.get_backend_config(process_group)
@@ -125,15 +130,3 @@ def backend_for(process_group: Any, device: torch.device) -> str:
         f"The process group has no backend for {device.type!r} tensors (it has {config!r}). "
         f"Call init_process_group({dist.get_default_backend_for_device(device)!r})."
     )
-
-
-def communicator_for(process_group: Any, device: torch.device) -> Communicator:
-    """Return the Communicator of ``process_group`` for tensors on ``device``.
-
-    With no group given and none initialised, or a group of one rank, it does not communicate.
-    """
-    available = dist.is_available() and dist.is_initialized()
-    if process_group is None and not available:
-        return SingleRank()
-    communicator = ProcessGroupCommunicator(process_group, device)
-    return communicator if communicator.world_size > 1 else SingleRank()

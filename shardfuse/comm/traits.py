@@ -12,9 +12,12 @@ class BackendTraits:
     in_place_all_gather: bool
     """The input may be a slice of the output."""
 
+    prefers_pairwise: bool = False
+    """Sends and receives beat its own reduce-scatter and all-gather of CPU tensors."""
+
 
 _TRAITS = {
-    "gloo": BackendTraits(in_place_all_gather=True),
+    "gloo": BackendTraits(in_place_all_gather=True, prefers_pairwise=True),
     "nccl": BackendTraits(in_place_all_gather=True),
 }
 

@@ -2,8 +2,7 @@
 
 step():  pack -> [norms -> all_reduce -> clip] -> for each bucket: reduce-scatter, update,
          all-gather -> wait
-LAMB:    the update is two passes over the shards with one all_reduce of the per-parameter sums
-         between them, and gathering starts in the second
+LAMB:    two passes over the shards with one all_reduce between them
 """
 
 from __future__ import annotations
@@ -78,7 +77,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             error = failure
             self._device = intake.fallback_device()
         try:
-            self.communicator = communicator_for(self._config.process_group, self._device)
+            self.communicator = communicator_for(
+                self._config.process_group, self._device, self._config.collectives
+            )
         except Exception as failure:
             raise error or failure from None
         bucket_nbytes = max(1, int(self._config.bucket_cap_mb * (1 << 20)))

@@ -105,7 +105,7 @@ def describe(
         f"{rule.describe()} bucket_cap_mb={config.bucket_cap_mb} "
         f"grad_sync_dtype={config.grad_sync_dtype} "
         f"grads_are_reduced={config.grads_are_reduced} "
-        f"broadcast_params={config.broadcast_params}"
+        f"broadcast_params={config.broadcast_params} collectives={config.collectives}"
     )
     return lines
 

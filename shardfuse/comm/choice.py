@@ -1,0 +1,39 @@
+"""Which communicator serves a group of ranks."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from shardfuse.comm.base import Communicator, SingleRank
+from shardfuse.comm.pairwise import PairwiseCommunicator
+from shardfuse.comm.process_group import ProcessGroupCommunicator, is_initialized
+from shardfuse.comm.traits import traits_of
+
+logger = logging.getLogger("shardfuse")
+
+
+def communicator_for(
+    process_group: Any, device: torch.device, collectives: str = "auto"
+) -> Communicator:
+    """Return the Communicator of ``process_group`` for tensors on ``device``.
+
+    With no group given and none initialised, or a group of one rank, it does not communicate.
+    ``collectives="auto"`` exchanges between pairs of ranks where the backend's own reduce-scatter
+    and all-gather were measured to be slower; "native" always takes the backend's.
+    """
+    if process_group is None and not is_initialized():
+        return SingleRank()
+    native = ProcessGroupCommunicator(process_group, device)
+    if native.world_size == 1:
+        return SingleRank()
+    if collectives == "native":
+        choice, reason = "native", "as configured"
+    elif traits_of(native.backend).prefers_pairwise and device.type == "cpu":
+        choice, reason = "pairwise", f"{native.backend}'s own move more bytes"
+    else:
+        choice, reason = "native", f"{native.backend} has them"
+    logger.info("collectives=%s over %d ranks: %s", choice, native.world_size, reason)
+    return PairwiseCommunicator(process_group, device) if choice == "pairwise" else native
