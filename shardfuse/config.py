@@ -45,7 +45,7 @@ class ShardConfig:
     """Copy the first rank's parameter values to all ranks at construction."""
 
     collectives: CollectivesChoice = "auto"
-    """native: the backend's own; auto: between pairs of ranks where that is faster (gloo on CPU)."""
+    """native: the backend's own; auto: pairwise sends where those are faster (gloo on CPU)."""
 
     kernel: KernelChoice = "auto"
     """eager: over cache-sized tiles; compile: torch.compile; auto: picks, and logs the reason."""

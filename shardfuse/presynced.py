@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardfuse.buffers import ShardArena
 from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec
-from shardfuse.sync import GradVersions
+from shardfuse.sync import GradVersions, Parts
 
 
 @dataclass
@@ -71,7 +71,7 @@ class PresyncedGrads:
         """Return the params of ``flat`` that had no gradient at the last pack()."""
         return self._flats[flat.index].missing
 
-    def idle(self, bucket: Bucket, shard: Tensor) -> set[int]:
+    def idle(self, bucket: Bucket, parts: Parts) -> set[int]:
         """Return the params in ``bucket`` that have no gradient on any rank."""
         return self._flats[bucket.flat].missing
 
@@ -130,11 +130,11 @@ class PresyncedGrads:
     def _params(self) -> list[Tensor]:
         return [param for grads in self._flats.values() for param in grads.params.values()]
 
-    def reduced(self) -> Iterator[tuple[Bucket, Tensor]]:
+    def reduced(self) -> Iterator[tuple[Bucket, Parts]]:
         """Yield (bucket, its shard of the mean gradient), in layout order."""
         for grads in self._flats.values():
             for bucket in grads.flat.buckets:
-                yield bucket, grads.arena.segment(bucket)
+                yield bucket, (grads.arena.segment(bucket),)
 
 
 def _in_storage_order(grad: Tensor, spec: ParamSpec) -> Tensor:

@@ -25,6 +25,9 @@ from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec
 _IN_FLIGHT = 2
 """Reduce-scatters launched ahead of the bucket being updated."""
 
+Parts = tuple[Tensor, ...]
+"""A shard of the summed gradient, as tensors (shard_numel,) that the update adds up in passing."""
+
 
 @dataclass
 class _FlatGrads:
@@ -152,10 +155,10 @@ class GradSync:
         """Return the params of ``flat`` that had no gradient on this rank at the last pack()."""
         return self._flats[flat.index].missing
 
-    def idle(self, bucket: Bucket, shard: Tensor) -> set[int]:
-        """Return the params with a fragment in ``shard`` that have no gradient on any rank.
+    def idle(self, bucket: Bucket, parts: Parts) -> set[int]:
+        """Return the params with a fragment in ``bucket``'s shard that no rank has a gradient of.
 
-        ``shard`` is what ``reduced()`` gave for ``bucket``. See [Note: absent gradients].
+        ``parts`` are what ``reduced()`` gave for ``bucket``. See [Note: absent gradients].
         """
         grads = self._flats[bucket.flat]
         if self._comm.world_size == 1:
@@ -163,8 +166,9 @@ class GradSync:
         idle = set()
         for fragment in grads.fragments[bucket.index] if grads.missing else ():
             if fragment.param in grads.missing:
-                part = shard[fragment.shard_start : fragment.shard_start + fragment.numel]
-                if bool((part.signbit() & (part == 0)).all()):
+                stop = fragment.shard_start + fragment.numel
+                present = (part[fragment.shard_start : stop] for part in parts)
+                if all(bool((part.signbit() & (part == 0)).all()) for part in present):
                     idle.add(fragment.param)
         return idle
 
@@ -240,39 +244,40 @@ class GradSync:
     def _params(self) -> list[Tensor]:
         return [param for grads in self._flats.values() for param in grads.params]
 
-    def reduced(self) -> Iterator[tuple[Bucket, Tensor]]:
+    def reduced(self) -> Iterator[tuple[Bucket, Parts]]:
         """Yield (bucket, its shard of the summed gradient), in launch order.
 
-        A shard is (shard_numel,) in the wire dtype and valid until the next is asked for.
+        Parts are in the wire dtype and valid until the next are asked for. After retain() there is
+        one, the sum.
         """
         if self._comm.world_size == 1:
             for grads in self._flats.values():
                 for bucket in grads.flat.buckets:
-                    yield bucket, grads.buffer.bucket(bucket)
+                    yield bucket, (grads.buffer.bucket(bucket),)
         elif self._is_reduced:
             for grads in self._flats.values():
                 assert grads.retained is not None
                 for bucket in grads.flat.buckets:
-                    yield bucket, grads.retained.segment(bucket)
+                    yield bucket, (grads.retained.segment(bucket),)
         else:
             yield from self._pipeline(retain=False)
 
-    def _pipeline(self, *, retain: bool) -> Iterator[tuple[Bucket, Tensor]]:
+    def _pipeline(self, *, retain: bool) -> Iterator[tuple[Bucket, Parts]]:
         """Reduce-scatter every bucket, _IN_FLIGHT ahead of the one yielded."""
         queue = [(grads, bucket) for grads in self._flats.values() for bucket in grads.flat.buckets]
-        handles: list[tuple[Handle, Tensor]] = []
+        handles: list[tuple[Handle, Parts]] = []
         for index in range(len(queue) + _IN_FLIGHT):
             if index >= _IN_FLIGHT:
-                handle, shard = handles[index - _IN_FLIGHT]
+                handle, parts = handles[index - _IN_FLIGHT]
                 with record_function("shardfuse::wait_reduce_scatter"):
                     handle.wait()
-                yield queue[index - _IN_FLIGHT][1], shard
+                yield queue[index - _IN_FLIGHT][1], parts
             if index < len(queue):
                 handles.append(self._launch(*queue[index], index % _IN_FLIGHT, retain))
 
     def _launch(
         self, grads: _FlatGrads, bucket: Bucket, slot: int, retain: bool
-    ) -> tuple[Handle, Tensor]:
+    ) -> tuple[Handle, Parts]:
         send = grads.buffer.bucket(bucket)
         dtype = self._wire(grads)
         like = torch.empty(0, dtype=dtype, device=send.device)
@@ -281,13 +286,19 @@ class GradSync:
             send = torch.mul(send, 1.0 / self._comm.world_size, out=staged)
         elif send.dtype != dtype:
             send = self._staging.take("send", slot, bucket.numel, like).copy_(send)
-        if retain:
-            assert grads.retained is not None
-            shard = grads.retained.segment(bucket)
-        else:
-            shard = self._staging.take("receive", slot, bucket.shard_numel, like)
         with record_function(f"shardfuse::reduce_scatter b{bucket.index}"):
-            return self._comm.reduce_scatter(shard, send), shard
+            if retain:
+                assert grads.retained is not None
+                shard = grads.retained.segment(bucket)
+                return self._comm.reduce_scatter(shard, send), (shard,)
+            if self._comm.can_exchange:
+                others = self._comm.world_size - 1
+                received = self._staging.take("receive", slot, others * bucket.shard_numel, like)
+                received = received.view(others, bucket.shard_numel)
+                own = send.chunk(self._comm.world_size)[self._comm.rank]
+                return self._comm.exchange(received, send), (own, *received)
+            shard = self._staging.take("receive", slot, bucket.shard_numel, like)
+            return self._comm.reduce_scatter(shard, send), (shard,)
 
     def _wire(self, grads: _FlatGrads) -> torch.dtype:
         return self._wire_dtype or grads.buffer.data.dtype

@@ -231,6 +231,16 @@ class CountingCommunicator:
         self.calls.append(Call("reduce_scatter", input.numel(), input.dtype))
         return self.inner.reduce_scatter(output, input)
 
+    @property
+    def can_exchange(self) -> bool:
+        """Whether `exchange` works."""
+        return bool(self.inner.can_exchange)
+
+    def exchange(self, received: Tensor, input: Tensor) -> Any:
+        """Record as the reduce-scatter that it is, and pass on."""
+        self.calls.append(Call("reduce_scatter", input.numel(), input.dtype))
+        return self.inner.exchange(received, input)
+
     def all_gather(self, output: Tensor, input: Tensor) -> Any:
         """Record and pass on."""
         self.calls.append(Call("all_gather", output.numel(), output.dtype))

@@ -31,10 +31,20 @@ class Communicator(Protocol):
     def world_size(self) -> int:
         """Number of ranks in the group."""
 
+    @property
+    def can_exchange(self) -> bool:
+        """Whether there is ``exchange()``, the reduce-scatter that leaves the sum to the caller."""
+
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
         """Sum ``input`` (world_size * n,) over ranks; write part ``rank`` into ``output`` (n,).
 
         ``input`` is left as it is.
+        """
+
+    def exchange(self, received: torch.Tensor, input: torch.Tensor) -> Handle:
+        """Send each rank its part of ``input`` (world_size * n,); receive theirs of this rank's.
+
+        The world_size - 1 parts come into ``received`` (world_size - 1, n). Where ``can_exchange``.
         """
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
@@ -62,6 +72,11 @@ class SingleRank:
 
     rank = 0
     world_size = 1
+    can_exchange = False
+
+    def exchange(self, received: torch.Tensor, input: torch.Tensor) -> Handle:
+        """Do nothing: there is no other rank."""
+        return Done()
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
         """Copy ``input`` into ``output`` unless they are the same memory."""

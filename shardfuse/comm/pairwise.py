@@ -39,35 +39,22 @@ class _Exchange:
 class _ReducingExchange(_Exchange):
     """The exchange of a reduce-scatter, which adds up what came in when it is waited for."""
 
-    def __init__(
-        self,
-        works: list[Any],
-        output: torch.Tensor,
-        own: torch.Tensor,
-        received: list[torch.Tensor],
-        spare: list[torch.Tensor],
-    ) -> None:
-        super().__init__(works)
-        self._sum = (output, own, received)
-        self._spare = spare
+    def __init__(self, works: list[Any], output: torch.Tensor, received: torch.Tensor) -> None:
+        super().__init__(works, output, received)
 
     def wait(self) -> None:
-        if not self._works:
-            return
-        super().wait()
-        output, own, received = self._sum
-        output.add_(own)
-        for part in received:
-            output.add_(part)
-        self._spare += received
+        if self._works:
+            output, received = self._tensors
+            super().wait()
+            for part in received:
+                output.add_(part)
 
 
 class PairwiseCommunicator(ProcessGroupCommunicator):
     """ProcessGroupCommunicator whose reduce-scatter and all-gather go from rank to rank.
 
     For tensors that a backend can send, on a device where waiting blocks the host: gloo on CPU.
-    Sums are made on the receiving rank, in rank order from its successor on, in the tensors' dtype.
-    Between calls it holds (W - 2) parts for every reduce-scatter that was in flight at once.
+    Sums are made on the receiving rank, in the tensors' dtype.
     """
 
     def __init__(self, process_group: Any, device: torch.device) -> None:
@@ -75,16 +62,27 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         distances = range(1, self.world_size)
         self._sources = [(self.rank - k) % self.world_size for k in distances]
         self._destinations = [(self.rank + k) % self.world_size for k in distances]
-        self._spare: list[torch.Tensor] = []
+
+    @property
+    def can_exchange(self) -> bool:
+        """Whether ``exchange()`` works: yes."""
+        return True
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
         """Sum ``input`` (world_size * n,) over ranks; write part ``rank`` into ``output`` (n,)."""
+        received = output.new_empty(self.world_size - 1, output.numel())
+        works = self._exchange(received, input)
+        output.copy_(input.chunk(self.world_size)[self.rank])
+        return _ReducingExchange(works, output, received)
+
+    def exchange(self, received: torch.Tensor, input: torch.Tensor) -> Handle:
+        """Send each rank its part of ``input``; receive theirs into ``received`` (W - 1, n)."""
+        return _Exchange(self._exchange(received, input), received, input)
+
+    def _exchange(self, received: torch.Tensor, input: torch.Tensor) -> list[Any]:
         parts = input.chunk(self.world_size)
-        # The first part to arrive lands in the output, the others beside it.
-        received = [self._take(output) for _ in self._sources[1:]]
-        works = self._receive([output, *received], _REDUCE_SCATTER_TAG)
-        works += self._send([parts[rank] for rank in self._destinations], _REDUCE_SCATTER_TAG)
-        return _ReducingExchange(works, output, parts[self.rank], received, self._spare)
+        works = self._receive(list(received), _REDUCE_SCATTER_TAG)
+        return works + self._send([parts[rank] for rank in self._destinations], _REDUCE_SCATTER_TAG)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
         """Write every rank's ``input`` (n,) into ``output`` (world_size * n,), in rank order."""
@@ -108,10 +106,3 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
             dist.isend(tensor, group=self._group, group_dst=rank, tag=tag)
             for tensor, rank in zip(tensors, self._destinations, strict=True)
         ]
-
-    def _take(self, like: torch.Tensor) -> torch.Tensor:
-        """Return an idle buffer of the shape and dtype of ``like``, a new one if there is none."""
-        for index, tensor in enumerate(self._spare):
-            if tensor.dtype == like.dtype and tensor.numel() == like.numel():
-                return self._spare.pop(index)
-        return torch.empty_like(like)

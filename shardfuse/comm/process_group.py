@@ -73,6 +73,15 @@ class ProcessGroupCommunicator:
         return self._world_size
 
     @property
+    def can_exchange(self) -> bool:
+        """Whether ``exchange()`` works: here the backend makes the sums."""
+        return False
+
+    def exchange(self, received: torch.Tensor, input: torch.Tensor) -> Handle:
+        """Raise: see PairwiseCommunicator."""
+        raise NotImplementedError("This communicator cannot exchange; call reduce_scatter().")
+
+    @property
     def _group(self) -> Any:
         group: Any = self._group_ref()
         if group is None:

@@ -18,7 +18,7 @@ from shardfuse.optim.rows import RowSums
 from shardfuse.optim.rules import Clip, ElementwiseRule, NormRule, RowRule
 from shardfuse.presynced import PresyncedGrads
 from shardfuse.scaling import agree_on_step
-from shardfuse.sync import GradSync, ParamSync
+from shardfuse.sync import GradSync, ParamSync, Parts
 
 Rule = ElementwiseRule | NormRule | RowRule
 Call = tuple[Any, tuple[float, ...], Span, list[Tensor]]
@@ -69,9 +69,9 @@ class Updater:
         self._grads.retain()
         device = self._flats[0].device if self._flats else torch.device("cpu")
         squares = torch.zeros(max(len(self._flats), 1), dtype=torch.float32, device=device)
-        for bucket, shard in self._grads.reduced():
-            blocks = torch.empty(len(shard) // BLOCK, dtype=torch.float32, device=device)
-            self._kernels.square_sum(self._grads.scale(bucket.flat), blocks, shard)
+        for bucket, parts in self._grads.reduced():
+            blocks = torch.empty(bucket.shard_numel // BLOCK, dtype=torch.float32, device=device)
+            self._kernels.square_sum(self._grads.scale(bucket.flat), blocks, parts)
             squares[bucket.flat] += blocks.sum()
         self._comm.all_reduce(squares).wait()
         return squares
@@ -146,10 +146,10 @@ class Updater:
         if self._norms is None:
             return
         self._grads.retain()
-        for bucket, shard in self._grads.reduced():
+        for bucket, parts in self._grads.reduced():
             rows = self._norms.rows(bucket)
             if rows is not None:
-                self._kernels.square_sum(self._grads.scale(bucket.flat), rows[0], shard)
+                self._kernels.square_sum(self._grads.scale(bucket.flat), rows[0], parts)
         squares = self._norms.per_param()
         self._comm.all_reduce(squares.view(-1)).wait()
         norms = squares[0].sqrt()
@@ -172,8 +172,8 @@ class Updater:
     def _group(self, state: FlatState) -> Mapping[str, Any]:
         return self._groups[state.flat.group]
 
-    def _spans(self, state: FlatState, bucket: Bucket, shard: Tensor) -> list[Span]:
-        idle = self._grads.idle(bucket, shard)
+    def _spans(self, state: FlatState, bucket: Bucket, parts: Parts) -> list[Span]:
+        idle = self._grads.idle(bucket, parts)
         return state.spans(bucket, self._grads.missing(state.flat), idle)
 
     def _calls(self, state: FlatState, bucket: Bucket, spans: list[Span]) -> Iterator[Call]:
@@ -186,28 +186,28 @@ class Updater:
             yield flags, self._rule.scalars(group, policy, span.step), span, tensors
 
     def _elementwise(self, scales: dict[int, Scale]) -> None:
-        for bucket, shard in self._grads.reduced():
+        for bucket, parts in self._grads.reduced():
             state = self._flats[bucket.flat]
             master, low = state.tensors(bucket)
-            spans = self._spans(state, bucket, shard)
+            spans = self._spans(state, bucket, parts)
             scale = self._scale(scales, bucket)
             for flags, h, span, states in self._calls(state, bucket, spans):
-                tensors = (master, shard, low, *states)
-                self._kernels.elementwise(flags, h, scale, span, tensors)
+                tensors = (master, low, *states)
+                self._kernels.elementwise(flags, h, scale, span, parts, tensors)
             self._gather.start(state.params_buffer, bucket)
 
     def _by_norms(self, rule: NormRule, scales: dict[int, Scale]) -> None:
         sums = self._block_sums(rule)
         all_spans: dict[int, list[Span]] = {}
-        for bucket, shard in self._grads.reduced():
+        for bucket, parts in self._grads.reduced():
             state = self._flats[bucket.flat]
             master, low = state.tensors(bucket)
-            spans = all_spans[bucket.index] = self._spans(state, bucket, shard)
+            spans = all_spans[bucket.index] = self._spans(state, bucket, parts)
             rows = None if sums is None else sums.rows(bucket)
             scale = self._scale(scales, bucket)
             for flags, h, span, states in self._calls(state, bucket, spans):
-                tensors = (rows, master, shard, low, *states)
-                self._kernels.direction(flags, h, scale, span, tensors)
+                tensors = (rows, master, low, *states)
+                self._kernels.direction(flags, h, scale, span, parts, tensors)
         if sums is not None:
             totals = sums.per_param()
             self._comm.all_reduce(totals.view(-1)).wait()
@@ -226,17 +226,17 @@ class Updater:
             self._grads.retain()
         sums = self._cleared_row_sums(rule)
         all_spans: dict[int, list[Span]] = {}
-        kept: dict[int, Tensor] = {}
-        for bucket, shard in self._grads.reduced():
+        kept: dict[int, Parts] = {}
+        for bucket, parts in self._grads.reduced():
             state = self._flats[bucket.flat]
             master, low = state.tensors(bucket)
-            spans = all_spans[bucket.index] = self._spans(state, bucket, shard)
+            spans = all_spans[bucket.index] = self._spans(state, bucket, parts)
             if rule.keeps_gradient(self._group(state)):
-                kept[bucket.index] = shard
+                kept[bucket.index] = parts
             products = sums.products(bucket)
             for flags, h, span, states in self._calls(state, bucket, spans):
-                tensors = (products, master, shard, low, *states)
-                self._kernels.row_direction(flags, h, scales[bucket.flat], span, tensors)
+                tensors = (products, master, low, *states)
+                self._kernels.row_direction(flags, h, scales[bucket.flat], span, parts, tensors)
             if products is not None:
                 sums.add(state.fragments[bucket.index], products)
         if sums.totals.numel():
@@ -251,8 +251,8 @@ class Updater:
                 if factors is not None:
                     spread = sums.spread(bucket, fragments, factors, rule.neutral)
                 for flags, h, span, states in self._calls(state, bucket, all_spans[bucket.index]):
-                    tensors = (spread, master, kept.get(bucket.index), low, *states)
-                    self._kernels.row_apply(flags, h, scale, span, tensors)
+                    tensors, grad = (spread, master, low, *states), kept.get(bucket.index, ())
+                    self._kernels.row_apply(flags, h, scale, span, grad, tensors)
                 self._gather.start(state.params_buffer, bucket)
 
     def _cleared_row_sums(self, rule: RowRule) -> RowSums:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardfuse.optim.kernels import passes
-from shardfuse.optim.kernels.passes import Scale
+from shardfuse.optim.kernels.passes import Grad, Scale, Tensors
 from shardfuse.optim.rules import ElementwiseRule, NormRule, RowRule
 
 logger = logging.getLogger("shardfuse")
@@ -29,8 +29,8 @@ DEVICE_TILE = 16 << 20
 COMPILE_MIN_NUMEL = 8 << 20
 """Shards smaller than this do not repay the seconds that a compilation takes."""
 
-Tensors = tuple[Tensor | None, ...]
-Pass = Callable[[Any, Any, Any, Scale, Tensors], None]
+Floats = tuple[float, ...]
+Pass = Callable[[Any, Any, Any, Scale, Grad, Tensors], None]
 
 
 class Span(NamedTuple):
@@ -72,41 +72,43 @@ class Kernels:
         self._compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
 
     def elementwise(
-        self, flags: Any, h: tuple[float, ...], scale: Scale, span: Span, tensors: Tensors
+        self, flags: Any, h: Floats, scale: Scale, span: Span, grad: Grad, tensors: Tensors
     ) -> None:
-        """Run elementwise_pass on ``tensors`` = (p, g, low, *state), each 1-D, over ``span``."""
+        """Run elementwise_pass on ``tensors`` = (p, low, *state), each 1-D, over ``span``."""
         scale = _narrow(scale, span.start, span.stop - span.start)
-        self._run(passes.elementwise_pass, flags, h, scale, self._rows(span, tensors))
+        rows = self._rows(span, tensors)
+        self._run(passes.elementwise_pass, flags, h, scale, self._parts(span, grad), rows)
 
     def direction(
-        self, flags: Any, h: tuple[float, ...], scale: Scale, span: Span, tensors: Tensors
+        self, flags: Any, h: Floats, scale: Scale, span: Span, grad: Grad, tensors: Tensors
     ) -> None:
-        """Run direction_pass on ``tensors`` = (sums (k, blocks) or None, p, g, low, *state)."""
+        """Run direction_pass on ``tensors`` = (sums (k, blocks) or None, p, low, *state)."""
         sums, *flat = tensors
         sums = None if sums is None else sums[:, span.start : span.stop]
         rows = (sums, *self._rows(span, flat))
         scale = _narrow(scale, span.start, span.stop - span.start)
-        self._run(passes.direction_pass, flags, h, scale, rows, first_dim=1)
+        parts = self._parts(span, grad)
+        self._run(passes.direction_pass, flags, h, scale, parts, rows, first_dim=1)
 
-    def apply(self, flags: Any, h: tuple[float, ...], span: Span, tensors: Tensors) -> None:
+    def apply(self, flags: Any, h: Floats, span: Span, tensors: Tensors) -> None:
         """Run apply_pass on ``tensors`` = (ratio (blocks,) or None, p, low, *state)."""
         ratio, *flat = tensors
         ratio = None if ratio is None else ratio[span.start : span.stop]
-        self._run(passes.apply_pass, flags, h, None, (ratio, *self._rows(span, flat)))
+        self._run(passes.apply_pass, flags, h, None, (), (ratio, *self._rows(span, flat)))
 
     def row_direction(
-        self, flags: Any, h: tuple[float, ...], scale: Scale, span: Span, tensors: Tensors
+        self, flags: Any, h: Floats, scale: Scale, span: Span, grad: Grad, tensors: Tensors
     ) -> None:
-        """Run row_direction_pass on (products (k, numel) or None, p, g, low, *state)."""
-        rows = self._with_planes(span, tensors)
-        self._run(passes.row_direction_pass, flags, h, scale, rows, first_dim=1)
+        """Run row_direction_pass on (products (k, numel) or None, p, low, *state)."""
+        rows, parts = self._with_planes(span, tensors), self._parts(span, grad)
+        self._run(passes.row_direction_pass, flags, h, scale, parts, rows, first_dim=1)
 
     def row_apply(
-        self, flags: Any, h: tuple[float, ...], scale: Scale, span: Span, tensors: Tensors
+        self, flags: Any, h: Floats, scale: Scale, span: Span, grad: Grad, tensors: Tensors
     ) -> None:
-        """Run row_apply_pass on (factors (k, numel) or None, p, g or None, low, *state)."""
-        rows = self._with_planes(span, tensors)
-        self._run(passes.row_apply_pass, flags, h, scale, rows, first_dim=1)
+        """Run row_apply_pass on (factors (k, numel) or None, p, low, *state); no ``grad`` is ()."""
+        rows, parts = self._with_planes(span, tensors), self._parts(span, grad)
+        self._run(passes.row_apply_pass, flags, h, scale, parts, rows, first_dim=1)
 
     def _with_planes(self, span: Span, tensors: Tensors) -> Tensors:
         planes, *flat = tensors
@@ -115,10 +117,14 @@ class Kernels:
             planes = planes.view(len(planes), -1, self._block)
         return (planes, *self._rows(span, flat))
 
-    def square_sum(self, scale: Scale, sums: Tensor, grad: Tensor) -> None:
+    def square_sum(self, scale: Scale, sums: Tensor, grad: Grad) -> None:
         """Write the sum of squares of every block of ``grad`` into ``sums`` (blocks,)."""
-        rows = grad.view(-1, self._block)
-        self._run(passes.square_sum_pass, None, (), scale, (sums, rows))
+        parts = self._parts(Span(0, len(sums), 0), grad)
+        self._run(passes.square_sum_pass, None, (), scale, parts, (sums,))
+
+    def _parts(self, span: Span, grad: Grad) -> Grad:
+        start, stop = span.start * self._block, span.stop * self._block
+        return tuple(part[start:stop].view(-1, self._block) for part in grad)
 
     def _rows(self, span: Span, tensors: Iterable[Tensor | None]) -> Tensors:
         start, stop = span.start * self._block, span.stop * self._block
@@ -131,28 +137,38 @@ class Kernels:
         self,
         function: Pass,
         flags: Any,
-        h: tuple[float, ...],
+        h: Floats,
         scale: Scale,
+        grad: Grad,
         tensors: Tensors,
         first_dim: int = 0,
     ) -> None:
         """Run ``function``; rows are along dimension 0, but ``first_dim`` in the first tensor."""
-        if self.choice == "compile" and self._run_compiled(function, flags, h, scale, tensors):
+        if self.choice == "compile" and self._run_compiled(
+            function, flags, h, scale, grad, tensors
+        ):
             return
-        num_rows = next(t.shape[0] for t in tensors[1:] if t is not None)
+        num_rows = next(t.shape[0] for t in (*grad, *tensors[1:]) if t is not None)
         for start in range(0, num_rows, self._tile_rows):
             length = min(self._tile_rows, num_rows - start)
             tile = tuple(
                 None if t is None else t.narrow(first_dim if i == 0 else 0, start, length)
                 for i, t in enumerate(tensors)
             )
-            function(self._rule, flags, h, _narrow(scale, start, length), tile)
+            parts = tuple(part.narrow(0, start, length) for part in grad)
+            function(self._rule, flags, h, _narrow(scale, start, length), parts, tile)
 
     def _run_compiled(
-        self, function: Pass, flags: Any, h: tuple[float, ...], scale: Scale, tensors: Tensors
+        self,
+        function: Pass,
+        flags: Any,
+        h: Floats,
+        scale: Scale,
+        grad: Grad,
+        tensors: Tensors,
     ) -> bool:
         """Run ``function`` compiled; on a compiler's failure, log it and go eager for good."""
-        key = (function, flags, tuple(tensor is None for tensor in tensors))
+        key = (function, flags, len(grad), tuple(tensor is None for tensor in tensors))
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = torch.compile(_copy(function), dynamic=True)
@@ -160,7 +176,7 @@ class Kernels:
             scale = torch.tensor(scale, dtype=torch.float32, device=self._device)
         scalars = torch.tensor(h, dtype=torch.float32, device=self._device).unbind()
         try:
-            compiled(self._rule, flags, scalars, scale, tensors)
+            compiled(self._rule, flags, scalars, scale, grad, tensors)
         except Exception as error:
             # Compilation happens before anything is written, so an eager run can take over.
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):

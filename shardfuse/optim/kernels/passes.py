@@ -2,8 +2,9 @@
 
 ``p`` (rows, BLOCK) is the fp32 master, updated in place. ``low`` is the parameter itself where it
 is of lower precision, else None: an edit made to it since the last step (by a loaded model, say)
-wins over the master, and it is written from the master at the end. ``g`` is the summed gradient in
-any dtype; ``scale``, one factor or (rows, 1), turns it into the clipped mean; None stands for 1.
+wins over the master, and it is written from the master at the end. ``grad`` are tensors in any
+dtype that add up to the summed gradient, as they came from the ranks: adding them here saves a pass
+over memory. ``scale``, one factor or (rows, 1), turns it into the clipped mean; None stands for 1.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from shardfuse.optim.rules import ElementwiseRule, NormRule, RowRule
 from shardfuse.optim.rules.base import Scalars
 
 Scale = float | Tensor | None
+Grad = tuple[Tensor, ...]
+Tensors = tuple[Tensor | None, ...]
 
 
 def refresh_master(p: Tensor, low: Tensor) -> None:
@@ -29,38 +32,38 @@ def refresh_master(p: Tensor, low: Tensor) -> None:
     torch.where(edited, low.to(p.dtype), p, out=p)
 
 
-def _mean(g: Tensor, scale: Scale, dtype: torch.dtype) -> Tensor:
-    g = g.to(dtype)
+def _mean(grad: Grad, scale: Scale, dtype: torch.dtype) -> Tensor:
+    g = grad[0].to(dtype)
+    for part in grad[1:]:
+        g = g + part
     return g if scale is None else g * scale
 
 
 def elementwise_pass(
-    rule: ElementwiseRule, flags: Any, h: Scalars, scale: Scale, tensors: tuple[Tensor | None, ...]
+    rule: ElementwiseRule, flags: Any, h: Scalars, scale: Scale, grad: Grad, tensors: Tensors
 ) -> None:
-    """Update ``tensors`` = (p, g, low, *state) by an elementwise rule."""
-    p, g, low, *state = tensors
+    """Update ``tensors`` = (p, low, *state) by an elementwise rule."""
+    p, low, *state = tensors
     assert p is not None
-    assert g is not None
     if low is not None:
         refresh_master(p, low)
-    rule.update(flags, h, p, _mean(g, scale, p.dtype), *state)  # type: ignore[arg-type]
+    rule.update(flags, h, p, _mean(grad, scale, p.dtype), *state)  # type: ignore[arg-type]
     if low is not None:
         low.copy_(p)
 
 
 def direction_pass(
-    rule: NormRule, flags: Any, h: Scalars, scale: Scale, tensors: tuple[Tensor | None, ...]
+    rule: NormRule, flags: Any, h: Scalars, scale: Scale, grad: Grad, tensors: Tensors
 ) -> None:
-    """Update the states of ``tensors`` = (sums or None, p, g, low, *state) by a norm rule.
+    """Update the states of ``tensors`` = (sums or None, p, low, *state) by a norm rule.
 
     Row sums of the rule's products go into ``sums`` (num_sums, rows).
     """
-    sums, p, g, low, *state = tensors
+    sums, p, low, *state = tensors
     assert p is not None
-    assert g is not None
     if low is not None:
         refresh_master(p, low)
-    rule.moments(flags, h, p, _mean(g, scale, p.dtype), *state)  # type: ignore[arg-type]
+    rule.moments(flags, h, p, _mean(grad, scale, p.dtype), *state)  # type: ignore[arg-type]
     if sums is not None:
         u = rule.direction(flags, h, p, *state)  # type: ignore[arg-type]
         for row, product in zip(sums, rule.products(p, u), strict=True):
@@ -68,7 +71,7 @@ def direction_pass(
 
 
 def apply_pass(
-    rule: NormRule, flags: Any, h: Scalars, scale: Scale, tensors: tuple[Tensor | None, ...]
+    rule: NormRule, flags: Any, h: Scalars, scale: Scale, grad: Grad, tensors: Tensors
 ) -> None:
     """Update ``tensors`` = (ratio or None, p, low, *state) along the direction of a norm rule.
 
@@ -84,18 +87,17 @@ def apply_pass(
 
 
 def row_direction_pass(
-    rule: RowRule, flags: Any, h: Scalars, scale: Scale, tensors: tuple[Tensor | None, ...]
+    rule: RowRule, flags: Any, h: Scalars, scale: Scale, grad: Grad, tensors: Tensors
 ) -> None:
-    """Update the states of ``tensors`` = (products or None, p, g, low, *state) by a row rule.
+    """Update the states of ``tensors`` = (products or None, p, low, *state) by a row rule.
 
     ``products`` (num_sums, rows, BLOCK) takes the rule's products, element by element.
     """
-    products, p, g, low, *state = tensors
+    products, p, low, *state = tensors
     assert p is not None
-    assert g is not None
     if low is not None:
         refresh_master(p, low)
-    g = _mean(g, scale, p.dtype)
+    g = _mean(grad, scale, p.dtype)
     rule.moments(flags, h, p, g, *state)  # type: ignore[arg-type]
     if products is not None:
         u = rule.direction(flags, h, g, *state)  # type: ignore[arg-type]
@@ -104,12 +106,12 @@ def row_direction_pass(
 
 
 def row_apply_pass(
-    rule: RowRule, flags: Any, h: Scalars, scale: Scale, tensors: tuple[Tensor | None, ...]
+    rule: RowRule, flags: Any, h: Scalars, scale: Scale, grad: Grad, tensors: Tensors
 ) -> None:
-    """Update ``tensors`` = (factors or None, p, g or None, low, *state) by a row rule."""
-    factors, p, g, low, *state = tensors
+    """Update ``tensors`` = (factors or None, p, low, *state) by a row rule; grad may be ()."""
+    factors, p, low, *state = tensors
     assert p is not None
-    g = None if g is None else _mean(g, scale, p.dtype)
+    g = _mean(grad, scale, p.dtype) if grad else None
     u = rule.direction(flags, h, g, *state)  # type: ignore[arg-type]
     rule.apply(flags, h, p, u, factors)
     if low is not None:
@@ -117,11 +119,10 @@ def row_apply_pass(
 
 
 def square_sum_pass(
-    rule: None, flags: Any, h: Scalars, scale: Scale, tensors: tuple[Tensor | None, ...]
+    rule: None, flags: Any, h: Scalars, scale: Scale, grad: Grad, tensors: Tensors
 ) -> None:
-    """Write the row sums of squares of ``tensors`` = (sums, g) into ``sums`` (rows,), in fp32."""
-    sums, g = tensors
+    """Write the row sums of squares of ``grad`` into ``tensors`` = (sums (rows,),), in fp32."""
+    (sums,) = tensors
     assert sums is not None
-    assert g is not None
-    g = _mean(g, scale, sums.dtype)
+    g = _mean(grad, scale, sums.dtype)
     sums.copy_((g * g).sum(1))
