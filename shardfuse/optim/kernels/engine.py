@@ -172,9 +172,14 @@ class Kernels:
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = torch.compile(_copy(function), dynamic=True)
-        if isinstance(scale, float):
+        if function is passes.direction_pass:
+            scale = self._per_row(scale, len(grad[0]))
+        elif isinstance(scale, float):
             scale = torch.tensor(scale, dtype=torch.float32, device=self._device)
         scalars = torch.tensor(h, dtype=torch.float32, device=self._device).unbind()
+        for tensor in (*grad, *tensors):
+            if tensor is not None and tensor.shape[-1] == self._block:
+                torch._dynamo.mark_static(tensor, tensor.dim() - 1)  # type: ignore[no-untyped-call]
         try:
             compiled(self._rule, flags, scalars, scale, grad, tensors)
         except Exception as error:
@@ -185,6 +190,19 @@ class Kernels:
             logger.warning("kernel=eager on %s: %s", self._device, self.reason)
             return False
         return True
+
+
+    def _per_row(self, scale: Scale, num_rows: int) -> Tensor:
+        """Return ``scale`` as (num_rows, 1), one value per row also where all are equal.
+
+        [Note: fused sums] Inductor joins a pointwise loop and a row reduction only where both are
+        loops over rows and columns. Without an operand per row it flattens the pointwise one, and
+        then writes the moments to full-size temporaries and reads them again for the sums.
+        """
+        if isinstance(scale, Tensor) and scale.dim() > 0:
+            return scale
+        rows = torch.empty(num_rows, 1, dtype=torch.float32, device=self._device)
+        return rows.fill_(1.0 if scale is None else scale)
 
 
 def _copy(function: Pass) -> Pass:
