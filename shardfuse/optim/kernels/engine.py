@@ -191,7 +191,6 @@ class Kernels:
             return False
         return True
 
-
     def _per_row(self, scale: Scale, num_rows: int) -> Tensor:
         """Return ``scale`` as (num_rows, 1), one value per row also where all are equal.
 

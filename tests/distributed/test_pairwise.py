@@ -1,0 +1,151 @@
+"""Pairwise collectives over real gloo: sums, bytes on the wire, errors."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardfuse
+from shardfuse.comm import communicator_for
+from shardfuse.comm.pairwise import PairwiseCommunicator
+from shardfuse.comm.process_group import ProcessGroupCommunicator
+from tests.harness import RanksFailedError, run_procs, run_threads
+
+CPU = torch.device("cpu")
+WORLDS = [2, 3, 4, 8]
+
+
+def values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Return integers that sum exactly over up to 8 ranks in any dtype, different per rank."""
+    return ((torch.arange(numel) * (rank + 3)) % 17 - 8).to(dtype)
+
+
+def collectives(dtype_name: str) -> list[Tensor]:
+    dtype = getattr(torch, dtype_name)
+    comm = communicator_for(None, CPU)
+    assert isinstance(comm, PairwiseCommunicator)
+    world_size, n = comm.world_size, 1536
+    mine = values(comm.rank, world_size * n, dtype)
+    before = mine.clone()
+    summed, received = torch.empty(n, dtype=dtype), torch.empty(world_size - 1, n, dtype=dtype)
+    whole, in_place = torch.empty(world_size * n, dtype=dtype), torch.zeros(world_size * n)
+    in_place[comm.rank * n : (comm.rank + 1) * n] = comm.rank + 1
+    # All in flight at once, waited for in another order, twice.
+    handles = [
+        comm.reduce_scatter(summed, mine),
+        comm.all_gather(whole, mine[:n]),
+        comm.exchange(received, mine),
+        comm.all_gather(in_place, in_place[comm.rank * n : (comm.rank + 1) * n]),
+    ]
+    for handle in (*reversed(handles), *handles):
+        handle.wait()
+    assert torch.equal(mine, before)
+    own = mine[comm.rank * n : (comm.rank + 1) * n]
+    return [summed, received.sum(0) + own, whole, in_place]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64"])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_collectives(world_size: int, dtype: str) -> None:
+    """Sums and gathered parts are right with several collectives in flight, and input is kept."""
+    if world_size == 8 and dtype != "float32":
+        pytest.skip("8 processes once are enough")
+    inputs = [values(rank, world_size * 1536, getattr(torch, dtype)) for rank in range(world_size)]
+    total = torch.stack(inputs).sum(0)
+    whole = torch.cat([part[:1536] for part in inputs])
+    ranks = torch.arange(1, world_size + 1).repeat_interleave(1536).float()
+    for rank, (summed, exchanged, gathered, in_place) in enumerate(
+        run_procs(world_size, collectives, dtype, timeout=120)
+    ):
+        expected = total[rank * 1536 : (rank + 1) * 1536]
+        assert torch.equal(summed, expected)
+        assert torch.equal(exchanged, expected)
+        assert torch.equal(gathered, whole)
+        assert torch.equal(in_place, ranks)
+
+
+def step_and_count(collectives: str) -> tuple[list[Tensor], int]:
+    """Train two steps; return the parameters and the bytes that this rank sent in the second."""
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(size)) for size in (70_000, 3, 5_000)]
+    optimizer = shardfuse.ShardedLamb(
+        params, lr=0.1, sharding={"collectives": collectives, "bucket_cap_mb": 0.1}
+    )
+    sent = 0
+    original = dist.isend
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal sent
+        sent += tensor.nbytes
+        return original(tensor, *args, **kwargs)
+
+    dist.isend = counted
+    try:
+        for step in range(2):
+            sent = 0
+            for param in params:
+                param.grad = torch.full_like(param, float(dist.get_rank() + step))
+            optimizer.step()
+    finally:
+        dist.isend = original
+    return [param.detach() for param in params], sent
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_bytes_on_the_wire(world_size: int) -> None:
+    """A step sends 2 (W - 1) / W of the parameters' bytes, and equals one by gloo's collectives."""
+    padded = sum(-(-size // 1024) * 1024 for size in (70_000, 3, 5_000))
+    padded = -(-padded // (1024 * world_size)) * 1024 * world_size
+    native = run_procs(world_size, step_and_count, "native")
+    for (params, sent), (expected, none) in zip(
+        run_procs(world_size, step_and_count, "auto"), native, strict=True
+    ):
+        assert sent == 2 * padded * 4 * (world_size - 1) // world_size
+        assert none == 0
+        for param, value in zip(params, expected, strict=True):
+            torch.testing.assert_close(param, value, rtol=1e-6, atol=0)
+
+
+def choices() -> list[str]:
+    group = dist.new_group(backend="gloo")
+    kinds = [
+        type(communicator_for(None, CPU)),
+        type(communicator_for(None, CPU, "native")),
+        type(communicator_for(group, CPU)),
+    ]
+    return [kind.__name__ for kind in kinds]
+
+
+def test_who_is_served_how() -> None:
+    """gloo on the CPU exchanges in pairs unless told not to."""
+    pairwise, native = PairwiseCommunicator.__name__, ProcessGroupCommunicator.__name__
+    assert run_procs(2, choices)[0] == [pairwise, native, pairwise]
+
+
+def threaded_choice() -> str:
+    return type(communicator_for(None, CPU)).__name__
+
+
+def test_other_backends_keep_their_collectives() -> None:
+    """A backend that is not known to be slow, or that cannot send, is called as it is."""
+    assert set(run_threads(2, threaded_choice)) == {ProcessGroupCommunicator.__name__}
+
+
+def absent_peer() -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    comm = communicator_for(group, CPU)
+    if dist.get_rank() == 0:
+        comm.reduce_scatter(torch.empty(4), torch.ones(8)).wait()
+
+
+def test_a_missing_peer_is_an_error() -> None:
+    """Where a rank does not take part, the others raise after the group's timeout; none hangs."""
+    with pytest.raises(RanksFailedError) as failed:
+        run_procs(2, absent_peer, timeout=60)
+    assert list(failed.value.failures) == [0]
+    assert "did not finish" not in failed.value.failures[0]
