@@ -231,8 +231,13 @@ class GradSync:
                 if grads.retained is None:
                     dtype = self._wire(grads)
                     grads.retained = ShardArena(grads.flat, grads.buffer.data.device, dtype)
-            for _ in self._pipeline(retain=True):
-                pass
+            for bucket, parts in self._pipeline(retain=True):
+                arena = self._flats[bucket.flat].retained
+                assert arena is not None
+                if len(parts) > 1:
+                    total = torch.add(parts[0], parts[1], out=arena.segment(bucket))
+                    for part in parts[2:]:
+                        total.add_(part)
         self._is_reduced = True
         self._reduced_from = GradVersions(self._params())
 
@@ -287,17 +292,17 @@ class GradSync:
         elif send.dtype != dtype:
             send = self._staging.take("send", slot, bucket.numel, like).copy_(send)
         with record_function(f"shardfuse::reduce_scatter b{bucket.index}"):
-            if retain:
-                assert grads.retained is not None
-                shard = grads.retained.segment(bucket)
-                return self._comm.reduce_scatter(shard, send), (shard,)
             if self._comm.can_exchange:
                 others = self._comm.world_size - 1
                 received = self._staging.take("receive", slot, others * bucket.shard_numel, like)
                 received = received.view(others, bucket.shard_numel)
                 own = send.chunk(self._comm.world_size)[self._comm.rank]
                 return self._comm.exchange(received, send), (own, *received)
-            shard = self._staging.take("receive", slot, bucket.shard_numel, like)
+            if retain:
+                assert grads.retained is not None
+                shard = grads.retained.segment(bucket)
+            else:
+                shard = self._staging.take("receive", slot, bucket.shard_numel, like)
             return self._comm.reduce_scatter(shard, send), (shard,)
 
     def _wire(self, grads: _FlatGrads) -> torch.dtype:

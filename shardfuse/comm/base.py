@@ -33,7 +33,7 @@ class Communicator(Protocol):
 
     @property
     def can_exchange(self) -> bool:
-        """Whether there is ``exchange()``, the reduce-scatter that leaves the sum to the caller."""
+        """Whether ``exchange()`` is there, and better than reduce_scatter()."""
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
         """Sum ``input`` (world_size * n,) over ranks; write part ``rank`` into ``output`` (n,).
@@ -44,7 +44,8 @@ class Communicator(Protocol):
     def exchange(self, received: torch.Tensor, input: torch.Tensor) -> Handle:
         """Send each rank its part of ``input`` (world_size * n,); receive theirs of this rank's.
 
-        The world_size - 1 parts come into ``received`` (world_size - 1, n). Where ``can_exchange``.
+        Their parts come into ``received`` (world_size - 1, n), nearest predecessor first; with part
+        ``rank`` of ``input`` they add up to what reduce_scatter() gives. Only if ``can_exchange``.
         """
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:

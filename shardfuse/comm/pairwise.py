@@ -1,9 +1,9 @@
-"""Reduce-scatter and all-gather made of sends and receives between pairs of ranks.
+"""Reduce-scatter and all-gather by sends and receives between pairs of ranks.
 
 gloo's own reduce-scatter clones its input and all-reduces it, so it moves twice the bytes that it
 has to, and its all-gather passes every part around a ring. Here each rank sends every other rank
-the one part that belongs there: (W - 1) / W of the bytes each way, all pairs at once. Measured on
-gloo over 2 to 24 ranks: launch/bench/results.
+the one part that belongs there: (W - 1) / W of the bytes each way, all pairs at once. The sums are
+left to the caller, who reads every gradient once more anyway. Measured: launch/bench/results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardfuse.comm.process_group import ProcessGroupCommunicator
 
 # Messages between two ranks that have one tag arrive in the order in which they were posted. These
 # keep ours apart from a user's own sends in the same group, which have tag 0 unless told otherwise.
-_REDUCE_SCATTER_TAG = 0x5F01
+_EXCHANGE_TAG = 0x5F01
 _ALL_GATHER_TAG = 0x5F02
 
 
@@ -36,25 +36,10 @@ class _Exchange:
         self._tensors = ()
 
 
-class _ReducingExchange(_Exchange):
-    """The exchange of a reduce-scatter, which adds up what came in when it is waited for."""
-
-    def __init__(self, works: list[Any], output: torch.Tensor, received: torch.Tensor) -> None:
-        super().__init__(works, output, received)
-
-    def wait(self) -> None:
-        if self._works:
-            output, received = self._tensors
-            super().wait()
-            for part in received:
-                output.add_(part)
-
-
 class PairwiseCommunicator(ProcessGroupCommunicator):
-    """ProcessGroupCommunicator whose reduce-scatter and all-gather go from rank to rank.
+    """ProcessGroupCommunicator with exchange(), and an all-gather that goes from rank to rank.
 
     For tensors that a backend can send, on a device where waiting blocks the host: gloo on CPU.
-    Sums are made on the receiving rank, in the tensors' dtype.
     """
 
     def __init__(self, process_group: Any, device: torch.device) -> None:
@@ -68,21 +53,12 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         """Whether ``exchange()`` works: yes."""
         return True
 
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
-        """Sum ``input`` (world_size * n,) over ranks; write part ``rank`` into ``output`` (n,)."""
-        received = output.new_empty(self.world_size - 1, output.numel())
-        works = self._exchange(received, input)
-        output.copy_(input.chunk(self.world_size)[self.rank])
-        return _ReducingExchange(works, output, received)
-
     def exchange(self, received: torch.Tensor, input: torch.Tensor) -> Handle:
         """Send each rank its part of ``input``; receive theirs into ``received`` (W - 1, n)."""
-        return _Exchange(self._exchange(received, input), received, input)
-
-    def _exchange(self, received: torch.Tensor, input: torch.Tensor) -> list[Any]:
         parts = input.chunk(self.world_size)
-        works = self._receive(list(received), _REDUCE_SCATTER_TAG)
-        return works + self._send([parts[rank] for rank in self._destinations], _REDUCE_SCATTER_TAG)
+        works = self._receive(list(received), _EXCHANGE_TAG)
+        works += self._send([parts[rank] for rank in self._destinations], _EXCHANGE_TAG)
+        return _Exchange(works, received, input)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
         """Write every rank's ``input`` (n,) into ``output`` (world_size * n,), in rank order."""

@@ -32,12 +32,12 @@ def collectives(dtype_name: str) -> list[Tensor]:
     world_size, n = comm.world_size, 1536
     mine = values(comm.rank, world_size * n, dtype)
     before = mine.clone()
-    summed, received = torch.empty(n, dtype=dtype), torch.empty(world_size - 1, n, dtype=dtype)
+    received, again = (torch.empty(world_size - 1, n, dtype=dtype) for _ in range(2))
     whole, in_place = torch.empty(world_size * n, dtype=dtype), torch.zeros(world_size * n)
     in_place[comm.rank * n : (comm.rank + 1) * n] = comm.rank + 1
     # All in flight at once, waited for in another order, twice.
     handles = [
-        comm.reduce_scatter(summed, mine),
+        comm.exchange(again, mine),
         comm.all_gather(whole, mine[:n]),
         comm.exchange(received, mine),
         comm.all_gather(in_place, in_place[comm.rank * n : (comm.rank + 1) * n]),
@@ -46,7 +46,7 @@ def collectives(dtype_name: str) -> list[Tensor]:
         handle.wait()
     assert torch.equal(mine, before)
     own = mine[comm.rank * n : (comm.rank + 1) * n]
-    return [summed, received.sum(0) + own, whole, in_place]
+    return [again.sum(0) + own, received.sum(0) + own, whole, in_place]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64"])
@@ -140,7 +140,7 @@ def absent_peer() -> None:
     group = dist.new_group(timeout=timedelta(seconds=2))
     comm = communicator_for(group, CPU)
     if dist.get_rank() == 0:
-        comm.reduce_scatter(torch.empty(4), torch.ones(8)).wait()
+        comm.exchange(torch.empty(1, 4), torch.ones(8)).wait()
 
 
 def test_a_missing_peer_is_an_error() -> None:

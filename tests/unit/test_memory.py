@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardfuse import ShardedAdam, ShardedAdamW, ShardedBertAdam, ShardedLamb, ShardedSGD
-from tests.harness import run_threads
+from tests.harness import run_procs, run_threads
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -137,6 +137,32 @@ def test_no_full_size_temporary(
     """A step allocates a bucket in fp32 at a time, never a copy of all parameters or gradients."""
     for nbytes, op in run_threads(world_size, step_allocation, cls, options, dtype):
         assert nbytes <= 0.5 * 2**20 * 4 / dtype.itemsize, op
+
+
+def held_in_training(cls: Callable[..., Any], bucket_cap_mb: float) -> tuple[float, int]:
+    """Train two steps by real backward passes; return (bytes held + largest allocation, P)."""
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(16)))
+    nbytes = sum(param.nbytes for param in model.parameters())
+    optimizer = cls(
+        model.parameters(), sharding={"bucket_cap_mb": bucket_cap_mb, "kernel": "eager"}
+    )
+    for _ in range(2):
+        model(torch.ones(2, 512)).sum().backward()
+        with LargestAllocation() as largest:
+            optimizer.step()
+        optimizer.zero_grad()
+    held = optimizer.memory_summary()
+    return held.param_nbytes + held.grad_nbytes + held.state_nbytes + largest.nbytes, nbytes
+
+
+@pytest.mark.parametrize("cls", [ShardedAdam, ShardedLamb])
+def test_peak_memory_of_two_ranks(cls: Callable[..., Any]) -> None:
+    """Over gloo, 3.2 times the parameters' bytes: they, the gradients, half the states, staging.
+
+    Buckets are a seventeenth of the model, as 25 MiB ones are of BERT-base.
+    """
+    for held, nbytes in run_procs(2, held_in_training, cls, 16 / 17):
+        assert 3 * nbytes <= held <= 3.2 * nbytes
 
 
 def test_the_probe_sees_allocations() -> None:

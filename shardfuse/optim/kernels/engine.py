@@ -179,7 +179,7 @@ class Kernels:
         scalars = torch.tensor(h, dtype=torch.float32, device=self._device).unbind()
         for tensor in (*grad, *tensors):
             if tensor is not None and tensor.shape[-1] == self._block:
-                torch._dynamo.mark_static(tensor, tensor.dim() - 1)  # type: ignore[no-untyped-call]
+                torch._dynamo.mark_static(tensor, tensor.dim() - 1)
         try:
             compiled(self._rule, flags, scalars, scale, grad, tensors)
         except Exception as error:
