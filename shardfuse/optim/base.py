@@ -120,6 +120,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _adopt(self, first_group: int, error: Exception | None) -> None:
         """Lay out, move and share the parameters of the groups from ``first_group`` on."""
+        rank = self.communicator.rank
         entries: list[str] = []
         added: list[tuple[Tensor, Any]] = []
         layout = self.layout
@@ -130,13 +131,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 entries = intake.describe(
                     self.param_groups, first_group, self._rule, self._config, added
                 )
+                intake.warn(rank, self._rule, self.param_groups, first_group, layout.specs)
         except Exception as failure:
             error = failure
         agree(self.communicator, self._device, entries, error)
         num_old = len(self._flats)
         self.layout = layout
         self._params += [param for param, _ in added]
-        rank = self.communicator.rank
         for flat in layout.flats[num_old:]:
             members = [slot.param for slot in flat.slots]
             state = FlatState(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from shardfuse.config import ShardConfig
 from shardfuse.layout import ITEMSIZE, ParamSpec, dense_stride
-from shardfuse.optim.rules import UpdateRule
+from shardfuse.optim.rules import Member, UpdateRule
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -83,6 +85,35 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
             added.append((param, spec))
     _check_memory([pair for pair in added if pair[1].stride == pair[0].stride()])
     return added
+
+
+def warn(
+    rank: int, rule: UpdateRule, groups: Groups, first_group: int, specs: Sequence[ParamSpec]
+) -> None:
+    """Warn of what is legal but hardly meant, once per optimizer and by the first rank alone.
+
+    ``specs`` are those of all ``groups``; what held before ``first_group`` was said before. Where
+    warnings are errors, this raises: call it where errors still reach the other ranks.
+    """
+    if rank != 0:
+        return
+    members = [
+        (s.group, Member(s.name, len(s.shape), s.policy, groups[s.group]))
+        for s in specs
+        if not s.frozen and s.numel > 0
+    ]
+    before = rule.warnings([member for group, member in members if group < first_group])
+    for kind, text in rule.warnings([member for _, member in members]).items():
+        if kind not in before:
+            warnings.warn(text, UserWarning, stacklevel=_levels_to_caller())
+
+
+def _levels_to_caller() -> int:
+    """Return the stacklevel, in the function that calls this, of the first frame not of ours."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("shardfuse."):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def describe(

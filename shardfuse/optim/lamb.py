@@ -53,6 +53,10 @@ class ShardedLamb(ShardedOptimizer):
     Raises:
         ValueError: a hyper-parameter is out of range or NaN, here or in a group dict; names are
             needed and not given; or the ranks disagree about the parameters.
+
+    Warns:
+        UserWarning: on the first rank, once: ratios need a decay and no parameter has one, so that
+            this is Adam; or a parameter of fewer than two dimensions is decayed and adapted.
     """
 
     def __init__(
