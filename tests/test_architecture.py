@@ -81,6 +81,7 @@ ARROWS: dict[str, set[str]] = {
     "optim.adam": {"config", "optim.base", "optim.rules"},
     "optim.bert_adam": {"config", "optim.base", "optim.rules"},
     "optim.lamb": {"config", "optim.base", "optim.rules"},
+    "optim.lamb_compare": {"optim.intake", "optim.rules"},
     "optim.paddle": {"config", "optim.base", "optim.rules"},
     "optim": {
         "optim.adadelta",
@@ -89,6 +90,7 @@ ARROWS: dict[str, set[str]] = {
         "optim.base",
         "optim.bert_adam",
         "optim.lamb",
+        "optim.lamb_compare",
         "optim.memory",
         "optim.rmsprop",
         "optim.sgd",

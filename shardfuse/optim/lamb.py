@@ -31,7 +31,8 @@ class ShardedLamb(ShardedOptimizer):
         paddle    yes               none          no                              none
         deepspeed in the step size  none          yes; ratio in [0.01, 10]        none
 
-    Steps at equal lr differ up to tenfold between them: a recipe belongs to its variant.
+    Steps at equal lr differ up to elevenfold between them, so that a recipe belongs to its variant:
+    compare_lamb_variants() tells by how much for a model.
 
     Args:
         params: parameters, (name, parameter) pairs, or group dicts holding either.
