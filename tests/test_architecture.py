@@ -67,6 +67,7 @@ ARROWS: dict[str, set[str]] = {
         "layout",
         "sync",
         "presynced",
+        "scaling",
         "optim.flat_state",
         "optim.intake",
         "optim.kernels",
