@@ -2,6 +2,8 @@
 
 from shardfuse.config import ShardConfig
 from shardfuse.optim import (
+    LambComparison,
+    LambStepSize,
     MemorySummary,
     ShardedAdadelta,
     ShardedAdam,
@@ -13,12 +15,15 @@ from shardfuse.optim import (
     ShardedRMSprop,
     ShardedRMSpropTF,
     ShardedSGD,
+    compare_lamb_variants,
 )
 from shardfuse.scaling import ShardedGradScaler
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LambComparison",
+    "LambStepSize",
     "MemorySummary",
     "ShardConfig",
     "ShardedAdadelta",
@@ -32,4 +37,5 @@ __all__ = [
     "ShardedRMSprop",
     "ShardedRMSpropTF",
     "ShardedSGD",
+    "compare_lamb_variants",
 ]

@@ -50,6 +50,10 @@ class ShardConfig:
     kernel: KernelChoice = "auto"
     """eager: over cache-sized tiles; compile: torch.compile; auto: picks, and logs the reason."""
 
+    report_overflow: bool = False
+    """Log which parameter, on which rank, made a gradient scaler skip a step; kept as
+    ``last_overflow``. Costs nothing in other steps. Reduced gradients overflow on all ranks."""
+
     def __post_init__(self) -> None:
         if self.stage != 1:
             raise ValueError(f"Invalid stage: {self.stage}. Only stage=1 is implemented.")
@@ -57,7 +61,7 @@ class ShardConfig:
             raise TypeError(f"bucket_cap_mb must be a number of MiB, got {self.bucket_cap_mb!r}.")
         if not 0 < self.bucket_cap_mb < float("inf"):
             raise ValueError(f"Invalid bucket_cap_mb: {self.bucket_cap_mb}. Must be > 0 MiB.")
-        for name in ("grads_are_reduced", "broadcast_params"):
+        for name in ("grads_are_reduced", "broadcast_params", "report_overflow"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}.")
         if self.grad_sync_dtype is not None and self.grad_sync_dtype not in _GRAD_SYNC_DTYPES:

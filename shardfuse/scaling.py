@@ -10,6 +10,8 @@ lowers its own scale only, and are then undone before the sum.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from shardfuse.comm import Communicator, communicator_for
+
+logger = logging.getLogger("shardfuse")
 
 
 class ScaledStep(NamedTuple):
@@ -44,6 +48,60 @@ def agree_on_step(
     any_found, largest, smallest = flags.tolist()
     inverse = None if grad_scale is None else grad_scale.double().reciprocal().float().reshape(())
     return ScaledStep(skip=any_found != 0, inverse=inverse, is_equal=largest == -smallest)
+
+
+class Overflow(NamedTuple):
+    """Where a skipped step had its first non-finite gradient."""
+
+    name: str  # of the first such parameter, in order of registration
+    rank: int  # the lowest with a non-finite gradient of that parameter
+
+
+class OverflowReport:
+    """Finds out which gradient made the ranks skip a step, logs it and keeps it.
+
+    Args:
+        comm: the ranks that skip together.
+        enabled: otherwise nothing is looked at and nothing communicated; equal on all ranks.
+    """
+
+    def __init__(self, comm: Communicator, enabled: bool) -> None:
+        self._comm = comm
+        self._enabled = enabled
+        self.last: Overflow | None = None  # of the last step that was skipped
+
+    def note(self, grads: Sequence[tuple[str, Tensor | None]], device: torch.device) -> None:
+        """Look for the overflow in ``grads``, (name, gradient of this rank) of every parameter.
+
+        Collective, for all ranks know that they skip: one all-reduce of one number on ``device``,
+        also by a rank that has no gradient.
+        """
+        if not self._enabled:
+            return
+        world_size = self._comm.world_size
+        present = [(index, grad) for index, (_, grad) in enumerate(grads) if grad is not None]
+        first = len(grads)
+        if present:
+            bad = torch.stack([~torch.isfinite(grad).all() for _, grad in present]).tolist()
+            first = next((present[i][0] for i, is_bad in enumerate(bad) if is_bad), first)
+        # The smallest is that of the first parameter, and of the lowest rank that it is bad on.
+        code = -(first * world_size + self._comm.rank)
+        key = torch.tensor([code], dtype=torch.int32, device=device)
+        self._comm.all_reduce(key, "max").wait()
+        param, rank = divmod(-int(key), world_size)
+        self.last = Overflow(grads[param][0], rank) if param < len(grads) else None
+        if self.last is None:
+            logger.warning(
+                "step skipped: the gradient scaler saw an overflow, but no gradient is non-finite "
+                "now on any rank. Do not change gradients between unscale_() and step()."
+            )
+        else:
+            logger.warning(
+                "step skipped: the gradient of %s is not finite, the first such parameter, on "
+                "rank %d, the lowest such rank",
+                self.last.name,
+                rank,
+            )
 
 
 class ShardedGradScaler(GradScaler):

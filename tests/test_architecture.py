@@ -69,6 +69,7 @@ ARROWS: dict[str, set[str]] = {
         "layout",
         "sync",
         "presynced",
+        "scaling",
         "optim.flat_state",
         "optim.intake",
         "optim.kernels",
@@ -83,6 +84,7 @@ ARROWS: dict[str, set[str]] = {
     "optim.adam": {"config", "optim.base", "optim.rules"},
     "optim.bert_adam": {"config", "optim.base", "optim.rules"},
     "optim.lamb": {"config", "optim.base", "optim.rules"},
+    "optim.lamb_compare": {"optim.intake", "optim.rules"},
     "optim.paddle": {"config", "optim.base", "optim.rules"},
     "optim": {
         "optim.adadelta",
@@ -91,6 +93,7 @@ ARROWS: dict[str, set[str]] = {
         "optim.base",
         "optim.bert_adam",
         "optim.lamb",
+        "optim.lamb_compare",
         "optim.memory",
         "optim.rmsprop",
         "optim.sgd",

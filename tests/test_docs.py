@@ -17,6 +17,7 @@ def code_blocks(document: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_python_examples_run(document: str) -> None:
     """Every Python block of a document runs as it stands."""

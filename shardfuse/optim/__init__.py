@@ -6,11 +6,14 @@ from shardfuse.optim.adamp import ShardedAdamP
 from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.optim.bert_adam import ShardedBertAdam
 from shardfuse.optim.lamb import ShardedLamb
+from shardfuse.optim.lamb_compare import LambComparison, LambStepSize, compare_lamb_variants
 from shardfuse.optim.memory import MemorySummary
 from shardfuse.optim.rmsprop import ShardedRMSprop, ShardedRMSpropTF
 from shardfuse.optim.sgd import ShardedSGD
 
 __all__ = [
+    "LambComparison",
+    "LambStepSize",
     "MemorySummary",
     "ShardedAdadelta",
     "ShardedAdam",
@@ -22,4 +25,5 @@ __all__ = [
     "ShardedRMSprop",
     "ShardedRMSpropTF",
     "ShardedSGD",
+    "compare_lamb_variants",
 ]

@@ -26,6 +26,7 @@ from shardfuse.optim.kernels import Kernels
 from shardfuse.optim.memory import MemorySummary
 from shardfuse.optim.update import Rule, Updater
 from shardfuse.presynced import PresyncedGrads
+from shardfuse.scaling import Overflow, OverflowReport
 from shardfuse.sync import GradSync, ParamSync
 
 logger = logging.getLogger("shardfuse")
@@ -94,6 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             else GradSync(self.communicator, self._config.grad_sync_dtype)
         )
         self._gather = ParamSync(self.communicator)
+        self._overflows = OverflowReport(self.communicator, self._config.report_overflow)
         self._clip_coefficient: Tensor | None = None
         self._consolidated: dict[str, Any] | None = None
         self._adopt(first_group=0, error=error)
@@ -121,6 +123,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _adopt(self, first_group: int, error: Exception | None) -> None:
         """Lay out, move and share the parameters of the groups from ``first_group`` on."""
+        rank = self.communicator.rank
         entries: list[str] = []
         added: list[tuple[Tensor, Any]] = []
         layout = self.layout
@@ -131,13 +134,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 entries = intake.describe(
                     self.param_groups, first_group, self._rule, self._config, added
                 )
+                intake.warn(rank, self._rule, self.param_groups, first_group, layout.specs)
         except Exception as failure:
             error = failure
         agree(self.communicator, self._device, entries, error)
         num_old = len(self._flats)
         self.layout = layout
         self._params += [param for param, _ in added]
-        rank = self.communicator.rank
         for flat in layout.flats[num_old:]:
             members = [slot.param for slot in flat.slots]
             state = FlatState(
@@ -174,6 +177,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             grads=self._grads,
             gather=self._gather,
             kernels=kernels,
+            overflows=self._overflows,
         )
 
     def rebind(self) -> None:
@@ -186,27 +190,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         for state in self._flats:
             state.bind()
-
-    def _check_params(self) -> None:
-        """Raise if what the groups hold is no longer what the flat buffers hold."""
-        members = [param for group in self.param_groups for param in group["params"]]
-        same = len(members) == len(self._params) and all(
-            member is param for member, param in zip(members, self._params, strict=True)
-        )
-        if not same:
-            raise RuntimeError(
-                f"{on_rank(self.communicator)}param_groups hold other parameters than the "
-                "optimizer was built with. Use add_param_group() to add some, or build a new "
-                "optimizer; a wrapper that replaces parameters by copies cannot be used."
-            )
-        moved = [name for state in self._flats for name in state.moved()]
-        if moved:
-            names = ", ".join(moved[:3]) + (", ..." if len(moved) > 3 else "")
-            raise RuntimeError(
-                f"{on_rank(self.communicator)}{len(moved)} parameters were re-allocated since "
-                f"the optimizer was built ({names}), so that updates would not reach the model. "
-                "Call opt.rebind() after moving them, on every rank."
-            )
 
     def memory_summary(self) -> MemorySummary:
         """Return the bytes held on this rank for parameters, gradients and states."""
@@ -315,9 +298,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._clip_coefficient = None
         return loss
 
+    @property
+    def last_overflow(self) -> Overflow | None:
+        """(parameter name, rank) of the last skipped step, with ``report_overflow``; else None."""
+        return self._overflows.last
+
     def _begin(self) -> None:
         """Check and pack what the next collectives need."""
-        self._check_params()
+        moved = [name for state in self._flats for name in state.moved()]
+        prefix = on_rank(self.communicator)
+        intake.check_unmoved(self.param_groups, self._params, moved, prefix)
         woken = []
         for state in self._flats:
             if not self._grads.has(state.flat):

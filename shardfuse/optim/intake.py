@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from shardfuse.config import ShardConfig
 from shardfuse.layout import ITEMSIZE, ParamSpec, dense_stride
-from shardfuse.optim.rules import UpdateRule
+from shardfuse.optim.rules import Member, UpdateRule
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -85,6 +87,35 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
     return added
 
 
+def warn(
+    rank: int, rule: UpdateRule, groups: Groups, first_group: int, specs: Sequence[ParamSpec]
+) -> None:
+    """Warn of what is legal but hardly meant, once per optimizer and by the first rank alone.
+
+    ``specs`` are those of all ``groups``; what held before ``first_group`` was said before. Where
+    warnings are errors, this raises: call it where errors still reach the other ranks.
+    """
+    if rank != 0:
+        return
+    members = [
+        (s.group, Member(s.name, len(s.shape), s.policy, groups[s.group]))
+        for s in specs
+        if not s.frozen and s.numel > 0
+    ]
+    before = rule.warnings([member for group, member in members if group < first_group])
+    for kind, text in rule.warnings([member for _, member in members]).items():
+        if kind not in before:
+            warnings.warn(text, UserWarning, stacklevel=_levels_to_caller())
+
+
+def _levels_to_caller() -> int:
+    """Return the stacklevel, in the function that calls this, of the first frame not of ours."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("shardfuse."):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def describe(
     groups: Groups,
     first_group: int,
@@ -105,9 +136,39 @@ def describe(
         f"{rule.describe()} bucket_cap_mb={config.bucket_cap_mb} "
         f"grad_sync_dtype={config.grad_sync_dtype} "
         f"grads_are_reduced={config.grads_are_reduced} "
-        f"broadcast_params={config.broadcast_params} collectives={config.collectives}"
+        f"broadcast_params={config.broadcast_params} collectives={config.collectives} "
+        f"report_overflow={config.report_overflow}"
     )
     return lines
+
+
+def check_unmoved(
+    groups: Groups, params: Sequence[Tensor], moved: Sequence[str], prefix: str
+) -> None:
+    """Raise if the groups no longer hold ``params``, or any were ``moved`` out of the buffers.
+
+    ``moved`` are names; ``prefix`` begins the error's text.
+
+    Raises:
+        RuntimeError: parameters were replaced or re-allocated.
+    """
+    members = [param for group in groups for param in group["params"]]
+    same = len(members) == len(params) and all(
+        member is param for member, param in zip(members, params, strict=True)
+    )
+    if not same:
+        raise RuntimeError(
+            f"{prefix}param_groups hold other parameters than the optimizer was built with. Use "
+            "add_param_group() to add some, or build a new optimizer; a wrapper that replaces "
+            "parameters by copies cannot be used."
+        )
+    if moved:
+        names = ", ".join(moved[:3]) + (", ..." if len(moved) > 3 else "")
+        raise RuntimeError(
+            f"{prefix}{len(moved)} parameters were re-allocated since the optimizer was built "
+            f"({names}), so that updates would not reach the model. Call opt.rebind() after moving "
+            "them, on every rank."
+        )
 
 
 def _name(group: Mapping[str, Any], index: int, position: int) -> str:

@@ -31,7 +31,8 @@ class ShardedLamb(ShardedOptimizer):
         paddle    yes               none          no                              none
         deepspeed in the step size  none          yes; ratio in [0.01, 10]        none
 
-    Steps at equal lr differ up to tenfold between them: a recipe belongs to its variant.
+    Steps at equal lr differ up to elevenfold between them, so that a recipe belongs to its variant:
+    compare_lamb_variants() tells by how much for a model.
 
     Args:
         params: parameters, (name, parameter) pairs, or group dicts holding either.
@@ -53,6 +54,10 @@ class ShardedLamb(ShardedOptimizer):
     Raises:
         ValueError: a hyper-parameter is out of range or NaN, here or in a group dict; names are
             needed and not given; or the ranks disagree about the parameters.
+
+    Warns:
+        UserWarning: on the first rank, once: ratios need a decay and no parameter has one, so that
+            this is Adam; or a parameter of fewer than two dimensions is decayed and adapted.
     """
 
     def __init__(

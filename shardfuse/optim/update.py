@@ -17,7 +17,7 @@ from shardfuse.optim.norms import BlockSums
 from shardfuse.optim.rows import RowSums
 from shardfuse.optim.rules import Clip, ElementwiseRule, NormRule, RowRule
 from shardfuse.presynced import PresyncedGrads
-from shardfuse.scaling import agree_on_step
+from shardfuse.scaling import OverflowReport, agree_on_step
 from shardfuse.sync import GradSync, ParamSync, Parts
 
 Rule = ElementwiseRule | NormRule | RowRule
@@ -33,6 +33,7 @@ class Updater:
         flats: all flats, indexed as in the layout; dormant ones are those ``grads`` does not have.
         comm, grads, gather: the ranks, and the two directions of data.
         kernels: how the math is run.
+        overflows: told of skipped steps.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Updater:
         grads: GradSync | PresyncedGrads,
         gather: ParamSync,
         kernels: Kernels,
+        overflows: OverflowReport,
     ) -> None:
         self._rule = rule
         self._groups = groups
@@ -54,6 +56,7 @@ class Updater:
         self._grads = grads
         self._gather = gather
         self._kernels = kernels
+        self._overflows = overflows
         self._adapted: list[FlatState] = []
         self._sums: BlockSums | None = None
         self._row_sums: RowSums | None = None
@@ -88,6 +91,7 @@ class Updater:
         """
         scaled = agree_on_step(self._comm, found_inf, grad_scale)
         if scaled.skip:
+            self._overflows.note(self._named_grads(), self._flats[0].device)
             return
         if scaled.inverse is not None and scaled.is_equal:
             coefficient = scaled.inverse if coefficient is None else coefficient * scaled.inverse
@@ -102,6 +106,15 @@ class Updater:
             self._elementwise(scales)
         for state in self._awake:
             state.advance(self._grads.missing(state.flat))
+
+    def _named_grads(self) -> list[tuple[str, Tensor | None]]:
+        """Return (name, gradient on this rank) of every parameter, in order of registration."""
+        members = [
+            (slot.param, spec.name, param.grad)
+            for state in self._flats
+            for slot, spec, param in zip(state.flat.slots, state.specs, state.params, strict=True)
+        ]
+        return [(name, grad) for _, name, grad in sorted(members, key=lambda member: member[0])]
 
     def _scales(self, coefficient: Tensor | None) -> dict[int, Scale]:
         """Return for each flat the factor from summed to clipped mean gradient.

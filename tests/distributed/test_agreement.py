@@ -115,7 +115,7 @@ def test_disagreement_over_gloo(change: str) -> None:
 
 
 HYPERPARAMETERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({}, {"variant": "apex"}),
+    ({"weight_decay": 0.1}, {"weight_decay": 0.1, "variant": "apex"}),
     ({}, {"use_global_grad_norm": True}),
     ({}, {"adam": True}),
     ({"weight_decay": 0.1}, {"weight_decay": 0.2}),

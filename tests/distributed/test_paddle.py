@@ -157,6 +157,7 @@ CASES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:A trust ratio is taken only where")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_follows_the_oracle(name: str, world_size: int) -> None:

@@ -45,7 +45,7 @@ def train(cls: Any, options: dict[str, Any], kernel: str, dtype: torch.dtype) ->
     ("cls", "options", "dtype"),
     [
         (ShardedAdam, {"weight_decay": 0.1}, torch.float32),
-        (ShardedLamb, {"use_global_grad_norm": True, "variant": "apex"}, torch.float32),
+        (ShardedLamb, {"use_global_grad_norm": True, "variant": "nvlamb"}, torch.float32),
         (ShardedSGD, {"momentum": 0.9}, torch.bfloat16),
     ],
 )

@@ -6,6 +6,7 @@ from shardfuse.optim.rules.adamp import AdamPRule
 from shardfuse.optim.rules.base import (
     Clip,
     ElementwiseRule,
+    Member,
     NormRule,
     RowRule,
     Rows,
@@ -26,6 +27,7 @@ __all__ = [
     "Clip",
     "ElementwiseRule",
     "LambRule",
+    "Member",
     "NormRule",
     "PaddleLambRule",
     "RMSpropRule",

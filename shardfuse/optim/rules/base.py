@@ -37,6 +37,15 @@ class Clip:
     eps: float = 0.0
 
 
+class Member(NamedTuple):
+    """A trained parameter, as a rule judges it."""
+
+    name: str
+    ndim: int
+    policy: str
+    group: Group
+
+
 class UpdateRule(ABC):
     """Hyper-parameters, states and scalars; subclassed by ElementwiseRule and NormRule."""
 
@@ -80,6 +89,10 @@ class UpdateRule(ABC):
     def clip(self, group: Group) -> Clip | None:
         """Return how gradients of ``group`` are clipped before the update."""
         return None
+
+    def warnings(self, members: Sequence[Member]) -> dict[str, str]:
+        """Return {kind: text} of what is legal for these parameters but hardly meant."""
+        return {}
 
     def describe(self) -> str:
         """Return what ranks must agree on besides the groups' hyper-parameters."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from shardfuse.optim.rules.base import (
     Clip,
     Group,
+    Member,
     NormRule,
     Scalars,
     as_float,
@@ -122,6 +123,10 @@ def switches_for(variant: str, **overrides: object) -> LambSwitches:
     return switches
 
 
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
 class _Flags(NamedTuple):
     decay: bool
     guard: bool
@@ -135,6 +140,16 @@ class LambRule(NormRule):
     """
 
     num_sums: ClassVar[int] = 2
+
+    # The remedies that warnings() names, in terms of the class whose rule this is.
+    _adapt_again: ClassVar[str] = (
+        "Set weight_decay above 0, or always_adapt=True (apex: use_nvlamb); or say adam=True"
+    )
+    _leave_out: ClassVar[str] = (
+        "give (name, parameter) pairs, and patterns that match them, such as ['bias', 'norm'], as "
+        "exclude_from_weight_decay and exclude_from_layer_adaptation (variant='google' has "
+        "BERT's); or put them in a group with weight_decay=0"
+    )
 
     def __init__(
         self,
@@ -187,6 +202,27 @@ class LambRule(NormRule):
         if self.adam or NO_ADAPT in policy:
             return False
         return self.switches.always_adapt or self._weight_decay(group, policy) != 0
+
+    def warnings(self, members: Sequence[Member]) -> dict[str, str]:
+        adapted = [m for m in members if self.adapts(m.group, m.policy)]
+        candidates = [m.name for m in members if NO_ADAPT not in m.policy]
+        found = {}
+        if candidates and not adapted and not self.adam:
+            found["nothing is adapted"] = (
+                "A trust ratio is taken only where the weight decay is not 0, and it is 0 for all "
+                f"parameters ({_listed(candidates)}): every trust ratio is 1, this is Adam, not "
+                f"LAMB. {self._adapt_again}, if that is meant."
+            )
+        vectors = [
+            m.name for m in adapted if m.ndim < 2 and self._weight_decay(m.group, m.policy) != 0
+        ]
+        if vectors:
+            found["vectors are adapted"] = (
+                f"{len(vectors)} parameter{'s' * (len(vectors) > 1)} of fewer than two dimensions "
+                f"({_listed(vectors)}) decayed and scaled by a trust ratio. Recipes for LAMB leave "
+                f"biases and norms out of both: {self._leave_out}."
+            )
+        return found
 
     def flags(self, group: Group, policy: str) -> Any:
         return _Flags(self._weight_decay(group, policy) != 0, vanishes(group["eps"]))

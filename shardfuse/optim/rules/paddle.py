@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -34,6 +34,14 @@ class PaddleLambRule(LambRule):
     Beside LambRule's, groups have ``lr_scale``, ``l2`` and ``grad_clip``, a GroupClip or None. The
     trust ratio is taken where the decay is above 0, or everywhere with ``always_adapt``.
     """
+
+    _adapt_again: ClassVar[str] = (
+        "Set lamb_weight_decay above 0, or always_adapt=True; or use ShardedAdam"
+    )
+    _leave_out: ClassVar[str] = (
+        "give exclude_from_weight_decay_fn=lambda param: param.dim() < 2; or put them in a group "
+        "with lamb_weight_decay=0"
+    )
 
     def __init__(self, *, always_adapt: bool) -> None:
         super().__init__(switches_for("paddle", always_adapt=always_adapt))
