@@ -30,8 +30,9 @@ ARROWS: dict[str, set[str]] = {
     "buffers": {"layout"},
     "agreement": {"comm"},
     "scaling": {"comm"},
-    "sync": {"layout", "buffers", "comm"},
-    "presynced": {"layout", "buffers", "sync"},
+    "gradients": {"layout", "buffers"},
+    "sync": {"layout", "buffers", "comm", "gradients"},
+    "presynced": {"layout", "buffers", "gradients"},
     "checkpoint": {"layout", "buffers", "comm"},
     "optim.rules": set(),
     "optim.kernels": {"optim.rules"},
@@ -62,8 +63,10 @@ ARROWS: dict[str, set[str]] = {
     },
     "optim.base": {
         "agreement",
+        "buffers",
         "comm",
         "config",
+        "gradients",
         "layout",
         "sync",
         "presynced",
@@ -82,6 +85,17 @@ ARROWS: dict[str, set[str]] = {
     "optim.bert_adam": {"config", "optim.base", "optim.rules"},
     "optim.lamb": {"config", "optim.base", "optim.rules"},
     "optim.paddle": {"config", "optim.base", "optim.rules"},
+    "optim.npu": {
+        "scaling",
+        "optim.adadelta",
+        "optim.adam",
+        "optim.adamp",
+        "optim.base",
+        "optim.bert_adam",
+        "optim.lamb",
+        "optim.rmsprop",
+        "optim.sgd",
+    },
     "optim": {
         "optim.adadelta",
         "optim.adam",
@@ -312,7 +326,7 @@ import torch
 threads = torch.get_num_threads()
 import shardfuse
 heavy = ["torch_npu", "deepspeed", "triton", "transformers", "tokenizers", "torch._inductor"]
-heavy += ["paddle", "shardfuse.optim.paddle"]
+heavy += ["paddle", "shardfuse.optim.paddle", "shardfuse.optim.npu"]
 print([name for name in heavy if name in sys.modules])
 print(torch.distributed.is_initialized(), torch.cuda.is_initialized())
 print(torch.get_num_threads() == threads, torch.get_default_dtype())

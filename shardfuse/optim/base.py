@@ -18,11 +18,13 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from shardfuse.agreement import agree, on_rank
+from shardfuse.buffers import CombinedBuffers
 from shardfuse.comm import communicator_for
 from shardfuse.config import ShardConfig
+from shardfuse.gradients import FlatParams
 from shardfuse.layout import BLOCK, FlatLayout
 from shardfuse.optim import intake, state_io
-from shardfuse.optim.flat_state import FlatState
+from shardfuse.optim.flat_state import FlatState, check_params
 from shardfuse.optim.kernels import Kernels
 from shardfuse.optim.memory import MemorySummary
 from shardfuse.optim.update import Rule, Updater
@@ -53,6 +55,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True  # [Note: gradient scalers] in scaling.py
+    _zero_is_absent = False  # [Note: absent gradients] in sync.py
 
     layout: FlatLayout
     """Where every parameter lies; grows by add_param_group()."""
@@ -87,6 +90,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
         self._params: list[Tensor] = []
         self._flats: list[FlatState] = []
+        self._buffers = CombinedBuffers()
         self._grads: GradSync | PresyncedGrads = (
             PresyncedGrads()
             if self._config.grads_are_reduced
@@ -137,10 +141,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.layout = layout
         self._params += [param for param, _ in added]
         rank = self.communicator.rank
-        for flat in layout.flats[num_old:]:
+        for buffer in self._buffers.add(layout.flats[num_old:], self._device):
+            flat = buffer.flat
             members = [slot.param for slot in flat.slots]
             state = FlatState(
-                flat,
+                buffer,
                 [self._params[param] for param in members],
                 [layout.specs[param] for param in members],
                 fragments=layout.fragments(flat, rank),
@@ -148,14 +153,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
             self._flats.append(state)
             if self._config.broadcast_params:
-                self._gather.broadcast(state.params_buffer)
+                self._gather.broadcast(buffer)
         self._gather.finish()
         self._wake([state for state in self._flats[num_old:] if not state.flat.frozen])
 
     def _wake(self, states: list[FlatState]) -> None:
         """Give flats gradients and states; frozen ones have none until they are unfrozen."""
+        members = [FlatParams(s.flat, s.params, s.specs, s.fragments) for s in states]
+        self._grads.attach(members, self._device)
         for state in states:
-            self._grads.attach(state.flat, state.params, state.specs, state.fragments)
             state.allocate(self._rule.initial_states(self.param_groups[state.flat.group]))
         awake = [state for state in self._flats if self._grads.has(state.flat)]
         kernels = Kernels(
@@ -186,27 +192,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for state in self._flats:
             state.bind()
 
-    def _check_params(self) -> None:
-        """Raise if what the groups hold is no longer what the flat buffers hold."""
-        members = [param for group in self.param_groups for param in group["params"]]
-        same = len(members) == len(self._params) and all(
-            member is param for member, param in zip(members, self._params, strict=True)
-        )
-        if not same:
-            raise RuntimeError(
-                f"{on_rank(self.communicator)}param_groups hold other parameters than the "
-                "optimizer was built with. Use add_param_group() to add some, or build a new "
-                "optimizer; a wrapper that replaces parameters by copies cannot be used."
-            )
-        moved = [name for state in self._flats for name in state.moved()]
-        if moved:
-            names = ", ".join(moved[:3]) + (", ..." if len(moved) > 3 else "")
-            raise RuntimeError(
-                f"{on_rank(self.communicator)}{len(moved)} parameters were re-allocated since "
-                f"the optimizer was built ({names}), so that updates would not reach the model. "
-                "Call opt.rebind() after moving them, on every rank."
-            )
-
     def memory_summary(self) -> MemorySummary:
         """Return the bytes held on this rank for parameters, gradients and states."""
         state_nbytes = sum(state.state_nbytes for state in self._flats)
@@ -224,7 +209,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, to None or to zero."""
         self._clip_coefficient = None
-        self._grads.zero(set_to_none)
+        self._grads.zero(set_to_none, absent=self._zero_is_absent)
         for state in self._flats:
             if not self._grads.has(state.flat):
                 for param in state.params:
@@ -294,6 +279,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             RuntimeError: parameters were re-allocated or replaced, a gradient is sparse, or
                 gradients changed between clip_grad_norm() and step().
         """
+        return self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -307,8 +295,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         self._consolidated = None
         with record_function("shardfuse::step"):
-            scaler = [self.__dict__.get(name) for name in ("found_inf", "grad_scale")]
-            self._updater.run(self._clip_coefficient, *scaler)
+            found_inf, grad_scale = (self.__dict__.get(n) for n in ("found_inf", "grad_scale"))
+            if found_inf is not None and not isinstance(found_inf, Tensor):
+                # torch's scaler gives the number 0 where this rank has no gradient at all.
+                found_inf = torch.tensor(float(found_inf), device=self._device)
+            self._updater.run(self._clip_coefficient, found_inf, grad_scale)
             self._gather.finish()
         self._grads.release()
         self._clip_coefficient = None
@@ -316,7 +307,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _begin(self) -> None:
         """Check and pack what the next collectives need."""
-        self._check_params()
+        prefix = on_rank(self.communicator)
+        check_params(self.param_groups, self._params, self._flats, prefix)
         woken = []
         for state in self._flats:
             if not self._grads.has(state.flat):
