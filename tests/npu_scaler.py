@@ -5,7 +5,8 @@ rely on is marked with the attribute of the optimizer it goes by:
 
 * ``unscale_()`` of an optimizer with ``is_fused_optimizer`` walks ``grads_all_group_combined``, not
   ``p.grad``, after ``_maybe_init_combined_params_and_grads()`` if ``is_params_grads_combined`` is
-  False. A dynamic scaler looks for non-finite values and unscales in place, a static one multiplies.
+  False. A dynamic scaler checks for non-finite values and unscales in place, a static one only
+  multiplies.
 * ``step()`` of an optimizer with ``_step_supports_amp_scaling`` passes on everything, itself as
   ``grad_scaler`` included, and does nothing else.
 * ``update()`` of a dynamic scaler lowers the scale if ``_has_overflow``, which is one flag for all

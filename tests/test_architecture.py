@@ -86,6 +86,7 @@ ARROWS: dict[str, set[str]] = {
     "optim.lamb": {"config", "optim.base", "optim.rules"},
     "optim.paddle": {"config", "optim.base", "optim.rules"},
     "optim.npu": {
+        "layout",
         "scaling",
         "optim.adadelta",
         "optim.adam",

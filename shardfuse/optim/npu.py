@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from shardfuse.layout import BLOCK
 from shardfuse.optim.adadelta import ShardedAdadelta
 from shardfuse.optim.adam import ShardedAdam, ShardedAdamW
 from shardfuse.optim.adamp import ShardedAdamP
@@ -90,14 +91,16 @@ class _NpuFused(ShardedOptimizer):
         largest = norm_type == math.inf
         total = torch.zeros(2, dtype=torch.float32, device=self._device)
         for bucket, shard in self._grads.reduced():
-            norm = torch.linalg.vector_norm(shard, norm_type, dtype=torch.float32)
-            norm = norm * (self._grads.scale(bucket.flat) or 1.0)
+            # By blocks, to keep fp32's digits in long sums.
+            blocks = shard.view(-1, BLOCK)
+            norms = torch.linalg.vector_norm(blocks, norm_type, dim=1, dtype=torch.float32)
+            norms = norms * (self._grads.scale(bucket.flat) or 1.0)
             if largest:
-                # A maximum over ranks may lose a NaN, so that is counted beside it.
-                found = torch.stack([norm.nan_to_num(nan=0.0, posinf=math.inf), norm.isnan()])
-                total = torch.maximum(total, found)
+                # A maximum over ranks may lose a NaN, so that is noted beside it.
+                found = [norms.nan_to_num(nan=0.0, posinf=math.inf), norms.isnan().float()]
+                total = torch.maximum(total, torch.stack(found).amax(dim=1))
             else:
-                total[0] += norm.pow(norm_type)
+                total[0] += norms.pow(norm_type).sum()
         self.communicator.all_reduce(total, "max" if largest else "sum").wait()
         root = total[0] if largest else total[0].pow(1 / norm_type)
         norm = torch.where(total[1] > 0, torch.full_like(root, math.nan), root)
@@ -132,7 +135,10 @@ class _NpuFused(ShardedOptimizer):
     def grads_all_group_combined(self) -> list[Tensor | None]:
         """What torch_npu's GradScaler unscales in place: tensors that hold every gradient."""
         self._begin()
-        return self._grads.combined(shared=False)
+        combined = self._grads.combined(shared=False)
+        # The operator that unscales counts as no write to torch: what was reduced before is stale.
+        self._grads.release()
+        return combined
 
     def _maybe_init_combined_params_and_grads(self) -> None:
         """Make every gradient a view of the combined ones; for torch_npu's GradScaler."""
@@ -196,7 +202,7 @@ class _NpuFused(ShardedOptimizer):
             for found in state["found_inf_per_device"].values():
                 total += found.to(self._device)
             return total + float(scaler._has_overflow)
-        for grads in self.grads_all_group_combined:
+        for grads in self._grads.combined(shared=False):
             if grads is not None:
                 norm = torch.linalg.vector_norm(grads, math.inf, dtype=torch.float32)
                 total += ~norm.isfinite()

@@ -63,7 +63,7 @@ BERT_CASES = {
 CLIPPED_CASES = {
     f"{key}-clip{limit}": Case(NpuFusedBertAdam, {**o, "max_grad_norm": limit}, BertAdamOracle)
     for key, o in BERT_OPTIONS.items()
-    for limit in (1.0, 1e6)
+    for limit in ((1.0, 1e6) if key == "bert" else (1.0,))
 }
 # Group 1 has a limit of its own.
 CLIPPED_CASES["bert-clip-per-group"] = Case(
@@ -82,7 +82,7 @@ UNCLIPPED_CASES = {**SGD_CASES, **ADAM_CASES, **ADAMW_CASES, **BERT_CASES}
 ALL_CASES = {**UNCLIPPED_CASES, **CLIPPED_CASES}
 
 
-@pytest.mark.parametrize("bucket_cap_mb", [0.01, 0.04, 25])
+@pytest.mark.parametrize("bucket_cap_mb", [0.01, 25])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", UNCLIPPED_CASES)
 def test_sharded_is_unsharded(name: str, world_size: int, bucket_cap_mb: float) -> None:

@@ -77,7 +77,7 @@ def test_follows_the_oracle(name: str, world_size: int) -> None:
     check_follows_oracle(CASES[name], world_size)
 
 
-@pytest.mark.parametrize("bucket_cap_mb", [0.01, 0.04, 25])
+@pytest.mark.parametrize("bucket_cap_mb", [0.01, 25])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_sharded_is_unsharded(variant: str, world_size: int, bucket_cap_mb: float) -> None:
