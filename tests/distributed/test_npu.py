@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import shardfuse.optim.base
 from shardfuse.optim import npu
-from tests.harness import run_threads
+from tests.harness import CountingCommunicator, run_threads
 from tests.models import MIXED, rank_grads
 from tests.oracles import AdamOracle, BertAdamOracle, LambOracle, SGDOracle
 from tests.oracles_family import AdadeltaOracle, AdamPOracle, RMSpropOracle, RMSpropTFOracle
@@ -152,6 +154,32 @@ def test_clip_is_that_of_the_mean(world_size: int, norm_type: float) -> None:
             torch.testing.assert_close(
                 value.double(), clipped, rtol=rounding[value.dtype], atol=1e-9
             )
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 3.0, math.inf])
+def test_collectives_of_a_clipped_step(norm_type: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clip adds one small all-reduce; step() does not reduce the gradients again."""
+    real = shardfuse.optim.base.communicator_for
+    monkeypatch.setattr(
+        shardfuse.optim.base, "communicator_for", lambda *args: CountingCommunicator(real(*args))
+    )
+
+    def step() -> tuple[Counter[str], int, int]:
+        case = CASES["adam"]
+        params = case.param_set()
+        optimizer = case.build(params, SHARDING)
+        params.assign(rank_grads("floats", 2, dist.get_rank(), 0))
+        optimizer.communicator.calls.clear()
+        optimizer.clip_grad_norm_fused_(0.5, norm_type)
+        optimizer.step()
+        calls = optimizer.communicator.calls
+        num_buckets = sum(len(flat.buckets) for flat in optimizer.layout.flats if not flat.frozen)
+        largest = max(call.numel for call in calls if call.op == "all_reduce")
+        return Counter(call.op for call in calls), num_buckets, largest
+
+    for counts, num_buckets, largest in run_threads(2, step):
+        assert counts == {"reduce_scatter": num_buckets, "all_gather": num_buckets, "all_reduce": 1}
+        assert largest <= 4
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])

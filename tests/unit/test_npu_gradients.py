@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.oracles import AdamOracle, SGDOracle
+from tests.oracles import AdamOracle, LambOracle, SGDOracle
 from tests.unit.test_npu_api import CLASSES, build, every_class, ones
 
 
@@ -174,6 +174,23 @@ def test_parameters_outlive_the_optimizer() -> None:
     assert torch.equal(param.detach(), torch.ones(5000))
     param.sum().backward()
     assert torch.equal(param.grad, torch.ones(5000))
+
+
+def test_large_half_precision_lamb_moves() -> None:
+    """The norm of an update whose square overflows fp16 is right: the step is the oracle's.
+
+    70,000 elements of size 3 and more: torch_npu's ratio is 0 here, and the parameter frozen.
+    """
+    param = ones(70_000, torch.float16)
+    optimizer = build("NpuFusedLamb", [param], lr=0.5)
+    oracle = LambOracle([{"params": [param]}], lr=0.5)
+    for _ in range(3):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        oracle.step([[torch.ones(70_000)]])
+    assert torch.isfinite(param).all()
+    assert float(param.detach().max()) < 1.0
+    torch.testing.assert_close(param.double(), oracle.values()[0], rtol=2.0**-11, atol=0.0)
 
 
 # Combined tensors
