@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from shardfuse.layout import Bucket, Flat, ParamSpec
 
 
 class FlatBuffer:
-    """One 1-D tensor of ``flat.numel`` elements; everything it returns is an alias of it.
+    """A 1-D tensor of ``flat.numel`` elements; everything it returns is an alias of it.
 
     Padding is zero at construction and stays outside every view.
+
+    Args:
+        flat: geometry.
+        data: (flat.numel,) zeros of the flat's dtype, a slice of a larger tensor or not.
     """
 
-    data: torch.Tensor  # (flat.numel,), dtype and device of the flat
-
-    def __init__(self, flat: Flat, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, flat: Flat, data: torch.Tensor) -> None:
         self.flat = flat
-        self.data = torch.zeros(flat.numel, dtype=dtype, device=device)
+        self.data = data
 
     def view(self, position: int, spec: ParamSpec) -> torch.Tensor:
         """Return slot ``position`` shaped and strided like its parameter."""
-        start = self.flat.slots[position].start
+        # as_strided() counts from the start of the storage, not of the tensor.
+        start = self.data.storage_offset() + self.flat.slots[position].start
         return self.data.as_strided(spec.shape, spec.stride, start)
+
+    def clear_padding(self) -> None:
+        """Set everything outside the parameters to zero."""
+        starts = [slot.start for slot in self.flat.slots[1:]] + [self.flat.numel]
+        for slot, stop in zip(self.flat.slots, starts, strict=True):
+            if slot.start + slot.numel < stop:
+                self.data[slot.start + slot.numel : stop].zero_()
 
     def bucket(self, bucket: Bucket) -> torch.Tensor:
         """Return ``bucket`` as a (bucket.numel,) tensor."""
@@ -32,6 +44,38 @@ class FlatBuffer:
         """Return ``rank``'s part of ``bucket`` as a (bucket.shard_numel,) tensor."""
         start = bucket.shard_start(rank)
         return self.data[start : start + bucket.shard_numel]
+
+
+class CombinedBuffers:
+    """Flat buffers that lie one after another in one 1-D tensor per dtype and call of add().
+
+    ``combined`` lists these tensors: fp32 and fp16 of the first call, each None where there is
+    none; bf16 of the first call, where there is some; then those of later calls.
+    """
+
+    def __init__(self) -> None:
+        self.combined: list[torch.Tensor | None] = []
+
+    def add(self, flats: Sequence[Flat], device: torch.device) -> list[FlatBuffer]:
+        """Allocate zeros for ``flats`` and return their buffers, in the same order."""
+        is_first = not self.combined
+        buffers: dict[int, FlatBuffer] = {}
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            members = [flat for flat in flats if flat.dtype == str(dtype).removeprefix("torch.")]
+            if members:
+                # Frozen flats last: what has gradients lies alike in parameters and gradients.
+                members.sort(key=lambda flat: flat.frozen)
+                numel = sum(flat.numel for flat in members)
+                base = torch.zeros(numel, dtype=dtype, device=device)
+                start = 0
+                for flat in members:
+                    data = base[start : start + flat.numel]
+                    buffers[flat.index] = FlatBuffer(flat, data)
+                    start += flat.numel
+                self.combined.append(base)
+            elif is_first and dtype != torch.bfloat16:
+                self.combined.append(None)
+        return [buffers[flat.index] for flat in flats]
 
 
 class ShardArena:

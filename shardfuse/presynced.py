@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shardfuse.buffers import ShardArena
+from shardfuse.gradients import FlatParams, GradVersions, Parts
 from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec
-from shardfuse.sync import GradVersions, Parts
 
 
 @dataclass
@@ -46,22 +46,17 @@ class PresyncedGrads:
         """Bytes held for gradients."""
         return sum(grads.arena.data.nbytes for grads in self._flats.values())
 
-    def attach(
-        self,
-        flat: Flat,
-        params: Sequence[Tensor],
-        specs: Sequence[ParamSpec],
-        fragments: Mapping[int, Sequence[Fragment]],
-    ) -> None:
-        """Read the gradients of ``flat`` from now on; ``params`` and ``specs`` in slot order."""
-        numbers = [slot.param for slot in flat.slots]
-        self._flats[flat.index] = _FlatGrads(
-            flat,
-            ShardArena(flat, params[0].device, params[0].dtype),
-            dict(zip(numbers, params, strict=True)),
-            dict(zip(numbers, specs, strict=True)),
-            fragments,
-        )
+    def attach(self, members: Sequence[FlatParams], device: torch.device) -> None:
+        """Read the gradients of flats from now on."""
+        for flat, params, specs, fragments in members:
+            numbers = [slot.param for slot in flat.slots]
+            self._flats[flat.index] = _FlatGrads(
+                flat,
+                ShardArena(flat, device, params[0].dtype),
+                dict(zip(numbers, params, strict=True)),
+                dict(zip(numbers, specs, strict=True)),
+                fragments,
+            )
 
     def has(self, flat: Flat) -> bool:
         """Return whether ``flat`` is attached."""
@@ -109,8 +104,26 @@ class PresyncedGrads:
             "Use one scale on all ranks: shardfuse.ShardedGradScaler."
         )
 
-    def zero(self, set_to_none: bool) -> None:
-        """Clear the gradients, to None or to zero."""
+    def combined(self, *, shared: bool) -> list[Tensor | None]:
+        """Return every gradient by itself; there is no tensor that they all lie in.
+
+        Raises:
+            RuntimeError: ``shared``, because the caller wants that tensor.
+        """
+        if shared:
+            raise RuntimeError(
+                "There are no combined gradients with grads_are_reduced=True: each p.grad belongs "
+                "to whatever averages it, such as DistributedDataParallel. Use p.grad, or train "
+                "without that wrapper and with grads_are_reduced=False."
+            )
+        grads = [param.grad for param in self._params() if param.grad is not None]
+        return [grad.detach() for grad in grads if grad.layout == torch.strided]
+
+    def zero(self, set_to_none: bool, *, absent: bool = False) -> None:
+        """Clear the gradients, to None or to zero.
+
+        ``absent`` is left to their owner, who alone knows what was used: a zero is a gradient.
+        """
         self.release()
         for grads in self._flats.values():
             for param in grads.params.values():

@@ -6,56 +6,27 @@ the owner of a fragment has to know whether any rank had one. Absent gradients a
 IEEE sums of -0.0 alone are -0.0, and one +0.0 or other value among them shows. The owner looks only
 at fragments whose gradient it lacks itself, so the usual step pays nothing and no collective is
 added. A gradient that is present but -0.0 in every element of a fragment cannot be told from none.
+
+Where the caller wants gradients that zero() cleared and backward did not reach to be absent too,
+zero() fills with -0.0 and remembers the tensors; a post-accumulate hook forgets one again. pack()
+looks only at those still remembered: absent if every element is -0.0. Any edit shows.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from shardfuse.buffers import FlatBuffer, ShardArena
+from shardfuse.buffers import CombinedBuffers, FlatBuffer, ShardArena
 from shardfuse.comm import Communicator, Handle
-from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec
+from shardfuse.gradients import FlatGrads, FlatParams, GradVersions, Parts, is_absent
+from shardfuse.layout import Bucket, Flat
 
 _IN_FLIGHT = 2
 """Reduce-scatters launched ahead of the bucket being updated."""
-
-Parts = tuple[Tensor, ...]
-"""A shard of the summed gradient, as tensors (shard_numel,) that the update adds up in passing."""
-
-
-@dataclass
-class _FlatGrads:
-    """The gradients of one flat: buffer, per-parameter views of it, parameters, by position."""
-
-    flat: Flat
-    buffer: FlatBuffer
-    params: Sequence[Tensor]
-    specs: Sequence[ParamSpec]
-    fragments: Mapping[int, Sequence[Fragment]]  # this rank's, by bucket
-    views: list[Tensor] = field(default_factory=list)
-    addresses: list[int] = field(default_factory=list)
-    retained: ShardArena | None = None  # reduced shards, when they must outlive one bucket
-    missing: set[int] = field(default_factory=set)  # params with no gradient on this rank
-
-    def __post_init__(self) -> None:
-        self.views = [self.buffer.view(i, spec) for i, spec in enumerate(self.specs)]
-        self.addresses = [view.data_ptr() for view in self.views]
-
-    def holds(self, position: int, grad: Tensor) -> bool:
-        """Return whether ``grad`` is the view of its slot (its ``.data`` may be set elsewhere)."""
-        return grad is self.views[position] and grad.data_ptr() == self.addresses[position]
-
-    def view(self, position: int) -> Tensor:
-        """Return the view of a slot, a new one if the old was pointed elsewhere."""
-        if self.views[position].data_ptr() != self.addresses[position]:
-            self.views[position] = self.buffer.view(position, self.specs[position])
-        return self.views[position]
 
 
 class _Staging:
@@ -77,23 +48,6 @@ class _Staging:
         return buffer[:numel]
 
 
-class GradVersions:
-    """Which tensors the gradients are, and how often each was written: equal if unchanged."""
-
-    def __init__(self, params: Iterable[Tensor]) -> None:
-        self._grads = [param.grad for param in params]
-        self._versions = [-1 if grad is None else grad._version for grad in self._grads]
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, GradVersions)
-            and self._versions == other._versions
-            and all(mine is theirs for mine, theirs in zip(self._grads, other._grads, strict=True))
-        )
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 class GradSync:
     """Packs gradients into flat buffers and reduce-scatters them, one collective per bucket.
 
@@ -108,7 +62,9 @@ class GradSync:
     def __init__(self, comm: Communicator, wire_dtype: torch.dtype | None) -> None:
         self._comm = comm
         self._wire_dtype = wire_dtype
-        self._flats: dict[int, _FlatGrads] = {}
+        self._flats: dict[int, FlatGrads] = {}
+        self._buffers = CombinedBuffers()
+        self._is_shared = False  # whether others may write to the padding
         self._staging = _Staging()
         self._is_reduced = False
         self._reduced_from: GradVersions | None = None
@@ -127,25 +83,13 @@ class GradSync:
         """Whether reduced shards are being kept for the next ``reduced()``."""
         return self._is_reduced
 
-    def attach(
-        self,
-        flat: Flat,
-        params: Sequence[Tensor],
-        specs: Sequence[ParamSpec],
-        fragments: Mapping[int, Sequence[Fragment]],
-    ) -> None:
-        """Take over the gradients of ``flat``; ``params`` and ``specs`` are in slot order.
-
-        ``fragments`` are this rank's, by bucket.
-        """
-        buffer = FlatBuffer(flat, params[0].device, params[0].dtype)
-        grads = _FlatGrads(flat, buffer, params, specs, fragments)
-        self._flats[flat.index] = grads
-        sync_ref, grads_ref = weakref.ref(self), weakref.ref(grads)
-        for position, param in enumerate(params):
-            if param.requires_grad:
-                hook = _collector(sync_ref, grads_ref, position)
-                param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    def attach(self, members: Sequence[FlatParams], device: torch.device) -> None:
+        """Take over the gradients of flats; their buffers lie together in one tensor per dtype."""
+        buffers = self._buffers.add([member.flat for member in members], device)
+        for member, buffer in zip(members, buffers, strict=True):
+            grads = FlatGrads(buffer, member.params, member.specs, member.fragments)
+            self._flats[member.flat.index] = grads
+            grads.watch()
 
     def has(self, flat: Flat) -> bool:
         """Return whether ``flat`` is attached."""
@@ -167,8 +111,7 @@ class GradSync:
         for fragment in grads.fragments[bucket.index] if grads.missing else ():
             if fragment.param in grads.missing:
                 stop = fragment.shard_start + fragment.numel
-                present = (part[fragment.shard_start : stop] for part in parts)
-                if all(bool((part.signbit() & (part == 0)).all()) for part in present):
+                if all(is_absent(part[fragment.shard_start : stop]) for part in parts):
                     idle.add(fragment.param)
         return idle
 
@@ -188,39 +131,43 @@ class GradSync:
             return
         self._is_reduced = False
         for grads in self._flats.values():
-            grads.missing.clear()
-            for position, param in enumerate(grads.params):
-                grad = param.grad
-                if grad is not None and grads.holds(position, grad):
-                    continue
-                if grad is None:
-                    grads.view(position).fill_(-0.0)
-                    grads.missing.add(grads.flat.slots[position].param)
-                elif grad.layout != torch.strided:
-                    raise RuntimeError(
-                        f"The gradient of {grads.specs[position].name} is sparse; shardfuse needs "
-                        "dense gradients (for an embedding: sparse=False)."
-                    )
-                else:
-                    grads.view(position).copy_(grad)
+            grads.pack()
+            if self._is_shared:
+                grads.buffer.clear_padding()
 
     def multiply(self, factor: Tensor) -> None:
         """Multiply the packed gradients of this rank by ``factor`` (), in place."""
         for grads in self._flats.values():
             grads.buffer.data.mul_(factor)
 
-    def zero(self, set_to_none: bool) -> None:
-        """Clear the gradients, to None or to zero, and forget reduced shards."""
-        self.release()
-        if not set_to_none:
-            for grads in self._flats.values():
-                grads.buffer.data.zero_()
+    def combined(self, *, shared: bool) -> list[Tensor | None]:
+        """Return the tensors that the gradient buffers lie in, every gradient a view of them.
+
+        Edits of them are edits of the gradients. See CombinedBuffers.
+
+        Args:
+            shared: whether the caller may write other than zeros into the padding.
+        """
+        # What is kept for step() stays valid: being moved does not change a gradient.
+        kept = self._is_reduced and self._reduced_from == GradVersions(self._params())
         for grads in self._flats.values():
-            for position, param in enumerate(grads.params):
-                if set_to_none:
-                    param.grad = None
-                elif param.grad is not None and not grads.holds(position, param.grad):
-                    param.grad.detach().zero_()
+            grads.combine(is_packed=kept)
+        if kept:
+            self._reduced_from = GradVersions(self._params())
+        self._is_shared |= shared
+        return list(self._buffers.combined)
+
+    def zero(self, set_to_none: bool, *, absent: bool = False) -> None:
+        """Clear the gradients, to None or to zero, and forget reduced shards.
+
+        ``absent``: one that is not written until pack() counts as none. [Note: absent gradients]
+        """
+        self.release()
+        for grads in self._flats.values():
+            if set_to_none:
+                grads.drop()
+            else:
+                grads.zero(absent=absent)
 
     def retain(self) -> None:
         """Reduce-scatter all buckets now and keep the shards for the next ``reduced()``."""
@@ -281,7 +228,7 @@ class GradSync:
                 handles.append(self._launch(*queue[index], index % _IN_FLIGHT, retain))
 
     def _launch(
-        self, grads: _FlatGrads, bucket: Bucket, slot: int, retain: bool
+        self, grads: FlatGrads, bucket: Bucket, slot: int, retain: bool
     ) -> tuple[Handle, Parts]:
         send = grads.buffer.bucket(bucket)
         dtype = self._wire(grads)
@@ -305,34 +252,12 @@ class GradSync:
                 shard = self._staging.take("receive", slot, bucket.shard_numel, like)
             return self._comm.reduce_scatter(shard, send), (shard,)
 
-    def _wire(self, grads: _FlatGrads) -> torch.dtype:
+    def _wire(self, grads: FlatGrads) -> torch.dtype:
         return self._wire_dtype or grads.buffer.data.dtype
 
-    def _divides_first(self, grads: _FlatGrads) -> bool:
+    def _divides_first(self, grads: FlatGrads) -> bool:
         """Return whether to divide before the sum: fp16 would overflow at 65504."""
         return self._wire(grads) == torch.float16
-
-    def _collect(self, grads: _FlatGrads, position: int, param: Tensor) -> None:
-        """Move a gradient that autograd has just made into its slot, and free it."""
-        grad = param.grad
-        if grad is None or grad.layout != torch.strided or grads.holds(position, grad):
-            return
-        with torch.no_grad():
-            view = grads.view(position).copy_(grad)
-        param.grad = view
-
-
-def _collector(
-    sync_ref: weakref.ref[GradSync], grads_ref: weakref.ref[_FlatGrads], position: int
-) -> Callable[[Tensor], None]:
-    """Return a post-accumulate hook; weak, so that a hook never keeps an optimizer alive."""
-
-    def collect(param: Tensor) -> None:
-        sync, grads = sync_ref(), grads_ref()
-        if sync is not None and grads is not None:
-            sync._collect(grads, position, param)
-
-    return collect
 
 
 class ParamSync:

@@ -1,4 +1,4 @@
-"""Train a `ParamSet` for a few steps: sharded on this rank, unsharded, by an oracle, by torch."""
+"""Train a `ParamSet` for a few steps, sharded, unsharded and by an oracle, and compare."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.harness import run_threads
 from tests.models import (
     GROUP_OVERRIDES,
     MIXED,
@@ -21,6 +22,11 @@ from tests.models import (
     split_by_group,
 )
 from tests.oracles import Oracle
+
+# fp32 rounding of 25 updates, and norms summed in another order than unsharded or in double
+# precision; the parameters move by about their own size.
+TOLERANCE = 1e-6
+NUM_STEPS = 25
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,35 @@ def train_oracle(case: Case, kind: GradKind, num_steps: int, world_size: int) ->
         grads = mean_grads(kind, world_size, step, case.entries, case.dtype)
         oracle.step(split_by_group(case.entries, grads))
     return in_entry_order(case.entries, oracle.values())
+
+
+def check_follows_oracle(case: Case, world_size: int, bucket_cap_mb: float = 0.04) -> None:
+    """Fail unless 25 sharded steps end, alike on all ranks, within rounding of the oracle.
+
+    The oracle is the float64 per-tensor reference, on the mean of the ranks' floats.
+    """
+    sharding = {"bucket_cap_mb": bucket_cap_mb}
+    ranks = run_threads(world_size, train_rank, case, "floats", NUM_STEPS, sharding)
+    expected = train_oracle(case, "floats", NUM_STEPS, world_size)
+    assert max_relative_error(ranks[0], expected, case.param_set().values()) < TOLERANCE
+    for values in ranks[1:]:
+        assert_bitwise(values, ranks[0])
+
+
+def check_is_unsharded(
+    case: Case, world_size: int, bucket_cap_mb: float, *, bitwise: bool = True
+) -> None:
+    """Fail unless sharded steps on integers end where those of the same class with no group do.
+
+    Bitwise, because the mean gradient is exact; or else within another order of summing norms.
+    """
+    sharding = {"bucket_cap_mb": bucket_cap_mb}
+    ranks = run_threads(world_size, train_rank, case, "integers", 5, sharding)
+    expected = train_unsharded(case, "integers", 5, world_size)
+    if not bitwise:
+        assert max_relative_error(ranks[0], expected, case.param_set().values()) < TOLERANCE
+    for values in ranks:
+        assert_bitwise(values, expected if bitwise else ranks[0])
 
 
 def in_entry_order(entries: Sequence[Entry], by_group: Sequence[Tensor]) -> list[Tensor]:

@@ -32,8 +32,9 @@ ARROWS: dict[str, set[str]] = {
     "buffers": {"layout"},
     "agreement": {"comm"},
     "scaling": {"comm"},
-    "sync": {"layout", "buffers", "comm"},
-    "presynced": {"layout", "buffers", "sync"},
+    "gradients": {"layout", "buffers"},
+    "sync": {"layout", "buffers", "comm", "gradients"},
+    "presynced": {"layout", "buffers", "gradients"},
     "checkpoint": {"layout", "buffers", "comm"},
     "optim.rules": set(),
     "optim.kernels": {"optim.rules"},
@@ -53,6 +54,7 @@ ARROWS: dict[str, set[str]] = {
     "optim.update": {
         "layout",
         "comm",
+        "gradients",
         "sync",
         "presynced",
         "scaling",
@@ -64,8 +66,10 @@ ARROWS: dict[str, set[str]] = {
     },
     "optim.base": {
         "agreement",
+        "buffers",
         "comm",
         "config",
+        "gradients",
         "layout",
         "sync",
         "presynced",
@@ -74,9 +78,10 @@ ARROWS: dict[str, set[str]] = {
         "optim.intake",
         "optim.kernels",
         "optim.memory",
-        "optim.state_io",
+        "optim.stateful",
         "optim.update",
     },
+    "optim.stateful": {"comm", "layout", "optim.flat_state", "optim.rules", "optim.state_io"},
     "optim.sgd": {"config", "optim.base", "optim.rules"},
     "optim.adadelta": {"config", "optim.base", "optim.rules"},
     "optim.rmsprop": {"config", "optim.base", "optim.rules"},
@@ -86,6 +91,18 @@ ARROWS: dict[str, set[str]] = {
     "optim.lamb": {"config", "optim.base", "optim.rules"},
     "optim.lamb_compare": {"optim.intake", "optim.rules"},
     "optim.paddle": {"config", "optim.base", "optim.rules"},
+    "optim.npu": {
+        "layout",
+        "scaling",
+        "optim.adadelta",
+        "optim.adam",
+        "optim.adamp",
+        "optim.base",
+        "optim.bert_adam",
+        "optim.lamb",
+        "optim.rmsprop",
+        "optim.sgd",
+    },
     "optim": {
         "optim.adadelta",
         "optim.adam",
@@ -317,7 +334,7 @@ import torch
 threads = torch.get_num_threads()
 import shardfuse
 heavy = ["torch_npu", "deepspeed", "triton", "transformers", "tokenizers", "torch._inductor"]
-heavy += ["paddle", "shardfuse.optim.paddle"]
+heavy += ["paddle", "shardfuse.optim.paddle", "shardfuse.optim.npu"]
 print([name for name in heavy if name in sys.modules])
 print(torch.distributed.is_initialized(), torch.cuda.is_initialized())
 print(torch.get_num_threads() == threads, torch.get_default_dtype())

@@ -17,13 +17,16 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from shardfuse.agreement import agree, on_rank
+from shardfuse.buffers import CombinedBuffers
 from shardfuse.comm import communicator_for
 from shardfuse.config import ShardConfig
+from shardfuse.gradients import FlatParams
 from shardfuse.layout import BLOCK, FlatLayout
-from shardfuse.optim import intake, state_io
-from shardfuse.optim.flat_state import FlatState
+from shardfuse.optim import intake
+from shardfuse.optim.flat_state import FlatState, check_params
 from shardfuse.optim.kernels import Kernels
 from shardfuse.optim.memory import MemorySummary
+from shardfuse.optim.stateful import StatefulOptimizer
 from shardfuse.optim.update import Rule, Updater
 from shardfuse.presynced import PresyncedGrads
 from shardfuse.scaling import Overflow, OverflowReport
@@ -32,7 +35,7 @@ from shardfuse.sync import GradSync, ParamSync
 logger = logging.getLogger("shardfuse")
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(StatefulOptimizer):
     """A torch optimizer whose states are partitioned over ranks (ZeRO stage 1).
 
     Building it moves every parameter into a flat buffer (same tensors, same values) and is a
@@ -53,9 +56,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True  # [Note: gradient scalers] in scaling.py
-
-    layout: FlatLayout
-    """Where every parameter lies; grows by add_param_group()."""
+    _zero_is_absent = False  # [Note: absent gradients] in sync.py
 
     _rule: Rule
     _built = False
@@ -89,6 +90,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
         self._params: list[Tensor] = []
         self._flats: list[FlatState] = []
+        self._buffers = CombinedBuffers()
         self._grads: GradSync | PresyncedGrads = (
             PresyncedGrads()
             if self._config.grads_are_reduced
@@ -123,10 +125,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _adopt(self, first_group: int, error: Exception | None) -> None:
         """Lay out, move and share the parameters of the groups from ``first_group`` on."""
-        rank = self.communicator.rank
         entries: list[str] = []
         added: list[tuple[Tensor, Any]] = []
-        layout = self.layout
+        layout, rank = self.layout, self.communicator.rank
         try:
             if error is None:
                 added = intake.read(self.param_groups, first_group, self._rule)
@@ -141,10 +142,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         num_old = len(self._flats)
         self.layout = layout
         self._params += [param for param, _ in added]
-        for flat in layout.flats[num_old:]:
+        for buffer in self._buffers.add(layout.flats[num_old:], self._device):
+            flat = buffer.flat
             members = [slot.param for slot in flat.slots]
             state = FlatState(
-                flat,
+                buffer,
                 [self._params[param] for param in members],
                 [layout.specs[param] for param in members],
                 fragments=layout.fragments(flat, rank),
@@ -152,14 +154,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
             self._flats.append(state)
             if self._config.broadcast_params:
-                self._gather.broadcast(state.params_buffer)
+                self._gather.broadcast(buffer)
         self._gather.finish()
         self._wake([state for state in self._flats[num_old:] if not state.flat.frozen])
 
     def _wake(self, states: list[FlatState]) -> None:
         """Give flats gradients and states; frozen ones have none until they are unfrozen."""
+        members = [FlatParams(s.flat, s.params, s.specs, s.fragments) for s in states]
+        self._grads.attach(members, self._device)
         for state in states:
-            self._grads.attach(state.flat, state.params, state.specs, state.fragments)
             state.allocate(self._rule.initial_states(self.param_groups[state.flat.group]))
         awake = [state for state in self._flats if self._grads.has(state.flat)]
         kernels = Kernels(
@@ -208,7 +211,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, to None or to zero."""
         self._clip_coefficient = None
-        self._grads.zero(set_to_none)
+        self._grads.zero(set_to_none, absent=self._zero_is_absent)
         for state in self._flats:
             if not self._grads.has(state.flat):
                 for param in state.params:
@@ -278,6 +281,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             RuntimeError: parameters were re-allocated or replaced, a gradient is sparse, or
                 gradients changed between clip_grad_norm() and step().
         """
+        return self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -291,8 +297,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         self._consolidated = None
         with record_function("shardfuse::step"):
-            scaler = [self.__dict__.get(name) for name in ("found_inf", "grad_scale")]
-            self._updater.run(self._clip_coefficient, *scaler)
+            found_inf, grad_scale = (self.__dict__.get(n) for n in ("found_inf", "grad_scale"))
+            if found_inf is not None and not isinstance(found_inf, Tensor):
+                # torch's scaler gives the number 0 where this rank has no gradient at all.
+                found_inf = torch.tensor(float(found_inf), device=self._device)
+            self._updater.run(self._clip_coefficient, found_inf, grad_scale)
             self._gather.finish()
         self._grads.release()
         self._clip_coefficient = None
@@ -305,9 +314,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _begin(self) -> None:
         """Check and pack what the next collectives need."""
-        moved = [name for state in self._flats for name in state.moved()]
         prefix = on_rank(self.communicator)
-        intake.check_unmoved(self.param_groups, self._params, moved, prefix)
+        check_params(self.param_groups, self._params, self._flats, prefix)
         woken = []
         for state in self._flats:
             if not self._grads.has(state.flat):
@@ -321,67 +329,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if woken:
             self._wake(woken)
         self._grads.pack()
-
-    # State
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return torch's ordinary state dict: full per-parameter tensors, on the CPU.
-
-        With one rank this needs no other call. With several, consolidate_state_dict() has to be
-        called first, on all ranks; this method itself never communicates.
-
-        Raises:
-            RuntimeError: the state is not consolidated on this rank.
-        """
-        if self.communicator.world_size == 1:
-            self.consolidate_state_dict(to=0)
-        if self._consolidated is None:
-            raise RuntimeError(
-                "The optimizer state is sharded and not consolidated on this rank. Call "
-                "opt.consolidate_state_dict(to=rank) on all ranks after the last step() and "
-                "state_dict() on that one; or save opt.sharded_state_dict() on all ranks with "
-                "torch.distributed.checkpoint."
-            )
-        return self._consolidated
-
-    def consolidate_state_dict(self, to: int | None = 0) -> None:
-        """Bring the full state to rank ``to`` of the group, for state_dict(). Collective.
-
-        Goes bucket by bucket into CPU memory; ``to=None`` is every rank. Valid until the next step.
-        """
-        if to is not None and not 0 <= to < self.communicator.world_size:
-            raise ValueError(
-                f"Invalid rank to: {to}. The group has {self.communicator.world_size} ranks."
-            )
-        self._consolidated = state_io.consolidate(
-            self.communicator, self.layout, self._flats, self.param_groups, self._rule, to
-        )
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load torch's ordinary state dict, saved at any world size. Local: on every rank.
-
-        Takes over hyper-parameters, steps and this rank's part of the states, without casting them
-        to the parameters' dtype. Dicts of the torch optimizer of the same name are accepted.
-
-        Raises:
-            ValueError: groups, shapes or states that do not fit; nothing is loaded then.
-        """
-        state_io.restore(self.layout, self._flats, self.param_groups, self._rule, state_dict)
-        self._consolidated = None
-
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """Return this rank's state for torch.distributed.checkpoint. Collective.
-
-        Its tensors alias the state: save them before the next step(). To load, at any world size,
-        pass it to ``torch.distributed.checkpoint.load``, then call load_sharded_state_dict().
-        """
-        return state_io.sharded(self.communicator, self.layout, self._flats, self.param_groups)
-
-    def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Finish loading a sharded_state_dict() that torch.distributed.checkpoint has filled."""
-        state_io.load_sharded(self.layout, self._flats, self.param_groups, self._rule, state_dict)
-        self._consolidated = None
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardfuse.buffers import FlatBuffer, ShardArena
-from shardfuse.layout import BLOCK, Bucket, Flat, Fragment, ParamSpec, round_up
+from shardfuse.layout import BLOCK, Bucket, Fragment, ParamSpec, round_up
 from shardfuse.optim.kernels import Span
 
 MASTER_DTYPE = torch.float32
@@ -20,7 +21,8 @@ class FlatState:
     Building it moves the parameters: each becomes a view of the flat buffer, of the same values.
 
     Args:
-        flat, fragments: geometry, and this rank's part of it.
+        params_buffer: where the parameters are to lie.
+        fragments: this rank's part of the flat.
         params, specs: the parameters in slot order.
         rank: rank in the shard group.
     """
@@ -31,22 +33,22 @@ class FlatState:
 
     def __init__(
         self,
-        flat: Flat,
+        params_buffer: FlatBuffer,
         params: Sequence[Tensor],
         specs: Sequence[ParamSpec],
         *,
         fragments: Iterable[Fragment],
         rank: int,
     ) -> None:
-        self.flat = flat
+        self.flat = flat = params_buffer.flat
         self.params = params
         self.specs = specs
         self.rank = rank
         self.fragments: dict[int, list[Fragment]] = {bucket.index: [] for bucket in flat.buckets}
         for fragment in fragments:
             self.fragments[fragment.bucket].append(fragment)
-        self.device, dtype = params[0].device, params[0].dtype
-        self.params_buffer = FlatBuffer(flat, self.device, dtype)
+        self.device = params[0].device
+        self.params_buffer = params_buffer
         self._addresses: list[int] = []
         self.bind()
         self.masters = None
@@ -154,3 +156,40 @@ class FlatState:
             return
         params = [slot.param for slot in self.flat.slots]
         self.set_steps({p: self.step_of(p) + (p not in skipped) for p in params})
+
+
+def check_params(
+    groups: Sequence[Mapping[str, Any]],
+    params: Sequence[Tensor],
+    flats: Sequence[FlatState],
+    prefix: str,
+) -> None:
+    """Raise if what ``groups`` hold is no longer what the flat buffers hold.
+
+    Args:
+        groups: the optimizer's ``param_groups``.
+        params: the parameters it was built with, in the same order.
+        flats: all flats.
+        prefix: start of the message.
+
+    Raises:
+        RuntimeError: parameters were replaced by others, or re-allocated.
+    """
+    members = [param for group in groups for param in group["params"]]
+    same = len(members) == len(params) and all(
+        member is param for member, param in zip(members, params, strict=True)
+    )
+    if not same:
+        raise RuntimeError(
+            f"{prefix}param_groups hold other parameters than the optimizer was built with. Use "
+            "add_param_group() to add some, or build a new optimizer; a wrapper that replaces "
+            "parameters by copies cannot be used."
+        )
+    moved = [name for state in flats for name in state.moved()]
+    if moved:
+        names = ", ".join(moved[:3]) + (", ..." if len(moved) > 3 else "")
+        raise RuntimeError(
+            f"{prefix}{len(moved)} parameters were re-allocated since the optimizer was built "
+            f"({names}), so that updates would not reach the model. Call opt.rebind() after moving "
+            "them, on every rank."
+        )

@@ -142,35 +142,6 @@ def describe(
     return lines
 
 
-def check_unmoved(
-    groups: Groups, params: Sequence[Tensor], moved: Sequence[str], prefix: str
-) -> None:
-    """Raise if the groups no longer hold ``params``, or any were ``moved`` out of the buffers.
-
-    ``moved`` are names; ``prefix`` begins the error's text.
-
-    Raises:
-        RuntimeError: parameters were replaced or re-allocated.
-    """
-    members = [param for group in groups for param in group["params"]]
-    same = len(members) == len(params) and all(
-        member is param for member, param in zip(members, params, strict=True)
-    )
-    if not same:
-        raise RuntimeError(
-            f"{prefix}param_groups hold other parameters than the optimizer was built with. Use "
-            "add_param_group() to add some, or build a new optimizer; a wrapper that replaces "
-            "parameters by copies cannot be used."
-        )
-    if moved:
-        names = ", ".join(moved[:3]) + (", ..." if len(moved) > 3 else "")
-        raise RuntimeError(
-            f"{prefix}{len(moved)} parameters were re-allocated since the optimizer was built "
-            f"({names}), so that updates would not reach the model. Call opt.rebind() after moving "
-            "them, on every rank."
-        )
-
-
 def _name(group: Mapping[str, Any], index: int, position: int) -> str:
     names = group.get("param_names")
     return names[position] if names else f"param_groups[{index}][{position}]"

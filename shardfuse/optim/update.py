@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardfuse.comm import Communicator
+from shardfuse.gradients import Parts
 from shardfuse.layout import BLOCK, Bucket
 from shardfuse.optim.flat_state import FlatState
 from shardfuse.optim.kernels import Kernels, Span
@@ -18,7 +19,7 @@ from shardfuse.optim.rows import RowSums
 from shardfuse.optim.rules import Clip, ElementwiseRule, NormRule, RowRule
 from shardfuse.presynced import PresyncedGrads
 from shardfuse.scaling import OverflowReport, agree_on_step
-from shardfuse.sync import GradSync, ParamSync, Parts
+from shardfuse.sync import GradSync, ParamSync
 
 Rule = ElementwiseRule | NormRule | RowRule
 Call = tuple[Any, tuple[float, ...], Span, list[Tensor]]

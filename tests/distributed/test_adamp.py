@@ -14,26 +14,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardfuse.optim.base
-from shardfuse import ShardedAdamP
 from shardfuse.layout import ParamSpec
+from shardfuse.optim.npu import NpuFusedAdamP
 from shardfuse.optim.rows import _add_rows, _row_stride
 from tests.harness import CountingCommunicator, run_threads
 from tests.models import MIXED, Entry, rank_grads
 from tests.oracles_family import AdamPOracle
 from tests.runs import (
+    NUM_STEPS,
+    TOLERANCE,
     Case,
     assert_bitwise,
+    check_follows_oracle,
+    check_is_unsharded,
     max_relative_error,
     train_oracle,
     train_rank,
-    train_unsharded,
 )
 
 pytestmark = pytest.mark.timeout(60)
 
-# Sums are added up in another order than unsharded or in double precision; ten updates round.
-TOLERANCE = 1e-6
-NUM_STEPS = 10
 SHARDING = {"kernel": "eager", "bucket_cap_mb": 0.02}
 
 # Rows of 1, 2, 40, 70, 3000 elements, two rows, one row, rows of rows.
@@ -56,7 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eps": {"eps": 1e-2, "delta": 2.5, "betas": (0.8, 0.95)},
 }
 CASES = {
-    key: Case(ShardedAdamP, {"lr": 0.05, **options}, AdamPOracle, entries=ENTRIES)
+    key: Case(NpuFusedAdamP, {"lr": 0.05, **options}, AdamPOracle, entries=ENTRIES)
     for key, options in OPTIONS.items()
 }
 CASES["groups"] = replace(
@@ -67,27 +67,15 @@ CASES["groups"] = replace(
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_follows_the_oracle(name: str, world_size: int) -> None:
-    """Ten sharded steps stay within rounding of the float64 per-tensor reference."""
-    case = CASES[name]
-    ranks = run_threads(world_size, train_rank, case, "floats", NUM_STEPS, SHARDING)
-    expected = train_oracle(case, "floats", NUM_STEPS, world_size)
-    start = case.param_set().values()
-    for values in ranks:
-        assert max_relative_error(values, expected, start) < TOLERANCE
-        assert_bitwise(values, ranks[0])
+    """25 sharded steps stay within rounding of the float64 per-tensor reference."""
+    check_follows_oracle(CASES[name], world_size, bucket_cap_mb=0.02)
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [0.01, 0.04, 25])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_sharded_is_unsharded(world_size: int, bucket_cap_mb: float) -> None:
     """On integer gradients sharding moves AdamP by no more than another order of summation."""
-    case = CASES["nesterov"]
-    sharding = {"bucket_cap_mb": bucket_cap_mb}
-    ranks = run_threads(world_size, train_rank, case, "integers", 5, sharding)
-    expected = train_unsharded(case, "integers", 5, world_size)
-    start = case.param_set().values()
-    for values in ranks:
-        assert max_relative_error(values, expected, start) < TOLERANCE
+    check_is_unsharded(CASES["nesterov"], world_size, bucket_cap_mb, bitwise=False)
 
 
 def test_all_branches_are_taken() -> None:
@@ -147,7 +135,7 @@ def train_strided(order: tuple[int, ...]) -> list[Tensor]:
     inverse = [order.index(d) for d in range(len(shape))]
     value = torch.randn(shape, generator=generator).permute(order).contiguous().permute(inverse)
     param = nn.Parameter(value)
-    optimizer = ShardedAdamP([param], 0.05, delta=1e9, sharding=SHARDING)
+    optimizer = NpuFusedAdamP([param], 0.05, delta=1e9, sharding=SHARDING)
     for _ in range(3):
         param.grad = torch.randn(shape, generator=generator)
         optimizer.step()
@@ -190,7 +178,7 @@ def test_vanishing_eps() -> None:
     with torch.no_grad():
         param[:10] = 0.0
     before = param.detach().clone()
-    optimizer = ShardedAdamP([param], 0.1, eps=0.0, delta=1e9, nesterov=True)
+    optimizer = NpuFusedAdamP([param], 0.1, eps=0.0, delta=1e9, nesterov=True)
     for _ in range(3):
         param.grad = torch.zeros(50, 30)
         param.grad[20:, :7] = 1.0
@@ -272,6 +260,6 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
     """What upstream lets pass is refused, here and in a group dict."""
     params = [nn.Parameter(torch.ones(3, 3))]
     with pytest.raises(ValueError, match=message):
-        ShardedAdamP(params, **options)
+        NpuFusedAdamP(params, **options)
     with pytest.raises(ValueError, match=message):
-        ShardedAdamP([{"params": params, **options}])
+        NpuFusedAdamP([{"params": params, **options}])

@@ -11,17 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardfuse import ShardedAdadelta, ShardedRMSprop, ShardedRMSpropTF
+from shardfuse.optim.npu import NpuFusedAdadelta, NpuFusedRMSprop, NpuFusedRMSpropTF
 from tests.harness import run_threads
 from tests.models import mean_grads, rank_grads, split_by_group
 from tests.oracles_family import AdadeltaOracle, RMSpropOracle, RMSpropTFOracle
 from tests.runs import (
+    NUM_STEPS,
+    TOLERANCE,
     Case,
     assert_bitwise,
+    check_follows_oracle,
+    check_is_unsharded,
     max_relative_error,
     train_oracle,
     train_rank,
-    train_unsharded,
 )
 
 pytestmark = pytest.mark.timeout(60)
@@ -47,22 +50,19 @@ ADADELTA_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 RMSPROP_CASES = {
-    f"rmsprop-{key}": Case(ShardedRMSprop, {"lr": 0.05, **o}, RMSpropOracle)
+    f"rmsprop-{key}": Case(NpuFusedRMSprop, {"lr": 0.05, **o}, RMSpropOracle)
     for key, o in SHARED_OPTIONS.items()
 }
 TF_CASES = {
-    f"rmsproptf-{key}": Case(ShardedRMSpropTF, {"lr": 0.1, **o}, RMSpropTFOracle)
+    f"rmsproptf-{key}": Case(NpuFusedRMSpropTF, {"lr": 0.1, **o}, RMSpropTFOracle)
     for key, o in TF_OPTIONS.items()
 }
 ADADELTA_CASES = {
-    f"adadelta-{key}": Case(ShardedAdadelta, o, AdadeltaOracle)
+    f"adadelta-{key}": Case(NpuFusedAdadelta, o, AdadeltaOracle)
     for key, o in ADADELTA_OPTIONS.items()
 }
 CASES = {**RMSPROP_CASES, **TF_CASES, **ADADELTA_CASES}
 
-# fp32 rounding of twelve updates; the parameters move by about their own size.
-TOLERANCE = 1e-6
-NUM_STEPS = 12
 SHARDING = {"kernel": "eager", "bucket_cap_mb": 0.02}
 
 
@@ -71,25 +71,14 @@ SHARDING = {"kernel": "eager", "bucket_cap_mb": 0.02}
 @pytest.mark.parametrize("name", CASES)
 def test_sharded_is_unsharded(name: str, world_size: int, bucket_cap_mb: float) -> None:
     """On integer gradients every rank ends bitwise where the same class ends without a group."""
-    case = CASES[name]
-    sharding = {"bucket_cap_mb": bucket_cap_mb}
-    ranks = run_threads(world_size, train_rank, case, "integers", 5, sharding)
-    expected = train_unsharded(case, "integers", 5, world_size)
-    for values in ranks:
-        assert_bitwise(values, expected)
+    check_is_unsharded(CASES[name], world_size, bucket_cap_mb)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_follows_the_oracle(name: str, world_size: int) -> None:
-    """On float gradients twelve sharded steps stay within rounding of the float64 reference."""
-    case = CASES[name]
-    sharding = {"bucket_cap_mb": 0.04}
-    ranks = run_threads(world_size, train_rank, case, "floats", NUM_STEPS, sharding)
-    expected = train_oracle(case, "floats", NUM_STEPS, world_size)
-    start = case.param_set().values()
-    for values in ranks:
-        assert max_relative_error(values, expected, start) < TOLERANCE
+    """On float gradients 25 sharded steps stay within rounding of the float64 reference."""
+    check_follows_oracle(CASES[name], world_size)
 
 
 def test_cases_differ() -> None:
@@ -149,7 +138,7 @@ def test_rmsprop_tf_by_hand(options: dict[str, Any], expected: float) -> None:
     given = {"eps": 0.0, **options}
     drop = given.pop("drop", False)
     param = nn.Parameter(torch.tensor([2.0]))
-    optimizer = ShardedRMSpropTF([param], 0.5, **given)
+    optimizer = NpuFusedRMSpropTF([param], 0.5, **given)
     oracle = RMSpropTFOracle([{"params": [torch.tensor([2.0])]}], lr=0.5, **given)
     for step in range(2):
         if step and drop:
@@ -177,11 +166,11 @@ def test_unused_and_frozen_stay(name: str) -> None:
 @pytest.mark.parametrize(
     ("cls", "options"),
     [
-        (ShardedRMSprop, {"eps": 0.0, "centered": True}),
-        (ShardedRMSprop, {"eps": 1e-60, "momentum": 0.9}),
-        (ShardedRMSpropTF, {"eps": 0.0, "alpha": 0.0}),
-        (ShardedRMSpropTF, {"eps": 0.0, "momentum": 0.9, "decoupled_decay": True}),
-        (ShardedAdadelta, {"eps": 0.0}),
+        (NpuFusedRMSprop, {"eps": 0.0, "centered": True}),
+        (NpuFusedRMSprop, {"eps": 1e-60, "momentum": 0.9}),
+        (NpuFusedRMSpropTF, {"eps": 0.0, "alpha": 0.0}),
+        (NpuFusedRMSpropTF, {"eps": 0.0, "momentum": 0.9, "decoupled_decay": True}),
+        (NpuFusedAdadelta, {"eps": 0.0}),
     ],
 )
 def test_vanishing_eps(cls: Any, options: dict[str, Any]) -> None:
@@ -196,7 +185,7 @@ def test_vanishing_eps(cls: Any, options: dict[str, Any]) -> None:
     assert torch.isfinite(param).all()
     assert torch.equal(param.detach()[700:], torch.ones(800))
     # Adadelta starts from steps of size sqrt(eps).
-    assert (param.detach()[:700] < 1.0).all() == (cls is not ShardedAdadelta)
+    assert (param.detach()[:700] < 1.0).all() == (cls is not NpuFusedAdadelta)
     buffer = torch.empty(0).set_(param.detach().untyped_storage())
     assert buffer.numel() > 1500
     assert not buffer[1500:].any()
@@ -278,7 +267,7 @@ def test_state_names(name: str, keys: list[str]) -> None:
 def test_initial_state_is_in_use() -> None:
     """RMSpropTF's average after one step with a gradient of zero is alpha, on every element."""
     param = nn.Parameter(torch.ones(3, 500))
-    optimizer = ShardedRMSpropTF([param], alpha=0.75)
+    optimizer = NpuFusedRMSpropTF([param], alpha=0.75)
     param.grad = torch.zeros(3, 500)
     optimizer.step()
     square_avg = optimizer.state_dict()["state"][0]["square_avg"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from tests.harness import run_threads
 from tests.oracles import AdamOracle, BertAdamOracle, LambOracle, Oracle, SGDOracle
 
 # The example of the four pages; they differ in the class and its options only.
@@ -41,20 +41,15 @@ with torch.no_grad():
     fused_opt.step()
 """
 
-# name: (our class, options as written, reference).
-PAGES: dict[str, tuple[str, str, type[Oracle]]] = {
-    "NpuFusedLamb": ("ShardedLamb", "dict(lr=0.01, eps=1e-5)", LambOracle),
+# name: (options as written, reference).
+PAGES: dict[str, tuple[str, type[Oracle]]] = {
+    "NpuFusedLamb": ("dict(lr=0.01, eps=1e-5)", LambOracle),
     "NpuFusedAdam": (
-        "ShardedAdam",
         "dict(eps=1e-8, betas=(0.9, 0.999), lr=2e-3, weight_decay=0.05)",
         AdamOracle,
     ),
-    "NpuFusedSGD": ("ShardedSGD", "dict(lr=0.01, momentum=0.9, weight_decay=0.001)", SGDOracle),
-    "NpuFusedBertAdam": (
-        "ShardedBertAdam",
-        "dict(lr=0.01, warmup=0.1, t_total=20, max_grad_norm=-1)",
-        BertAdamOracle,
-    ),
+    "NpuFusedSGD": ("dict(lr=0.01, momentum=0.9, weight_decay=0.001)", SGDOracle),
+    "NpuFusedBertAdam": ("dict(lr=0.01, warmup=0.1, t_total=20, max_grad_norm=-1)", BertAdamOracle),
 }
 
 # fp32 parameters: rounding of the update. fp16 ones are the fp32 master rounded once: half an ulp.
@@ -62,31 +57,47 @@ TOLERANCES = {torch.float32: 1e-6, torch.float16: 2.0**-11}
 
 
 def port(name: str) -> str:
-    """Return the example for the CPU: no `.npu()`, the other import, the unused import dropped."""
-    ours, options, _ = PAGES[name]
-    code = EXAMPLE.format(name=name, options=options)
+    """Return the example for the CPU: no `.npu()`, the unused import dropped; and our import."""
+    code = EXAMPLE.format(name=name, options=PAGES[name][0])
     code = code.replace(".npu()", "")
     code = code.replace("from torch_npu.npu.amp import GradScaler, autocast\n", "")
-    old, new = f"from torch_npu.optim import {name}", f"from shardfuse import {ours} as {name}"
+    old = f"from torch_npu.optim import {name}"
     assert old in code
-    return code.replace(old, new)
+    return code.replace(old, f"from shardfuse.optim.npu import {name}")
 
 
-@pytest.mark.parametrize("num_steps", [1, 4])
-@pytest.mark.parametrize("name", PAGES)
-def test_example(name: str, num_steps: int) -> None:
-    """The example runs, and after it and three more steps the parameters are the reference's."""
+def run_example(name: str, num_steps: int) -> dict[str, Any]:
+    """Run the example, and its step again until there were `num_steps`; return its names."""
     code = port(name)
-    assert "npu." not in code
+    assert "torch_npu" not in code
     namespace: dict[str, Any] = {}
     exec(compile(code, name, "exec"), namespace)
+    for _ in range(num_steps - 1):
+        namespace["fused_opt"].step()
+    return namespace
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_steps", [1, 4])
+@pytest.mark.parametrize("name", PAGES)
+def test_example(name: str, num_steps: int, num_ranks: int) -> None:
+    """The example runs, and after it and three more steps the parameters are the reference's.
+
+    Ranks all make the same gradients, whose mean is what each has.
+    """
+    if num_ranks == 1:
+        namespaces = [run_example(name, num_steps)]
+    else:
+        namespaces = run_threads(num_ranks, run_example, name, num_steps)
+    for namespace in namespaces:
+        check_example(name, num_steps, namespace)
+
+
+def check_example(name: str, num_steps: int, namespace: dict[str, Any]) -> None:
     params: list[torch.Tensor] = namespace["params"]
-    create: Callable[[], list[torch.Tensor]] = namespace["_create_simple_params_and_grads"]
-    start = create()
-    oracle = PAGES[name][2]([{"params": start}], **namespace["opt_kwargs"])
-    for step in range(num_steps):
-        if step > 0:
-            namespace["fused_opt"].step()
+    start: list[torch.Tensor] = namespace["_create_simple_params_and_grads"]()
+    oracle = PAGES[name][1]([{"params": start}], **namespace["opt_kwargs"])
+    for _ in range(num_steps):
         oracle.step([[p.grad for p in start]])
     for param, first, value in zip(params, start, oracle.values(), strict=True):
         assert torch.isfinite(param).all()

@@ -1,0 +1,174 @@
+"""The gradients of one flat: where they lie, which of them exist, what was written to them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfuse.buffers import FlatBuffer, ShardArena
+from shardfuse.layout import Flat, Fragment, ParamSpec
+
+Parts = tuple[Tensor, ...]
+"""A shard of the summed gradient, as tensors (shard_numel,) that the update adds up in passing."""
+
+
+class FlatParams(NamedTuple):
+    """What gradients are taken of: the parameters of one flat, in slot order."""
+
+    flat: Flat
+    params: Sequence[Tensor]
+    specs: Sequence[ParamSpec]
+    fragments: Mapping[int, Sequence[Fragment]]  # this rank's, by bucket
+
+
+def is_absent(grad: Tensor) -> bool:
+    """Return whether every element is -0.0; [Note: absent gradients] in sync.py."""
+    return bool((grad.signbit() & (grad == 0)).all())
+
+
+@dataclass
+class FlatGrads:
+    """The gradients of one flat: buffer, per-parameter views of it, parameters, by position."""
+
+    buffer: FlatBuffer
+    params: Sequence[Tensor]
+    specs: Sequence[ParamSpec]
+    fragments: Mapping[int, Sequence[Fragment]]  # this rank's, by bucket
+    views: list[Tensor] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    retained: ShardArena | None = None  # reduced shards, when they must outlive one bucket
+    missing: set[int] = field(default_factory=set)  # params with no gradient on this rank
+    cleared: dict[int, Tensor] = field(default_factory=dict)  # -0.0 since zero(), by position
+
+    def __post_init__(self) -> None:
+        self.views = [self.buffer.view(i, spec) for i, spec in enumerate(self.specs)]
+        self.addresses = [view.data_ptr() for view in self.views]
+
+    @property
+    def flat(self) -> Flat:
+        """Geometry of the buffer."""
+        return self.buffer.flat
+
+    def holds(self, position: int, grad: Tensor) -> bool:
+        """Return whether ``grad`` is the view of its slot (its ``.data`` may be set elsewhere)."""
+        return grad is self.views[position] and grad.data_ptr() == self.addresses[position]
+
+    def view(self, position: int) -> Tensor:
+        """Return the view of a slot, a new one if the old was pointed elsewhere."""
+        if self.views[position].data_ptr() != self.addresses[position]:
+            self.views[position] = self.buffer.view(position, self.specs[position])
+        return self.views[position]
+
+    def watch(self) -> None:
+        """Collect every gradient as soon as autograd has made it."""
+        for position, param in enumerate(self.params):
+            if param.requires_grad:
+                hook = _collector(weakref.ref(self), position)
+                param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def collect(self, position: int) -> None:
+        """Move a gradient that autograd has just made into its slot, and free it."""
+        self.cleared.pop(position, None)
+        grad = self.params[position].grad
+        if grad is None or grad.layout != torch.strided or self.holds(position, grad):
+            return
+        with torch.no_grad():
+            view = self.view(position).copy_(grad)
+        self.params[position].grad = view
+
+    def pack(self) -> None:
+        """Bring every gradient into its slot and note the parameters that have none.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        self.missing.clear()
+        for position, param in enumerate(self.params):
+            grad = param.grad
+            if grad is None:
+                self.view(position).fill_(-0.0)
+            elif not self.holds(position, grad):
+                self._copy(position, grad)
+            if grad is None or (self.cleared.get(position) is grad and is_absent(grad)):
+                self.missing.add(self.flat.slots[position].param)
+
+    def combine(self, *, is_packed: bool) -> None:
+        """Make every gradient a view of the buffer; ``is_packed``: its values are there already."""
+        for position, param in enumerate(self.params):
+            grad = param.grad
+            if grad is None:
+                if not is_packed:
+                    self.view(position).fill_(-0.0)
+            elif not self.holds(position, grad):
+                view = self.view(position) if is_packed else self._copy(position, grad)
+                if self.cleared.get(position) is grad:
+                    self.cleared[position] = view
+                param.grad = view
+
+    def drop(self) -> None:
+        """Set every gradient to None."""
+        self.cleared.clear()
+        for param in self.params:
+            param.grad = None
+
+    def zero(self, *, absent: bool) -> None:
+        """Set every gradient to zero; with ``absent`` to -0.0, noting which they are."""
+        value = -0.0 if absent else 0.0
+        self.cleared.clear()
+        self.buffer.data.fill_(value)  # -0.0 does in the padding too
+        for position, param in enumerate(self.params):
+            grad = param.grad
+            if grad is None:
+                continue
+            if grad.layout != torch.strided:
+                grad.detach().zero_()
+                continue
+            if not self.holds(position, grad):
+                grad.detach().fill_(value)
+            if absent:
+                self.cleared[position] = grad
+
+    def _copy(self, position: int, grad: Tensor) -> Tensor:
+        """Copy ``grad`` into its slot; return the view of it."""
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"The gradient of {self.specs[position].name} is sparse; shardfuse needs dense "
+                "gradients (for an embedding: sparse=False)."
+            )
+        return self.view(position).copy_(grad)
+
+
+def _collector(grads_ref: weakref.ref[FlatGrads], position: int) -> Callable[[Tensor], None]:
+    """Return a post-accumulate hook; weak, so that a hook never keeps an optimizer alive."""
+
+    def collect(param: Tensor) -> None:
+        grads = grads_ref()
+        if grads is not None:
+            grads.collect(position)
+
+    return collect
+
+
+class GradVersions:
+    """Which tensors the gradients are, and how often each was written: equal if unchanged.
+
+    Views of one buffer count together: writing one counts as writing all.
+    """
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self._grads = [param.grad for param in params]
+        self._versions = [-1 if grad is None else grad._version for grad in self._grads]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, GradVersions)
+            and self._versions == other._versions
+            and all(mine is theirs for mine, theirs in zip(self._grads, other._grads, strict=True))
+        )
+
+    __hash__ = None  # type: ignore[assignment]

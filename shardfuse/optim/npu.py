@@ -1,0 +1,245 @@
+"""Drop-in for torch_npu.optim: its class names and methods, over sharded optimizers.
+
+    from shardfuse.optim.npu import NpuFusedLamb
+
+Nothing here imports torch_npu; written against torch_npu 2.13 and 2.14.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from shardfuse.layout import BLOCK
+from shardfuse.optim.adadelta import ShardedAdadelta
+from shardfuse.optim.adam import ShardedAdam, ShardedAdamW
+from shardfuse.optim.adamp import ShardedAdamP
+from shardfuse.optim.base import ShardedOptimizer
+from shardfuse.optim.bert_adam import ShardedBertAdam
+from shardfuse.optim.lamb import ShardedLamb
+from shardfuse.optim.rmsprop import ShardedRMSprop, ShardedRMSpropTF
+from shardfuse.optim.sgd import ShardedSGD
+from shardfuse.scaling import agree_on_step
+
+logger = logging.getLogger("shardfuse")
+
+
+class _NpuFused(ShardedOptimizer):
+    """The methods and attributes of torch_npu's NpuFusedOptimizerBase."""
+
+    is_fused_optimizer = True
+    """Read by torch_npu's GradScaler: unscale ``grads_all_group_combined``, not each ``p.grad``."""
+
+    is_params_grads_combined = True
+    """Read by torch_npu's GradScaler; the buffers exist from construction on."""
+
+    _zero_is_absent = True
+
+    # Gradients
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Set the gradients to zero, or to None.
+
+        They stay the same tensors, views of the combined gradients. A parameter that the next
+        backward does not reach is left alone by step(), moments and decay included, as if its
+        gradient were None. (torch_npu goes on moving it. Under grads_are_reduced the gradients
+        belong to DistributedDataParallel or its like, and a zero is a gradient.)
+        """
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def clip_grad_norm_fused_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the mean gradient of the next step() to a norm of at most ``max_norm``. Collective.
+
+        The factor is ``max_norm / (norm + 1e-6)`` where that is below 1; a NaN norm leaves the
+        gradients as they are. Unlike torch_npu's this changes no ``p.grad``: the norm is that of
+        the mean over ranks, and so is what step() clips. Costs one all-reduce of a few floats;
+        step() uses what was reduced for it.
+
+        Args:
+            max_norm: bound of the norm, at least 0.
+            norm_type: p of the p-norm, above 0; ``math.inf`` for the largest magnitude.
+
+        Returns:
+            The norm before clipping, () fp32; 0 where no parameter has a gradient.
+
+        Raises:
+            ValueError: an argument out of range.
+        """
+        max_norm, norm_type = float(max_norm), float(norm_type)
+        if not max_norm >= 0:
+            raise ValueError(f"Invalid max_norm: {max_norm}. Must be >= 0.")
+        if not norm_type > 0:
+            raise ValueError(f"Invalid norm_type: {norm_type}. Must be > 0, or inf.")
+        norm = self._grad_norm() if norm_type == 2 else self._p_norm(norm_type)
+        coefficient = max_norm / (norm + 1e-6)
+        coefficient = torch.where(coefficient < 1, coefficient, torch.ones_like(coefficient))
+        before = self._clip_coefficient
+        self._clip_coefficient = coefficient if before is None else before * coefficient
+        return norm
+
+    def _p_norm(self, norm_type: float) -> Tensor:
+        """Return the p-norm of the mean gradient, clipped where it is already, () fp32."""
+        self._begin()
+        self._grads.retain()
+        largest = norm_type == math.inf
+        total = torch.zeros(2, dtype=torch.float32, device=self._device)
+        for bucket, (shard,) in self._grads.reduced():
+            # By blocks, to keep fp32's digits in long sums.
+            blocks = shard.view(-1, BLOCK)
+            norms = torch.linalg.vector_norm(blocks, norm_type, dim=1, dtype=torch.float32)
+            norms = norms * (self._grads.scale(bucket.flat) or 1.0)
+            if largest:
+                # A maximum over ranks may lose a NaN, so that is noted beside it.
+                found = [norms.nan_to_num(nan=0.0, posinf=math.inf), norms.isnan().float()]
+                total = torch.maximum(total, torch.stack(found).amax(dim=1))
+            else:
+                total[0] += norms.pow(norm_type).sum()
+        self.communicator.all_reduce(total, "max" if largest else "sum").wait()
+        root = total[0] if largest else total[0].pow(1 / norm_type)
+        norm = torch.where(total[1] > 0, torch.full_like(root, math.nan), root)
+        return norm if self._clip_coefficient is None else norm * self._clip_coefficient
+
+    # Combined tensors
+
+    def get_combined_params(self) -> list[Tensor | None]:
+        """Return the flat tensors that the parameters are views of: [fp32, fp16].
+
+        Each holds the parameters of all groups, padded; it is None where there are none of its
+        dtype. A third one is added for bf16 parameters, and further ones for groups that were added
+        later. Edits reach the model and the next step(); make the same ones on every rank.
+        """
+        self._padding_is_shared = True
+        return list(self._buffers.combined)
+
+    def get_combined_grads(self) -> list[Tensor | None]:
+        """Return the flat tensors that this rank's gradients are views of: [fp32, fp16].
+
+        As get_combined_params(), and element for element beside it, but without frozen parameters:
+        those that are unfrozen later follow at the end. Absent gradients are zeros. Edits reach
+        ``p.grad`` and the next step().
+
+        Raises:
+            RuntimeError: the gradients are reduced elsewhere (``grads_are_reduced``).
+        """
+        self._begin()
+        return self._grads.combined(shared=True)
+
+    @property
+    def grads_all_group_combined(self) -> list[Tensor | None]:
+        """What torch_npu's GradScaler unscales in place: tensors that hold every gradient."""
+        self._begin()
+        combined = self._grads.combined(shared=False)
+        # The operator that unscales counts as no write to torch: what was reduced before is stale.
+        self._grads.release()
+        return combined
+
+    def _maybe_init_combined_params_and_grads(self) -> None:
+        """Make every gradient a view of the combined ones; for torch_npu's GradScaler."""
+        self._begin()
+        self._grads.combined(shared=False)
+
+    def _begin(self) -> None:
+        if self._padding_is_shared:
+            for state in self._flats:
+                state.params_buffer.clear_padding()
+        super()._begin()
+
+    _padding_is_shared = False  # whether others may write to the padding of the parameters
+
+    # The step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Update the parameters from the mean gradient over ranks. Collective.
+
+        See ShardedOptimizer.step(). torch_npu's GradScaler passes itself as ``grad_scaler``: the
+        gradients are unscaled if they are not yet, and all ranks skip the step where the gradients
+        of one are not finite, with a static scale too (torch_npu would apply them).
+
+        Raises:
+            TypeError: an unknown keyword.
+            RuntimeError: as ShardedOptimizer.step(); or a closure under a scaler, or
+                clip_grad_norm_fused_() of gradients that were still scaled.
+        """
+        # Not a parameter of its own: torch.amp.GradScaler, too, would pass itself where it saw it.
+        scaler = kwargs.pop("grad_scaler", None)
+        if kwargs:
+            raise TypeError(f"step() got an unexpected keyword argument '{next(iter(kwargs))}'.")
+        if scaler is None:
+            return self._step(closure)
+        if closure is not None:
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        found_inf = self._unscale(scaler)
+        if agree_on_step(self.communicator, found_inf, None).skip:
+            # update() then lowers the scale on all ranks alike.
+            scaler._has_overflow = True
+            self._clip_coefficient = None
+            self._grads.release()
+            logger.info("Gradient overflow on some rank. All ranks skip this step.")
+            return None
+        return self._step(None)
+
+    def _unscale(self, scaler: Any) -> Tensor:
+        """Have ``scaler`` unscale this rank's gradients; return above 0 if one is not finite."""
+        state = scaler._per_optimizer_states[id(self)]
+        if state["stage"] is OptState.READY:
+            if self._clip_coefficient is not None:
+                self._clip_coefficient = None
+                raise RuntimeError(
+                    "The gradients that clip_grad_norm_fused_() clipped are still scaled. Call "
+                    "scaler.unscale_(optimizer) before it."
+                )
+            scaler.unscale_(self)
+        total = torch.zeros((), dtype=torch.float32, device=self._device)
+        if scaler._dynamic:
+            for found in state["found_inf_per_device"].values():
+                total += found.to(self._device)
+            return total + float(scaler._has_overflow)
+        for grads in self._grads.combined(shared=False):
+            if grads is not None:
+                norm = torch.linalg.vector_norm(grads, math.inf, dtype=torch.float32)
+                total += ~norm.isfinite()
+        return total
+
+
+class NpuFusedSGD(_NpuFused, ShardedSGD):
+    """torch_npu.optim.NpuFusedSGD, sharded. See ShardedSGD for the formula and arguments."""
+
+
+class NpuFusedAdam(_NpuFused, ShardedAdam):
+    """torch_npu.optim.NpuFusedAdam, sharded. See ShardedAdam for the formula and arguments."""
+
+
+class NpuFusedAdamW(_NpuFused, ShardedAdamW):
+    """torch_npu.optim.NpuFusedAdamW, sharded. See ShardedAdamW for the formula and arguments."""
+
+
+class NpuFusedBertAdam(_NpuFused, ShardedBertAdam):
+    """torch_npu.optim.NpuFusedBertAdam, sharded. See ShardedBertAdam for the formula."""
+
+
+class NpuFusedLamb(_NpuFused, ShardedLamb):
+    """torch_npu.optim.NpuFusedLamb, sharded. See ShardedLamb for the formula and arguments."""
+
+
+class NpuFusedRMSprop(_NpuFused, ShardedRMSprop):
+    """torch_npu.optim.NpuFusedRMSprop, sharded. See ShardedRMSprop for the formula."""
+
+
+class NpuFusedRMSpropTF(_NpuFused, ShardedRMSpropTF):
+    """torch_npu.optim.NpuFusedRMSpropTF, sharded. See ShardedRMSpropTF for the formula."""
+
+
+class NpuFusedAdadelta(_NpuFused, ShardedAdadelta):
+    """torch_npu.optim.NpuFusedAdadelta, sharded. See ShardedAdadelta for the formula."""
+
+
+class NpuFusedAdamP(_NpuFused, ShardedAdamP):
+    """torch_npu.optim.NpuFusedAdamP, sharded. See ShardedAdamP for the formula and arguments."""

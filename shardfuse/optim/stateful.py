@@ -1,0 +1,87 @@
+"""The state dicts of a sharded optimizer: torch's ordinary one, and one for distributed saving."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardfuse.comm import Communicator
+from shardfuse.layout import FlatLayout
+from shardfuse.optim import state_io
+from shardfuse.optim.flat_state import FlatState
+from shardfuse.optim.rules import UpdateRule
+
+
+class StatefulOptimizer(torch.optim.Optimizer):
+    """Saving and loading; ShardedOptimizer sets what it is done with."""
+
+    layout: FlatLayout
+    """Where every parameter lies; grows by add_param_group()."""
+
+    communicator: Communicator
+    """The ranks that share the states."""
+
+    _rule: UpdateRule
+    _flats: list[FlatState]
+    _consolidated: dict[str, Any] | None  # the full state, until the next step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's ordinary state dict: full per-parameter tensors, on the CPU.
+
+        With one rank this needs no other call. With several, consolidate_state_dict() has to be
+        called first, on all ranks; this method itself never communicates.
+
+        Raises:
+            RuntimeError: the state is not consolidated on this rank.
+        """
+        if self.communicator.world_size == 1:
+            self.consolidate_state_dict(to=0)
+        if self._consolidated is None:
+            raise RuntimeError(
+                "The optimizer state is sharded and not consolidated on this rank. Call "
+                "opt.consolidate_state_dict(to=rank) on all ranks after the last step() and "
+                "state_dict() on that one; or save opt.sharded_state_dict() on all ranks with "
+                "torch.distributed.checkpoint."
+            )
+        return self._consolidated
+
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Bring the full state to rank ``to`` of the group, for state_dict(). Collective.
+
+        Goes bucket by bucket into CPU memory; ``to=None`` is every rank. Valid until the next step.
+        """
+        if to is not None and not 0 <= to < self.communicator.world_size:
+            raise ValueError(
+                f"Invalid rank to: {to}. The group has {self.communicator.world_size} ranks."
+            )
+        self._consolidated = state_io.consolidate(
+            self.communicator, self.layout, self._flats, self.param_groups, self._rule, to
+        )
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load torch's ordinary state dict, saved at any world size. Local: on every rank.
+
+        Takes over hyper-parameters, steps and this rank's part of the states, without casting them
+        to the parameters' dtype. Dicts of the torch optimizer of the same name are accepted.
+
+        Raises:
+            ValueError: groups, shapes or states that do not fit; nothing is loaded then.
+        """
+        state_io.restore(self.layout, self._flats, self.param_groups, self._rule, state_dict)
+        self._consolidated = None
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Return this rank's state for torch.distributed.checkpoint. Collective.
+
+        Its tensors alias the state: save them before the next step(). To load, at any world size,
+        pass it to ``torch.distributed.checkpoint.load``, then call load_sharded_state_dict().
+        """
+        return state_io.sharded(self.communicator, self.layout, self._flats, self.param_groups)
+
+    def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Finish loading a sharded_state_dict() that torch.distributed.checkpoint has filled."""
+        state_io.load_sharded(self.layout, self._flats, self.param_groups, self._rule, state_dict)
+        self._consolidated = None
