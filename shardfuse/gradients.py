@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -43,6 +44,7 @@ class FlatGrads:
     addresses: list[int] = field(default_factory=list)
     retained: ShardArena | None = None  # reduced shards, when they must outlive one bucket
     missing: set[int] = field(default_factory=set)  # params with no gradient on this rank
+    outside: deque[int] = field(default_factory=deque)  # positions whose slots flush() is to fill
     cleared: dict[int, Tensor] = field(default_factory=dict)  # -0.0 since zero(), by position
 
     def __post_init__(self) -> None:
@@ -82,20 +84,34 @@ class FlatGrads:
         self.params[position].grad = view
 
     def pack(self) -> None:
-        """Bring every gradient into its slot and note the parameters that have none.
+        """Note which gradients are not in their slots, for flush(), and which do not exist.
 
         Raises:
             RuntimeError: a gradient is sparse.
         """
         self.missing.clear()
+        self.outside.clear()
         for position, param in enumerate(self.params):
             grad = param.grad
-            if grad is None:
-                self.view(position).fill_(-0.0)
-            elif not self.holds(position, grad):
-                self._copy(position, grad)
+            if grad is None or not self.holds(position, grad):
+                self._check(position, grad)
+                self.outside.append(position)
             if grad is None or (self.cleared.get(position) is grad and is_absent(grad)):
                 self.missing.add(self.flat.slots[position].param)
+
+    def flush(self, stop: int | None = None) -> None:
+        """Copy gradients into the slots that start before ``stop``, all without; None is -0.0.
+
+        By and by, because what has just been copied is sent out of the cache.
+        """
+        while self.outside:
+            position = self.outside[0]
+            if stop is not None and self.flat.slots[position].start >= stop:
+                break
+            self.outside.popleft()
+            grad = self.params[position].grad
+            view = self.view(position)
+            view.fill_(-0.0) if grad is None else view.copy_(grad)
 
     def combine(self, *, is_packed: bool) -> None:
         """Make every gradient a view of the buffer; ``is_packed``: its values are there already."""
@@ -105,7 +121,10 @@ class FlatGrads:
                 if not is_packed:
                     self.view(position).fill_(-0.0)
             elif not self.holds(position, grad):
-                view = self.view(position) if is_packed else self._copy(position, grad)
+                self._check(position, grad)
+                view = self.view(position)
+                if not is_packed:
+                    view.copy_(grad)
                 if self.cleared.get(position) is grad:
                     self.cleared[position] = view
                 param.grad = view
@@ -133,14 +152,12 @@ class FlatGrads:
             if absent:
                 self.cleared[position] = grad
 
-    def _copy(self, position: int, grad: Tensor) -> Tensor:
-        """Copy ``grad`` into its slot; return the view of it."""
-        if grad.layout != torch.strided:
+    def _check(self, position: int, grad: Tensor | None) -> None:
+        if grad is not None and grad.layout != torch.strided:
             raise RuntimeError(
                 f"The gradient of {self.specs[position].name} is sparse; shardfuse needs dense "
                 "gradients (for an embedding: sparse=False)."
             )
-        return self.view(position).copy_(grad)
 
 
 def _collector(grads_ref: weakref.ref[FlatGrads], position: int) -> Callable[[Tensor], None]:

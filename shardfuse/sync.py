@@ -122,7 +122,7 @@ class GradSync:
         return None if world_size == 1 or divided else 1.0 / world_size
 
     def pack(self) -> None:
-        """Bring every gradient into its slot and note the parameters that have none.
+        """Note which parameters have no gradient, and which gradients are not in their slots yet.
 
         Raises:
             RuntimeError: a gradient is sparse.
@@ -138,6 +138,7 @@ class GradSync:
     def multiply(self, factor: Tensor) -> None:
         """Multiply the packed gradients of this rank by ``factor`` (), in place."""
         for grads in self._flats.values():
+            grads.flush()
             grads.buffer.data.mul_(factor)
 
     def combined(self, *, shared: bool) -> list[Tensor | None]:
@@ -173,20 +174,27 @@ class GradSync:
         """Reduce-scatter all buckets now and keep the shards for the next ``reduced()``."""
         if self._is_reduced:
             return
-        if self._comm.world_size > 1:
+        if self._comm.world_size == 1:
             for grads in self._flats.values():
-                if grads.retained is None:
-                    dtype = self._wire(grads)
-                    grads.retained = ShardArena(grads.flat, grads.buffer.data.device, dtype)
-            for bucket, parts in self._pipeline(retain=True):
-                arena = self._flats[bucket.flat].retained
-                assert arena is not None
-                if len(parts) > 1:
-                    total = torch.add(parts[0], parts[1], out=arena.segment(bucket))
-                    for part in parts[2:]:
-                        total.add_(part)
+                grads.flush()
+        else:
+            self._reduce_all()
         self._is_reduced = True
         self._reduced_from = GradVersions(self._params())
+
+    def _reduce_all(self) -> None:
+        """Reduce-scatter every bucket into the retained shards."""
+        for grads in self._flats.values():
+            if grads.retained is None:
+                dtype = self._wire(grads)
+                grads.retained = ShardArena(grads.flat, grads.buffer.data.device, dtype)
+        for bucket, parts in self._pipeline(retain=True):
+            arena = self._flats[bucket.flat].retained
+            assert arena is not None
+            if len(parts) > 1:
+                total = torch.add(parts[0], parts[1], out=arena.segment(bucket))
+                for part in parts[2:]:
+                    total.add_(part)
 
     def release(self) -> None:
         """Forget shards kept by ``retain()``; the next step reduces anew."""
@@ -205,6 +213,7 @@ class GradSync:
         if self._comm.world_size == 1:
             for grads in self._flats.values():
                 for bucket in grads.flat.buckets:
+                    grads.flush(bucket.start + bucket.numel)
                     yield bucket, (grads.buffer.bucket(bucket),)
         elif self._is_reduced:
             for grads in self._flats.values():
@@ -230,6 +239,7 @@ class GradSync:
     def _launch(
         self, grads: FlatGrads, bucket: Bucket, slot: int, retain: bool
     ) -> tuple[Handle, Parts]:
+        grads.flush(bucket.start + bucket.numel)
         send = grads.buffer.bucket(bucket)
         dtype = self._wire(grads)
         like = torch.empty(0, dtype=dtype, device=send.device)
