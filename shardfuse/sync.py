@@ -118,7 +118,7 @@ class GradSync:
     def scale(self, flat_index: int) -> float | None:
         """Return the factor from a flat's reduced gradients to their mean over ranks; None is 1."""
         world_size = self._comm.world_size
-        divided = self._divides_first(self._flats[flat_index])
+        divided = self._wire(self._flats[flat_index]) == torch.float16
         return None if world_size == 1 or divided else 1.0 / world_size
 
     def pack(self) -> None:
@@ -243,7 +243,8 @@ class GradSync:
         send = grads.buffer.bucket(bucket)
         dtype = self._wire(grads)
         like = torch.empty(0, dtype=dtype, device=send.device)
-        if self._divides_first(grads):
+        if dtype == torch.float16:
+            # Divided before the sum, which would overflow at 65504.
             staged = self._staging.take("send", slot, bucket.numel, like)
             send = torch.mul(send, 1.0 / self._comm.world_size, out=staged)
         elif send.dtype != dtype:
@@ -264,10 +265,6 @@ class GradSync:
 
     def _wire(self, grads: FlatGrads) -> torch.dtype:
         return self._wire_dtype or grads.buffer.data.dtype
-
-    def _divides_first(self, grads: FlatGrads) -> bool:
-        """Return whether to divide before the sum: fp16 would overflow at 65504."""
-        return self._wire(grads) == torch.float16
 
 
 class ParamSync:
