@@ -89,23 +89,24 @@ class FlatGrads:
             grad = param.grad
             if grad is None:
                 self.view(position).fill_(-0.0)
+            elif grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"The gradient of {self.specs[position].name} is sparse; shardfuse needs dense "
+                    "gradients (for an embedding: sparse=False)."
+                )
             elif not self.holds(position, grad):
-                self._copy(position, grad)
+                self.view(position).copy_(grad)
             if grad is None or (self.cleared.get(position) is grad and is_absent(grad)):
                 self.missing.add(self.flat.slots[position].param)
 
-    def combine(self, *, is_packed: bool) -> None:
-        """Make every gradient a view of the buffer; ``is_packed``: its values are there already."""
+    def adopt(self) -> None:
+        """Make every gradient a view of the buffer, where pack() has brought its values."""
         for position, param in enumerate(self.params):
             grad = param.grad
-            if grad is None:
-                if not is_packed:
-                    self.view(position).fill_(-0.0)
-            elif not self.holds(position, grad):
-                view = self.view(position) if is_packed else self._copy(position, grad)
+            if grad is not None and not self.holds(position, grad):
+                param.grad = self.view(position)
                 if self.cleared.get(position) is grad:
-                    self.cleared[position] = view
-                param.grad = view
+                    self.cleared[position] = param.grad
 
     def drop(self) -> None:
         """Set every gradient to None."""
@@ -129,15 +130,6 @@ class FlatGrads:
                 grad.detach().fill_(value)
             if absent:
                 self.cleared[position] = grad
-
-    def _copy(self, position: int, grad: Tensor) -> Tensor:
-        """Copy ``grad`` into its slot; return the view of it."""
-        if grad.layout != torch.strided:
-            raise RuntimeError(
-                f"The gradient of {self.specs[position].name} is sparse; shardfuse needs dense "
-                "gradients (for an embedding: sparse=False)."
-            )
-        return self.view(position).copy_(grad)
 
 
 def _collector(grads_ref: weakref.ref[FlatGrads], position: int) -> Callable[[Tensor], None]:
