@@ -93,8 +93,12 @@ class FlatGrads:
         self.outside.clear()
         for position, param in enumerate(self.params):
             grad = param.grad
+            if grad is not None and grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"The gradient of {self.specs[position].name} is sparse; shardfuse needs dense "
+                    "gradients (for an embedding: sparse=False)."
+                )
             if grad is None or not self.holds(position, grad):
-                self._check(position, grad)
                 self.outside.append(position)
             if grad is None or (self.cleared.get(position) is grad and is_absent(grad)):
                 self.missing.add(self.flat.slots[position].param)
@@ -113,21 +117,14 @@ class FlatGrads:
             view = self.view(position)
             view.fill_(-0.0) if grad is None else view.copy_(grad)
 
-    def combine(self, *, is_packed: bool) -> None:
-        """Make every gradient a view of the buffer; ``is_packed``: its values are there already."""
+    def adopt(self) -> None:
+        """Make every gradient a view of the buffer, where flush() has brought its values."""
         for position, param in enumerate(self.params):
             grad = param.grad
-            if grad is None:
-                if not is_packed:
-                    self.view(position).fill_(-0.0)
-            elif not self.holds(position, grad):
-                self._check(position, grad)
-                view = self.view(position)
-                if not is_packed:
-                    view.copy_(grad)
+            if grad is not None and not self.holds(position, grad):
+                param.grad = self.view(position)
                 if self.cleared.get(position) is grad:
-                    self.cleared[position] = view
-                param.grad = view
+                    self.cleared[position] = param.grad
 
     def drop(self) -> None:
         """Set every gradient to None."""
@@ -151,13 +148,6 @@ class FlatGrads:
                 grad.detach().fill_(value)
             if absent:
                 self.cleared[position] = grad
-
-    def _check(self, position: int, grad: Tensor | None) -> None:
-        if grad is not None and grad.layout != torch.strided:
-            raise RuntimeError(
-                f"The gradient of {self.specs[position].name} is sparse; shardfuse needs dense "
-                "gradients (for an embedding: sparse=False)."
-            )
 
 
 def _collector(grads_ref: weakref.ref[FlatGrads], position: int) -> Callable[[Tensor], None]:

@@ -149,11 +149,12 @@ class GradSync:
         Args:
             shared: whether the caller may write other than zeros into the padding.
         """
-        # What is kept for step() stays valid: being moved does not change a gradient.
-        kept = self._is_reduced and self._reduced_from == GradVersions(self._params())
+        self.pack()
         for grads in self._flats.values():
-            grads.combine(is_packed=kept)
-        if kept:
+            grads.flush()
+            grads.adopt()
+        if self._is_reduced:
+            # What is kept for step() stays valid: being moved does not change a gradient.
             self._reduced_from = GradVersions(self._params())
         self._is_shared |= shared
         return list(self._buffers.combined)

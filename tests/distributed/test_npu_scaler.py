@@ -142,6 +142,26 @@ def test_scaled_equals_unscaled() -> None:
         assert_bitwise(ours, plain)
 
 
+@pytest.mark.parametrize("scaler", SCALERS)
+def test_gradients_replaced_after_unscaling(scaler: str) -> None:
+    """The step applies the gradients that p.grad holds then, edited or new."""
+
+    def train() -> list[Tensor]:
+        params = [nn.Parameter(torch.zeros(3000)) for _ in range(2)]
+        optimizer = npu.NpuFusedSGD(params, 1.0, sharding=SHARDING)
+        scale = SCALERS[scaler]()
+        scale.scale(params[0].sum() + params[1].sum()).backward()
+        scale.unscale_(optimizer)
+        params[0].grad = torch.full((3000,), 3.0)
+        params[1].grad.mul_(2.0)
+        scale.step(optimizer)
+        scale.update()
+        return [param.detach().clone() for param in params]
+
+    for values in run_threads(2, train):
+        assert_bitwise(values, [torch.full((3000,), -3.0), torch.full((3000,), -2.0)])
+
+
 def test_two_optimizers_under_one_scaler() -> None:
     """Both are unscaled before either steps; one overflow, on one rank, stops both on all."""
 

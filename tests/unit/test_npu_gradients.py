@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import shardfuse.gradients
 from tests.oracles import AdamOracle, LambOracle, SGDOracle
 from tests.unit.test_npu_api import CLASSES, build, every_class, ones
 
@@ -54,6 +55,43 @@ def test_unused_after_zero_grad(name: str, how: str) -> None:
         optimizer.zero_grad()
         assert not params[0].grad.any()
     assert torch.equal(params[0], alone)
+
+
+def test_the_usual_step_looks_at_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a gradient is absent is looked up only where backward did not reach it."""
+    looked = []
+
+    def is_absent(grad: Tensor) -> bool:
+        looked.append(grad.numel())
+        return real(grad)
+
+    real = shardfuse.gradients.is_absent
+    monkeypatch.setattr(shardfuse.gradients, "is_absent", is_absent)
+    params = [ones(5), ones(6)]
+    optimizer = build("NpuFusedSGD", params, momentum=0.9)
+    for step in range(3):
+        # A gradient of -0.0 that backward has made is one.
+        sum(
+            (-0.0 if step == 2 else 1.0) * p.sum() for p in params[: 1 if step == 1 else 2]
+        ).backward()
+        before = params[1].detach().clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert looked == ([] if step == 0 else [6])
+        assert torch.equal(params[1].detach(), before) == (step == 1)
+
+
+def test_cleared_gradients_stay_absent_when_combined() -> None:
+    """A gradient that was assigned, zeroed and then moved into the combined tensor is absent."""
+    unused, used = ones(), ones()
+    optimizer = build("NpuFusedSGD", [unused, used], weight_decay=0.1)
+    unused.grad = torch.ones(3)
+    optimizer.zero_grad()
+    used.sum().backward()
+    assert float(optimizer.get_combined_grads()[0].sum()) == 3.0
+    optimizer.step()
+    assert torch.equal(unused.detach(), torch.ones(3))
+    assert not torch.equal(used.detach(), torch.ones(3))
 
 
 @pytest.mark.parametrize("edit", ["zero_", "add_"])
@@ -264,13 +302,16 @@ def test_combined_gradients_of_frozen_neighbours() -> None:
     assert [float(p.detach().max()) for p in (frozen, first, second)] == [1.0, -1.0, -2.0]
 
 
-def test_combined_gradients_keep_absence() -> None:
+@pytest.mark.parametrize("assigned", [False, True])
+def test_combined_gradients_keep_absence(assigned: bool) -> None:
     """Looking at the combined gradients neither gives a parameter one nor undoes a clip."""
     used, unused = ones(), ones()
     optimizer = build("NpuFusedSGD", [used, unused], weight_decay=0.1)
     (used.sum() + unused.sum()).backward()
     optimizer.zero_grad()
     used.sum().backward()
+    if assigned:
+        used.grad = torch.ones(3)
     unused.grad = None
     norm = optimizer.clip_grad_norm_fused_(0.5)
     assert float(norm) == pytest.approx(3**0.5)
