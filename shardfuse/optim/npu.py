@@ -39,7 +39,8 @@ class _NpuFused(ShardedOptimizer):
     is_params_grads_combined = True
     """Read by torch_npu's GradScaler; the buffers exist from construction on."""
 
-    _zero_is_absent = True
+    _zero_is_absent = True  # [Note: absent gradients] in sync.py
+    _padding_is_shared = False  # whether others may write to the padding of the parameters
 
     # Gradients
 
@@ -150,8 +151,6 @@ class _NpuFused(ShardedOptimizer):
             for state in self._flats:
                 state.params_buffer.clear_padding()
         super()._begin()
-
-    _padding_is_shared = False  # whether others may write to the padding of the parameters
 
     # The step
 
