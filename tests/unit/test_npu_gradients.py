@@ -293,6 +293,17 @@ def test_protocol_of_torch_npus_scaler() -> None:
     assert second.grad is None
 
 
+def test_combined_gradients_with_a_graph() -> None:
+    """Gradients made with create_graph=True are combined by value; the buffer joins no graph."""
+    param = ones(5)
+    optimizer = build("NpuFusedSGD", [param])
+    param.grad = torch.autograd.grad(param.square().sum(), param, create_graph=True)[0]
+    assert param.grad.requires_grad
+    combined = optimizer.get_combined_grads()[0]
+    assert not combined.requires_grad
+    assert float(combined.sum()) == 10.0
+
+
 def test_combined_lists() -> None:
     """[fp32, fp16], None where there is none; bf16 third; later groups and unfrozen ones after."""
     optimizer = build("NpuFusedAdam", [ones(dtype=torch.float16)])
