@@ -39,7 +39,8 @@ class _NpuFused(ShardedOptimizer):
     is_params_grads_combined = True
     """Read by torch_npu's GradScaler; the buffers exist from construction on."""
 
-    _zero_is_absent = True
+    _zero_is_absent = True  # [Note: absent gradients] in sync.py
+    _padding_is_shared = False  # whether others may write to the padding of the parameters
 
     # Gradients
 
@@ -118,6 +119,7 @@ class _NpuFused(ShardedOptimizer):
         self._padding_is_shared = True
         return list(self._buffers.combined)
 
+    @torch.no_grad()
     def get_combined_grads(self) -> list[Tensor | None]:
         """Return the flat tensors that this rank's gradients are views of: [fp32, fp16].
 
@@ -132,6 +134,7 @@ class _NpuFused(ShardedOptimizer):
         return self._grads.combined(shared=True)
 
     @property
+    @torch.no_grad()
     def grads_all_group_combined(self) -> list[Tensor | None]:
         """What torch_npu's GradScaler unscales in place: tensors that hold every gradient."""
         self._begin()
@@ -140,6 +143,7 @@ class _NpuFused(ShardedOptimizer):
         self._grads.release()
         return combined
 
+    @torch.no_grad()
     def _maybe_init_combined_params_and_grads(self) -> None:
         """Make every gradient a view of the combined ones; for torch_npu's GradScaler."""
         self._begin()
@@ -150,8 +154,6 @@ class _NpuFused(ShardedOptimizer):
             for state in self._flats:
                 state.params_buffer.clear_padding()
         super()._begin()
-
-    _padding_is_shared = False  # whether others may write to the padding of the parameters
 
     # The step
 

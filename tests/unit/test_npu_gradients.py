@@ -275,6 +275,35 @@ def test_combined_edits_do_not_reach_norms_as_padding(fill: float) -> None:
     assert torch.equal(edited, reference)
 
 
+def test_protocol_of_torch_npus_scaler() -> None:
+    """What torch_npu's GradScaler reads is there before the first step and aliases p.grad."""
+    first, second = ones(5), ones(6)
+    optimizer = build("NpuFusedAdam", [first, second])
+    assert optimizer.is_fused_optimizer
+    assert optimizer.is_params_grads_combined
+    assert not {"found_inf", "grad_scale"} & set(dir(optimizer))
+    first.grad = torch.ones(5)
+    optimizer._maybe_init_combined_params_and_grads()
+    held = first.grad
+    fp32, fp16 = optimizer.grads_all_group_combined
+    assert fp16 is None
+    fp32.mul_(3.0)
+    assert first.grad is held
+    assert torch.equal(held, torch.full((5,), 3.0))
+    assert second.grad is None
+
+
+def test_combined_gradients_with_a_graph() -> None:
+    """Gradients made with create_graph=True are combined by value; the buffer joins no graph."""
+    param = ones(5)
+    optimizer = build("NpuFusedSGD", [param])
+    param.grad = torch.autograd.grad(param.square().sum(), param, create_graph=True)[0]
+    assert param.grad.requires_grad
+    combined = optimizer.get_combined_grads()[0]
+    assert not combined.requires_grad
+    assert float(combined.sum()) == 10.0
+
+
 def test_combined_lists() -> None:
     """[fp32, fp16], None where there is none; bf16 third; later groups and unfrozen ones after."""
     optimizer = build("NpuFusedAdam", [ones(dtype=torch.float16)])
