@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 
 KernelChoice = Literal["auto", "eager", "compile"]
-CollectivesChoice = Literal["auto", "native"]
+CollectivesChoice = Literal["auto", "pairwise", "native"]
 
 _GRAD_SYNC_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -45,7 +45,8 @@ class ShardConfig:
     """Copy the first rank's parameter values to all ranks at construction."""
 
     collectives: CollectivesChoice = "auto"
-    """native: the backend's own; auto: pairwise sends where those are faster (gloo on CPU)."""
+    """native: the backend's own; pairwise: sends between pairs of ranks where those are faster,
+    which is gloo on the CPU; auto: and there, ranks on one host read each other's memory."""
 
     kernel: KernelChoice = "auto"
     """eager: over cache-sized tiles; compile: torch.compile; auto: picks, and logs the reason."""

@@ -22,7 +22,8 @@ def communicator_for(
 
     With no group given and none initialised, or a group of one rank, it does not communicate.
     ``collectives="auto"`` exchanges between pairs of ranks where the backend's own reduce-scatter
-    and all-gather were measured to be slower; "native" always takes the backend's.
+    and all-gather were measured to be slower, and there reads memory of ranks on the same host;
+    "pairwise" does not; "native" always takes the backend's.
     """
     if process_group is None and not is_initialized():
         return SingleRank()
@@ -36,4 +37,6 @@ def communicator_for(
     else:
         choice, reason = "native", f"{native.backend} has them"
     logger.info("collectives=%s over %d ranks: %s", choice, native.world_size, reason)
-    return PairwiseCommunicator(process_group, device) if choice == "pairwise" else native
+    if choice == "native":
+        return native
+    return PairwiseCommunicator(process_group, device, reads_memory=collectives == "auto")

@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardfuse
-from shardfuse.comm import communicator_for
-from shardfuse.comm.pairwise import PairwiseCommunicator
+from shardfuse.comm import communicator_for, memory
+from shardfuse.comm.pairwise import DIRECT_MIN_NBYTES, PairwiseCommunicator
 from shardfuse.comm.process_group import ProcessGroupCommunicator
 from tests.harness import RanksFailedError, run_procs, run_threads
 
 CPU = torch.device("cpu")
-WORLDS = [2, 3, 4, 8]
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -25,11 +24,11 @@ def values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     return ((torch.arange(numel) * (rank + 3)) % 17 - 8).to(dtype)
 
 
-def collectives(dtype_name: str) -> list[Tensor]:
+def collectives(dtype_name: str, n: int, choice: str) -> list[Tensor]:
     dtype = getattr(torch, dtype_name)
-    comm = communicator_for(None, CPU)
+    comm = communicator_for(None, CPU, choice)
     assert isinstance(comm, PairwiseCommunicator)
-    world_size, n = comm.world_size, 1536
+    world_size = comm.world_size
     mine = values(comm.rank, world_size * n, dtype)
     before = mine.clone()
     received, again = (torch.empty(world_size - 1, n, dtype=dtype) for _ in range(2))
@@ -44,29 +43,88 @@ def collectives(dtype_name: str) -> list[Tensor]:
     ]
     for handle in (*reversed(handles), *handles):
         handle.wait()
+    # Others may read the input of exchange() for longer; this is waited for after they have.
+    comm.all_reduce(torch.zeros(1)).wait()
     assert torch.equal(mine, before)
     own = mine[comm.rank * n : (comm.rank + 1) * n]
     return [again.sum(0) + own, received.sum(0) + own, whole, in_place]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64"])
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_collectives(world_size: int, dtype: str) -> None:
-    """Sums and gathered parts are right with several collectives in flight, and input is kept."""
-    if world_size == 8 and dtype != "float32":
-        pytest.skip("8 processes once are enough")
-    inputs = [values(rank, world_size * 1536, getattr(torch, dtype)) for rank in range(world_size)]
+def check_collectives(world_size: int, dtype: str, n: int, choice: str) -> None:
+    inputs = [values(rank, world_size * n, getattr(torch, dtype)) for rank in range(world_size)]
     total = torch.stack(inputs).sum(0)
-    whole = torch.cat([part[:1536] for part in inputs])
-    ranks = torch.arange(1, world_size + 1).repeat_interleave(1536).float()
-    for rank, (summed, exchanged, gathered, in_place) in enumerate(
-        run_procs(world_size, collectives, dtype, timeout=120)
-    ):
-        expected = total[rank * 1536 : (rank + 1) * 1536]
+    whole = torch.cat([part[:n] for part in inputs])
+    ranks = torch.arange(1, world_size + 1).repeat_interleave(n).float()
+    results = run_procs(world_size, collectives, dtype, n, choice, timeout=120)
+    for rank, (summed, exchanged, gathered, in_place) in enumerate(results):
+        expected = total[rank * n : (rank + 1) * n]
         assert torch.equal(summed, expected)
         assert torch.equal(exchanged, expected)
         assert torch.equal(gathered, whole)
         assert torch.equal(in_place, ranks)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_collectives(world_size: int, dtype: str) -> None:
+    """Sums and gathered parts are right with several collectives in flight, and input is kept."""
+    check_collectives(world_size, dtype, 1536, "auto")
+
+
+LARGE = DIRECT_MIN_NBYTES // 4 + 8
+
+
+@pytest.mark.parametrize("choice", ["auto", "pairwise"])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_large_parts(world_size: int, choice: str) -> None:
+    """Likewise where parts are so large that ranks of one host read each other's memory."""
+    check_collectives(world_size, "float32", LARGE, choice)
+
+
+def read_or_send(broken_rank: int) -> tuple[bool, int, list[Tensor]]:
+    """Count what memory.read moves after the trial; on ``broken_rank`` it is refused."""
+    nbytes = 0
+    original = memory.read
+
+    def read(pid: int, address: int, out: Tensor) -> None:
+        nonlocal nbytes
+        if dist.get_rank() == broken_rank:
+            raise OSError(1, "Operation not permitted")
+        original(pid, address, out)
+        nbytes += out.nbytes if out.numel() > 1 else 0
+
+    memory.read = read
+    try:
+        comm = communicator_for(None, CPU)
+        assert isinstance(comm, PairwiseCommunicator)
+        result = torch.empty(comm.world_size * LARGE)
+        comm.all_gather(result, torch.full((LARGE,), float(comm.rank))).wait()
+        received = torch.empty(comm.world_size - 1, LARGE)
+        comm.exchange(received, result).wait()
+        comm.all_reduce(torch.zeros(1)).wait()
+    finally:
+        memory.read = original
+    return comm._can_read(), nbytes, [result, received]
+
+
+def may_read_memory() -> bool:
+    return all(can_read for can_read, _, _ in run_procs(2, read_or_send, -1))
+
+
+@pytest.mark.parametrize("broken_rank", [-1, 0, 1])
+def test_memory_is_read_by_all_or_none(broken_rank: int) -> None:
+    """Where one rank may not read another's memory all of them use sockets; results are the same.
+
+    Where they may, each part is read once.
+    """
+    if broken_rank == -1 and not may_read_memory():
+        pytest.skip("this system does not let processes read each other's memory")
+    results = run_procs(2, read_or_send, broken_rank)
+    for rank, (can_read, nbytes, (gathered, received)) in enumerate(results):
+        assert can_read == (broken_rank == -1)
+        assert nbytes == (2 * LARGE * 4 if can_read else 0)
+        assert torch.equal(gathered, torch.arange(2.0).repeat_interleave(LARGE))
+        assert torch.equal(received, torch.full((1, LARGE), float(rank)))
 
 
 def step_and_count(collectives: str) -> tuple[list[Tensor], int]:
@@ -103,7 +161,7 @@ def test_bytes_on_the_wire(world_size: int) -> None:
     padded = -(-padded // (1024 * world_size)) * 1024 * world_size
     native = run_procs(world_size, step_and_count, "native")
     for (params, sent), (expected, none) in zip(
-        run_procs(world_size, step_and_count, "auto"), native, strict=True
+        run_procs(world_size, step_and_count, "pairwise"), native, strict=True
     ):
         assert sent == 2 * padded * 4 * (world_size - 1) // world_size
         assert none == 0
