@@ -66,6 +66,8 @@ def _start(target: str, work: Path, rank: int, world_size: int) -> subprocess.Po
         "OMP_NUM_THREADS": "1",
         # gloo would otherwise ask the network which interface the host name belongs to.
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        # DeepSpeed builds with the ninja beside this Python, also where no venv is activated.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
         "DS_ACCELERATOR": "cpu",
     }
     with (work / f"{rank}.log").open("wb") as log:
