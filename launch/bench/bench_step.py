@@ -7,6 +7,7 @@ unit that results are given in: both see the same state of the machine.
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -31,15 +32,23 @@ STEPS = 5
 TOLERANCE = 1e-3
 """Of the largest movement; a wrong mean, rule or step count gives 0.1 or more."""
 
-_COMPILED_FROM = 4 << 20
+_COMPILED_FROM = 8 << 20
 _TINY: list[list[Shape]] = [[(256, 16), (16,)], [(64, 32)]]
 _CPU = torch.device("cpu")
 
 
 def measure(
-    method: str, blocks: str, num_steps: int, check: bool, kernel: str | None = None
+    method: str,
+    blocks: str,
+    num_steps: int,
+    *,
+    check: bool,
+    rehearse: bool = True,
+    kernel: str | None = None,
 ) -> Row:
     """Run on every rank of a launch: return times, bytes and, with ``check``, the error.
+
+    Without ``rehearse`` imports and compilation count as memory of the method.
 
     Raises:
         AssertionError: the ranks' parameters differ, or they are not what they should be.
@@ -50,8 +59,9 @@ def measure(
     rank, world_size = _rank_and_world()
     layout = shapes.named(blocks)
     numel = shapes.numel_of(layout)
-    is_small = numel // world_size < _COMPILED_FROM
-    _train(chosen, chosen.build if is_small else chosen.rehearse or chosen.build, rank)
+    if rehearse:
+        is_small = numel // world_size < _COMPILED_FROM
+        _train(chosen, chosen.build if is_small else chosen.rehearse or chosen.build, rank)
     memory = PeakMemory()
     model = Model(layout, rank, _CPU)
     backward_ms = _backward_ms(model) if chosen.has_backward else 0.0
@@ -89,7 +99,7 @@ def _backward_ms(model: Model) -> float:
     """Return the time of forward and backward without an optimizer or a wrapper."""
     times = []
     for step in range(4):
-        times.append(time_ms(lambda step=step: model.run_backward(model, step)))
+        times.append(time_ms(functools.partial(model.run_backward, model, step)))
         for param in model.parameters():
             param.grad = None
     return median(times[1:])
@@ -169,7 +179,15 @@ def combine(ranks: list[Row]) -> Row:
     }
 
 
-def launch(method: str, blocks: str, world_size: int, index: int, options: Options) -> Row:
+def launch(
+    method: str,
+    blocks: str,
+    world_size: int,
+    index: int,
+    options: Options,
+    *,
+    rehearse: bool = True,
+) -> Row:
     """Launch one method once; return its row, with a note in place of numbers if it failed."""
     row: Row = {
         "method": method,
@@ -187,6 +205,7 @@ def launch(method: str, blocks: str, world_size: int, index: int, options: Optio
         "blocks": blocks,
         "num_steps": 3 if options.quick else STEPS,
         "check": index == 0,
+        "rehearse": rehearse,
     }
     try:
         ranks = run_ranks("launch.bench.bench_step:measure", arguments, world_size=world_size)

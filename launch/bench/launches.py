@@ -30,7 +30,7 @@ class LaunchError(RuntimeError):
 
 def run_ranks(
     target: str, arguments: dict[str, Any], *, world_size: int, timeout_s: float = 600.0
-) -> list[dict[str, Any]]:
+) -> list[Any]:
     """Return what ``target`` (module:function) returned on every rank, in rank order.
 
     Raises:

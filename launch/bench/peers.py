@@ -35,7 +35,7 @@ _plain_adam: MakeOptimizer = functools.partial(torch.optim.Adam, lr=LR)
 
 def _replicated(make: MakeOptimizer, model: Model) -> Driver:
     """Every rank averages all gradients and updates all parameters."""
-    params = list(model.parameters())
+    params: list[Tensor] = list(model.parameters())
     optimizer = make(params)
     reduce = BucketReducer(params, getattr(optimizer, "grad_flat", None))
 

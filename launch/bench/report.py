@@ -11,6 +11,7 @@ import csv
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from launch.bench.options import Row
 from launch.bench.plots import Panel, draw
@@ -101,9 +102,9 @@ def measured(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if not row.get("note")]
 
 
-def groups(rows: Iterable[Row], *keys: str) -> dict[tuple[object, ...], list[Row]]:
+def groups(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
     """Return the rows by the values of some columns, in order of appearance."""
-    found: dict[tuple[object, ...], list[Row]] = {}
+    found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         found.setdefault(tuple(row[key] for key in keys), []).append(row)
     return found

@@ -14,7 +14,7 @@ from launch.bench.__main__ import main, parse
 from launch.bench.drivers import ByHand, Driver, Method
 from launch.bench.options import Options, interleaved
 from launch.bench.synthetic import Model
-from tests.harness import RanksFailedError, run_procs
+from tests.harness import RanksFailedError, run_threads
 
 TINY = "5x3000"
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ def measure_without_reduction() -> None:
 def test_ranks_that_differ_are_refused() -> None:
     """A peer that forgets to average its gradients is found on every rank."""
     with pytest.raises(RanksFailedError, match="ranks ended with different parameters") as error:
-        run_procs(2, measure_without_reduction)
+        run_threads(2, measure_without_reduction)
     assert set(error.value.failures) == {0, 1}
 
 
