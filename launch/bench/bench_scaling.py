@@ -11,7 +11,9 @@ WORLDS = (1, 2, 4, 8)
 TENSORS = (10, 100, 1000, 10_000)
 NUMELS = (1 << 20, 8 << 20, 32 << 20, 200 << 20)
 EQUAL_NUMEL = 32 << 20
-ROUNDS = {"world size": 2, "tensors": 3, "parameters": 2}
+ROUNDS = {"world size": 1, "tensors": 3, "parameters": 1}
+"""Launches of each point: three where there is a bound to be reached."""
+
 RULES = ("adam", "lamb")
 _COUNT = 200
 

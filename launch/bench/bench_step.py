@@ -28,7 +28,7 @@ from launch.bench.timing import PeakMemory, bytes_written, median, time_ms
 METHODS = {method.name: method for method in [*ours.METHODS, *peers.METHODS]}
 WARM_UP = 2
 ROUNDS = 3
-STEPS = 5
+STEPS = 4
 TOLERANCE = 1e-3
 """Of the largest movement; a wrong mean, rule or step count gives 0.1 or more."""
 
