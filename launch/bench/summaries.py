@@ -1,0 +1,254 @@
+"""What the rows of each part come to: tables, what was to be reached, and panels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from launch.bench.options import Row
+from launch.bench.plots import Panel
+from launch.bench.report import (
+    Summary,
+    Table,
+    Target,
+    groups,
+    measured,
+    middle,
+    spread,
+    values,
+)
+
+ADAM_LIMIT = 1.2
+LAMB_LIMIT = 1.5
+PEAK_LIMIT = 3.2
+UPDATE_LIMITS = {"adam": 0.9, "lamb": 0.8}
+TENSORS_LIMIT = 1.3
+_MILLION = 1e6
+
+
+def _own(rows: Sequence[Row], method: str) -> list[Row]:
+    return [row for row in measured(rows) if row["method"] == method]
+
+
+def _below(text: str, rows: Sequence[Row], key: str, limit: float) -> list[Target]:
+    """Return the target "median of ``key`` <= ``limit``"; none where nothing was measured."""
+    if not values(rows, key):
+        return []
+    return [Target(f"{text} <= {limit}", spread(rows, key), middle(rows, key) <= limit)]
+
+
+def _not_measured(rows: Sequence[Row]) -> list[list[str]]:
+    """Return (method, note) of methods that gave no numbers in at least one launch."""
+    found = {(str(row["method"]), str(row["note"])) for row in rows if row.get("note")}
+    return [list(pair) for pair in sorted(found)]
+
+
+def step(rows: Sequence[Row]) -> Summary:
+    """Return the table of steps: one line per method, fastest first."""
+    good = measured(rows)
+    by_method = groups(good, "method")
+    order = sorted(by_method, key=lambda key: middle(by_method[key], "ratio"))
+    lines = []
+    for key in order:
+        same = by_method[key]
+        lines.append(
+            [
+                str(key[0]),
+                spread(same, "ratio"),
+                f"{middle(same, 'step_ms'):.1f}",
+                spread(same, "peak_p"),
+                f"{middle(same, 'state_p'):.2f}",
+                f"{middle(same, 'sent_p'):.3f}",
+                str(len(same)),
+            ]
+        )
+    header = [
+        "method",
+        "ratio to all-reduce",
+        "ms",
+        "peak memory P",
+        "state P",
+        "sent P",
+        "launches",
+    ]
+    tables = [Table("Steps", header, lines)]
+    if _not_measured(rows):
+        tables.append(Table("Without numbers", ["method", "why"], _not_measured(rows)))
+    panels = [
+        Panel(
+            "time of a step, median and range of launches",
+            "in units of one flat all-reduce of the parameters",
+            bars={str(key[0]): values(by_method[key], "ratio") for key in order},
+            limit=ADAM_LIMIT,
+        ),
+        Panel(
+            "peak memory of a rank above its start",
+            "in units of the parameters' bytes P",
+            bars={str(key[0]): values(by_method[key], "peak_p") for key in order},
+            limit=PEAK_LIMIT,
+        ),
+    ]
+    shapes = ", ".join(
+        f"{name} ({numel / _MILLION:.2f} M fp32 parameters, {int(world)} ranks)"
+        for name, numel, world in groups(good, "shapes", "numel", "world_size")
+    )
+    method = (
+        f"{shapes}, gloo on loopback, one thread a rank. Ratio: median step over the median flat "
+        "all-reduce of as many floats in the same launch; median (min-max) of launches. Gradients "
+        "are separate tensors before the clock starts, except where the name says DDP, FSDP2 or "
+        "real backward: there forward and backward run inside it and the same pass without "
+        "optimizer or wrapper is subtracted. Peak memory counts parameters and gradients; set by "
+        "hand, gradients exist beside the buffer they are packed into, so memory as in training "
+        "is that of the rows with a real backward."
+    )
+    return Summary("Optimizer steps", method, tables, _step_targets(rows), panels)
+
+
+def _step_targets(rows: Sequence[Row]) -> list[Target]:
+    adam, lamb = _own(rows, "shardfuse adam"), _own(rows, "shardfuse lamb")
+    targets = _below("Adam, ratio", adam, "ratio", ADAM_LIMIT)
+    targets += _below("LAMB, ratio", lamb, "ratio", LAMB_LIMIT)
+    for family, mine in (("adam", adam), ("lamb", lamb)):
+        others = [
+            row
+            for row in measured(rows)
+            if row["family"] == family and not str(row["method"]).startswith("shardfuse")
+        ]
+        if not mine or not others:
+            continue
+        by_method = groups(others, "method")
+        best = min(by_method, key=lambda key: middle(by_method[key], "ratio"))
+        rival = middle(by_method[best], "ratio")
+        ours = middle(mine, "ratio")
+        text = f"{family}: ratio below that of every other, {best[0]} being the next"
+        targets.append(Target(text, f"{ours:.2f} against {rival:.2f}", ours < rival))
+    backward = _own(rows, "shardfuse adam, real backward")
+    targets += _below("Adam, peak memory in P (real backward)", backward, "peak_p", PEAK_LIMIT)
+    if adam and middle(adam, "sent_p") > 0:
+        world_size = float(adam[0]["world_size"])
+        due = 2 * (world_size - 1) / world_size
+        sent = middle(adam, "sent_p")
+        text = f"bytes a rank sends in a step, in P: 2 (W-1)/W = {due:.2f} within 1 %"
+        targets.append(Target(text, f"{sent:.4f}", abs(sent - due) <= 0.01 * due))
+    return targets
+
+
+def update(rows: Sequence[Row]) -> Summary:
+    """Return the table of updates on one rank: one line per optimizer, by rule."""
+    good = measured(rows)
+    by_method = groups(good, "family", "method")
+    order = sorted(by_method, key=lambda key: (key[0], middle(by_method[key], "step_ms")))
+    lines = [
+        [
+            str(key[1]),
+            spread(by_method[key], "step_ms"),
+            f"{middle(by_method[key], 'gb_per_s'):.1f}",
+            spread(by_method[key], "share"),
+            str(len(by_method[key])),
+        ]
+        for key in order
+    ]
+    header = ["update", "ms", "GB/s", "share of triad", "launches"]
+    tables = [Table("Updates", header, lines)]
+    if _not_measured(rows):
+        tables.append(Table("Without numbers", ["method", "why"], _not_measured(rows)))
+    targets = []
+    for family, limit in UPDATE_LIMITS.items():
+        mine = _own(rows, f"shardfuse {family}, compile")
+        if mine:
+            share = middle(mine, "share")
+            text = f"{family}: share of the triad bandwidth >= {limit}"
+            targets.append(Target(text, spread(mine, "share"), share >= limit))
+    mine, fused = _own(rows, "shardfuse adam, compile"), _own(rows, "torch Adam, fused")
+    if mine and fused:
+        pair = middle(mine, "share"), middle(fused, "share")
+        text = "adam: faster than torch.optim.Adam(fused=True), share of the triad"
+        targets.append(Target(text, f"{pair[0]:.2f} against {pair[1]:.2f}", pair[0] > pair[1]))
+    panel = Panel(
+        "rate of an update by the bytes that must move",
+        "share of the triad bandwidth",
+        bars={str(key[1]): values(by_method[key], "share") for key in order},
+        limit=1.0,
+    )
+    numel = ", ".join(f"{key[0] / _MILLION:.2f} M" for key in groups(good, "numel"))
+    method = (
+        f"{numel} fp32 elements in 64 tensors, one process, one thread (or one accelerator), "
+        f"gradients in place. Triad: {spread(good, 'triad_gb_per_s', 1)} GB/s, each update's share "
+        "by what alternated with it. Bytes per element: SGD with momentum 20, Adam and AdamW 28, "
+        "BertAdam 32 (its norm), LAMB 40. Median (min-max) of launches."
+    )
+    return Summary("Updates on one rank", method, tables, targets, [panel])
+
+
+def comm(rows: Sequence[Row]) -> Summary:
+    """Return a table of collectives per world size."""
+    good = measured(rows)
+    tables, panels = [], []
+    for (world,), same in sorted(groups(good, "world_size").items(), key=str):
+        largest = max(row["numel"] for row in same)
+        lines = []
+        for (name,), ours in groups(same, "collective").items():
+            by_size = groups(ours, "numel")
+            sizes = sorted(by_size)
+            cells = [spread(by_size[size], "ratio") for size in sizes]
+            last = by_size[sizes[-1]]
+            cells += [f"{middle(last, 'ms'):.1f}", f"{middle(last, 'sent_p'):.3f}"]
+            lines.append([str(name), *cells])
+        labels = [f"{key[0] / _MILLION:.2f} M" for key in sorted(groups(same, "numel"))]
+        header = ["collective", *labels, f"ms at {labels[-1]}", "sent P"]
+        tables.append(Table(f"{int(world)} ranks, ratio to all-reduce", header, lines))
+        at_largest = [row for row in same if row["numel"] == largest]
+        panels.append(
+            Panel(
+                f"{int(world)} ranks, {labels[-1]} floats",
+                "in units of one flat all-reduce",
+                bars={
+                    str(key[0]): values(found, "ratio")
+                    for key, found in groups(at_largest, "collective").items()
+                },
+                limit=1.0,
+            )
+        )
+    method = (
+        "fp32 on loopback, one thread a rank; ratio to gloo's all-reduce of the same size in the "
+        "same launch, median (min-max) of launches. Sent: bytes a rank writes to sockets, in units "
+        "of the whole buffer, counted by the kernel; what goes by other ways is not in it."
+    )
+    return Summary("Collectives", method, tables, panels=panels)
+
+
+def scaling(rows: Sequence[Row]) -> Summary:
+    """Return a table and a panel per axis."""
+    axes = {"world size": "world_size", "tensors": "tensors", "parameters": "numel"}
+    tables, panels, targets = [], [], []
+    for axis, column in axes.items():
+        same = [row for row in measured(rows) if row["axis"] == axis]
+        if not same:
+            continue
+        lines, curves = [], {}
+        for (method,), ours in groups(same, "method").items():
+            by_x = groups(ours, column)
+            curves[str(method)] = [(float(x), middle(by_x[x,], "step_ms")) for (x,) in by_x]
+            for (x,) in sorted(by_x):
+                found = by_x[x,]
+                per_million = middle(found, "step_ms") / (middle(found, "numel") / _MILLION)
+                cells = [spread(found, "step_ms"), f"{per_million:.2f}", spread(found, "ratio")]
+                lines.append([str(method), f"{int(x):,}", *cells, str(len(found))])
+            if axis == "tensors":
+                targets += _tensor_target(str(method), dict(curves[str(method)]))
+        header = ["method", axis, "ms", "ms per M parameters", "ratio to all-reduce", "launches"]
+        tables.append(Table(f"Over {axis}", header, lines))
+        panels.append(Panel(f"over {axis}", "ms per step", lines=curves, x_axis=axis))
+    method = (
+        "Axes are varied one at a time: ranks and tensors at equal bytes, parameters in 200 "
+        "tensors on two ranks. More ranks than cores share them. Median (min-max) of launches."
+    )
+    return Summary("Scaling of a step", method, tables, targets, panels)
+
+
+def _tensor_target(method: str, curve: dict[float, float]) -> list[Target]:
+    fewest, most = min(curve), max(curve)
+    if fewest == most:
+        return []
+    factor = curve[most] / curve[fewest]
+    text = f"{method}: {int(most):,} tensors within {TENSORS_LIMIT} x of {int(fewest):,}"
+    return [Target(text, f"{factor:.2f}", factor <= TENSORS_LIMIT)]

@@ -1,0 +1,122 @@
+"""Rows become tables: medians, targets met or missed, merging."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.bench import report, summaries
+from launch.bench.__main__ import main
+
+WHERE = {"date": "d", "commit": "c", "hardware": "h", "versions": "v", "command": "x"}
+
+
+def step_row(method: str, ratio: float, **other: Any) -> dict[str, Any]:
+    numbers = {
+        "family": "lamb" if "LAMB" in method or "lamb" in method else "adam",
+        "shapes": "bert-base",
+        "numel": 100,
+        "world_size": 2,
+        "note": "",
+        "step_ms": 10 * ratio,
+        "peak_p": 3.1,
+        "state_p": 1.0,
+        "sent_p": 1.0,
+    }
+    return {"method": method, "ratio": ratio, **numbers, **other, **WHERE}
+
+
+def met(summary: report.Summary) -> dict[str, bool]:
+    return {target.text: target.is_met for target in summary.targets}
+
+
+def test_median_and_spread_over_launches() -> None:
+    """A cell is the median of the launches, with their range."""
+    rows = [step_row("shardfuse adam", ratio) for ratio in (1.4, 1.1, 1.2)]
+    summary = summaries.step(rows)
+    assert summary.tables[0].rows[0][:2] == ["shardfuse adam", "1.20 (1.10-1.40)"]
+    assert met(summary)["Adam, ratio <= 1.2"]
+
+
+def test_targets_are_missed_where_a_peer_is_faster() -> None:
+    """Being ahead is measured against the fastest peer of the same rule."""
+    rows = [
+        step_row("shardfuse adam", 1.25),
+        step_row("shardfuse adam, real backward", 1.3, peak_p=3.3),
+        step_row("DDP", 1.1),
+        step_row("other", 5.0),
+        step_row("shardfuse lamb", 1.4),
+        step_row("replicated LAMB", 3.0),
+    ]
+    outcome = met(summaries.step(rows))
+    assert outcome == {
+        "Adam, ratio <= 1.2": False,
+        "LAMB, ratio <= 1.5": True,
+        "adam: ratio below that of every other, DDP being the next": False,
+        "lamb: ratio below that of every other, replicated LAMB being the next": True,
+        "Adam, peak memory in P (real backward) <= 3.2": False,
+        "bytes a rank sends in a step, in P: 2 (W-1)/W = 1.00 within 1 %": True,
+    }
+
+
+@pytest.mark.parametrize(("sent", "is_met"), [(1.005, True), (1.5, False), (0.5, False)])
+def test_bytes_sent_are_held_against_their_formula(sent: float, is_met: bool) -> None:
+    """More than 2 (W-1)/W P is missed, and so is less: it was not counted then."""
+    summary = summaries.step([step_row("shardfuse adam", 1.0, sent_p=sent)])
+    assert summary.targets[-1].is_met == is_met
+
+
+def test_update_targets_are_shares_of_the_triad() -> None:
+    """Adam needs 0.9 and to be faster than torch's fused one."""
+
+    def row(method: str, step_ms: float, share: float) -> dict[str, Any]:
+        numbers = {"numel": 100, "step_ms": step_ms, "share": share, "gb_per_s": 1.0}
+        return {"method": method, "family": "adam", "triad_gb_per_s": 30.0, **numbers}
+
+    rows = [row("shardfuse adam, compile", 2.0, 0.89), row("torch Adam, fused", 3.0, 0.6)]
+    assert list(met(summaries.update(rows)).values()) == [False, True]
+
+
+def test_tensor_target_compares_most_with_fewest() -> None:
+    """10,000 tensors against 10, whatever lies between."""
+
+    def row(tensors: int, step_ms: float) -> dict[str, Any]:
+        numbers = {"tensors": tensors, "numel": 1e6, "step_ms": step_ms, "ratio": 1.0}
+        return {"axis": "tensors", "method": "shardfuse adam", **numbers}
+
+    rows = [row(10, 10.0), row(1000, 50.0), row(10_000, 12.9)]
+    assert list(met(summaries.scaling(rows)).values()) == [True]
+    rows[-1] = row(10_000, 13.1)
+    assert list(met(summaries.scaling(rows)).values()) == [False]
+
+
+def test_csv_keeps_rows_of_different_columns(tmp_path: Path) -> None:
+    """A row without numbers has empty cells; provenance comes last and stays text."""
+    rows = [step_row("a", 1.5), {"method": "b", "note": "not installed", **WHERE, "commit": "123"}]
+    report.write_csv(tmp_path / "step.csv", rows)
+    back = report.read_csv(tmp_path / "step.csv")
+    assert back[0]["ratio"] == 1.5
+    assert back[1]["ratio"] == ""
+    assert back[1]["commit"] == "123"
+    assert list(back[0])[-len(WHERE) :] == list(WHERE)
+
+
+def test_report_is_written_from_the_csv_alone(tmp_path: Path) -> None:
+    """Tables come from all rows there are; what gave no numbers is listed with the reason."""
+    absent = {"method": "peer", "note": "not installed", **WHERE}
+    report.write_csv(tmp_path / "step.csv", [step_row("shardfuse adam", 1.0), absent])
+    assert main(["report", "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "step.md").read_text()
+    assert "| shardfuse adam | 1.00 |" in text
+    assert "| peer | not installed |" in text
+    assert (tmp_path / "step.png").exists()
+
+
+def test_rows_of_another_machine_are_not_merged() -> None:
+    """Appending to results of other hardware or versions is refused; another commit is not."""
+    report.check_mergeable([step_row("a", 1.0)], {**WHERE, "commit": "other"})
+    for key in ("hardware", "versions"):
+        with pytest.raises(ValueError, match=f"have {key}"):
+            report.check_mergeable([step_row("a", 1.0)], {**WHERE, key: "other"})
