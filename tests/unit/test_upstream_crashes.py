@@ -289,7 +289,7 @@ def test_3_9_bytes_on_each_rank(name: str) -> None:
 
 
 class Reads(TorchDispatchMode):
-    """Keeps the values that the host waits for."""
+    """Keeps the values that are read back to the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,8 +303,8 @@ class Reads(TorchDispatchMode):
 
 
 @every_optimizer
-def test_3_9_no_step_makes_the_host_wait(name: str) -> None:
-    """Nothing computed is read back, however many tensors there are; a rounded eps may be."""
+def test_3_9_no_step_reads_a_value_back(name: str) -> None:
+    """The host waits for no result, however many tensors there are; it may round its own eps."""
     twin = Twin(name, [(5,)] * 20, **({"use_global_grad_norm": True} if "Lamb" in name else {}))
     group = twin.optimizer.param_groups[0]
     eps = float(torch.tensor(group.get("eps", group.get("e", 0.0))))

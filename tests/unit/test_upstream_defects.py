@@ -141,6 +141,38 @@ def test_3_3_reallocated_parameters_are_an_error_and_can_be_taken_back(name: str
     twin.check()
 
 
+@pytest.mark.parametrize("swap", [False, True])
+def test_3_3_load_state_dict_with_assign(swap: bool) -> None:
+    """Where torch swaps the parameters' tensors step() says so, as with `.data =`.
+
+    Where it puts others into the model, which is its default, no optimizer follows them: not
+    torch.optim's either. They have to be built after that.
+    """
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizers = [
+        npu.NpuFusedSGD(model.parameters(), 0.5),
+        torch.optim.SGD(other.parameters(), 0.5),
+    ]
+    ones = {"weight": torch.ones(2, 3), "bias": torch.ones(2)}
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        for module in (model, other):
+            module.load_state_dict({k: v.clone() for k, v in ones.items()}, assign=True)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    for module in (model, other):
+        module(torch.ones(1, 3)).sum().backward()
+    if swap:
+        with pytest.raises(RuntimeError, match="re-allocated"):
+            optimizers[0].step()
+        optimizers[0].rebind()
+    for optimizer in optimizers:
+        optimizer.step()
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert torch.equal(mine.detach(), torch.full_like(mine, 0.5 if swap else 1.0))
+
+
 # 4. Parameters that have no gradient at first
 
 
