@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardfuse.optim import npu
+from shardfuse.optim import npu, paddle
 from tests.oracles import AdamOracle, BertAdamOracle, LambOracle
 from tests.runs import TOLERANCE, assert_bitwise, max_relative_error
 from tests.upstream import SHAPES, Twin, every_optimizer, noise
@@ -226,6 +226,28 @@ def test_3_5_fp16_lamb_with_tiny_gradients_moves() -> None:
         assert not torch.equal(param.detach(), before)
     master = optimizer.state_dict()["state"][0]["param"]
     assert max_relative_error([master], oracle.values(), [start]) < TOLERANCE
+
+
+def test_3_5_fp16_paddle_lamb_of_large_tensors_moves_in_every_step() -> None:
+    """Paddle's Lamb too: late and dropped gradients, and an update whose norm overflows fp16."""
+    params = [nn.Parameter(noise((n,), n).half()) for n in (70_000, 2000)]
+    oracle = LambOracle([{"params": params}], lr=0.1, weight_decay=0.01, variant="paddle")
+    optimizer = paddle.Lamb(0.1, lamb_weight_decay=0.01, parameters=params)
+    for step in range(6):
+        grads = [noise(p.shape, 10 * step + i).half() for i, p in enumerate(params)]
+        # The second is late, and dropped again in the last step.
+        given = [grads[0], grads[1] if 2 <= step < 5 else None]
+        optimizer.clear_grad()
+        for param, grad in zip(params, given, strict=True):
+            param.grad = grad
+        before = [p.detach().clone() for p in params]
+        optimizer.step()
+        oracle.step([given])
+        for param, old, grad in zip(params, before, given, strict=True):
+            assert torch.equal(param.detach(), old) == (grad is None)
+    for param, value in zip(params, oracle.values(), strict=True):
+        # The fp32 master rounded once; the smallest positive fp16 number is 6e-8.
+        torch.testing.assert_close(param.detach().double(), value, rtol=2.0**-11, atol=1e-6)
 
 
 def fp16_adam(params: list[nn.Parameter], options: dict[str, Any]) -> tuple[Any, AdamOracle]:
