@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -40,16 +40,18 @@ class FlatGrads:
     params: Sequence[Tensor]
     specs: Sequence[ParamSpec]
     fragments: Mapping[int, Sequence[Fragment]]  # this rank's, by bucket
+    starts: list[int] = field(default_factory=list)
     views: list[Tensor] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
     retained: ShardArena | None = None  # reduced shards, when they must outlive one bucket
     missing: set[int] = field(default_factory=set)  # params with no gradient on this rank
-    outside: deque[int] = field(default_factory=deque)  # positions whose slots flush() is to fill
+    outside: list[int] = field(default_factory=list)  # positions whose slots flush() is to fill
     cleared: dict[int, Tensor] = field(default_factory=dict)  # -0.0 since zero(), by position
 
     def __post_init__(self) -> None:
         self.views = [self.buffer.view(i, spec) for i, spec in enumerate(self.specs)]
         self.addresses = [view.data_ptr() for view in self.views]
+        self.starts = [slot.start for slot in self.flat.slots]
 
     @property
     def flat(self) -> Flat:
@@ -90,7 +92,7 @@ class FlatGrads:
             RuntimeError: a gradient is sparse.
         """
         self.missing.clear()
-        self.outside.clear()
+        self.outside = []
         for position, param in enumerate(self.params):
             grad = param.grad
             if grad is not None and grad.layout != torch.strided:
@@ -108,14 +110,19 @@ class FlatGrads:
 
         By and by, because what has just been copied is sent out of the cache.
         """
-        while self.outside:
-            position = self.outside[0]
-            if stop is not None and self.flat.slots[position].start >= stop:
-                break
-            self.outside.popleft()
-            grad = self.params[position].grad
-            view = self.view(position)
-            view.fill_(-0.0) if grad is None else view.copy_(grad)
+        end = len(self.params) if stop is None else bisect_left(self.starts, stop)
+        count = bisect_left(self.outside, end)
+        now, self.outside = self.outside[:count], self.outside[count:]
+        views, grads = [], []
+        for position in now:
+            grad, view = self.params[position].grad, self.view(position)
+            if grad is None:
+                view.fill_(-0.0)
+            else:
+                views.append(view)
+                grads.append(grad)
+        if views:
+            torch._foreach_copy_(views, grads)  # one call: there may be thousands
 
     def adopt(self) -> None:
         """Make every gradient a view of the buffer, where flush() has brought its values."""
