@@ -89,6 +89,10 @@ class Updater:
             coefficient: () scales the mean gradient, on top of the rule's own clipping.
             found_inf, grad_scale: see [Note: gradient scalers] in scaling.py; where any rank found
                 a non-finite gradient, nothing is changed.
+
+        Raises:
+            RuntimeError: on all ranks, where their loss scales differ and gradients were clipped
+                without being unscaled.
         """
         scaled = agree_on_step(self._comm, found_inf, grad_scale)
         if scaled.skip:
@@ -97,6 +101,12 @@ class Updater:
         if scaled.inverse is not None and scaled.is_equal:
             coefficient = scaled.inverse if coefficient is None else coefficient * scaled.inverse
         elif scaled.inverse is not None:
+            if self._grads.is_reduced:
+                raise RuntimeError(
+                    "The ranks have different loss scales, and clip_grad_norm() has added up "
+                    "gradients that are still scaled by them. Call scaler.unscale_(optimizer) "
+                    "before it, or use shardfuse.ShardedGradScaler, which keeps one scale."
+                )
             self._grads.multiply(scaled.inverse)
         scales = self._scales(coefficient)
         if isinstance(self._rule, NormRule):

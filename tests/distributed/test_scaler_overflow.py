@@ -290,3 +290,24 @@ def test_static_scale(cls: Any, scaler_class: Any, run: Any) -> None:
         for ours, theirs in zip(result["states"], reference["states"], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     assert reference["overflow"] is None
+
+
+def clip_under_other_scales() -> str:
+    params, optimizer = build()
+    scaler = GradScaler("cpu", init_scale=8.0 * (1 + dist.get_rank()))
+    backward(params, scaler, {})
+    before = [param.detach().clone() for param in params.values()]
+    optimizer.clip_grad_norm(1.0)
+    try:
+        scaler.step(optimizer)
+    except RuntimeError as error:
+        unchanged = zip(params.values(), before, strict=True)
+        assert all(torch.equal(param, value) for param, value in unchanged)
+        return str(error)
+    return "no error"
+
+
+def test_clipping_gradients_of_different_scales_is_refused() -> None:
+    """Sums of gradients that each rank scaled by its own factor are not stepped with, anywhere."""
+    for message in run_threads(2, clip_under_other_scales):
+        assert "different loss scales" in message
