@@ -72,6 +72,7 @@ class Job:
     steps: int = 10
     kind: GradKind = "floats"
     how: str = "name"  # or "instance" or "callable"
+    overflow_at: int | None = None  # the step in which the last rank has an infinite gradient
     entries: tuple[Entry, ...] = ENTRIES
 
     @property
@@ -179,12 +180,20 @@ def train(job: Job, engine: Any, first: int = 0, last: int | None = None) -> Non
     for step in range(first, job.steps if last is None else last):
         for micro in range(job.gas):
             number = step * job.gas + micro
-            engine.backward(engine(rank_grads(job.kind, world_size, rank, number, job.entries)))
+            grads = list(rank_grads(job.kind, world_size, rank, number, job.entries))
+            if step == job.overflow_at and rank == world_size - 1:
+                grads[0] = torch.full_like(grads[0], math.inf)  # type: ignore[arg-type]
+            engine.backward(engine(grads))
             engine.step()
 
 
 def masters(job: Job, engine: Any, model: Weights) -> list[Tensor]:
-    """Return the fp32 values of all parameters, from the masters where there are any."""
+    """Return the fp32 values of all parameters, from the masters where there are any.
+
+    DeepSpeed's way to them, get_full_hp_param, does not know of round_robin_gradients.
+    """
+    if job.mode in ("fp32", "autocast"):
+        return [p.detach().clone() for p in model.members]
     if job.stage == 0:
         optimizer = engine.optimizer
         optimizer.consolidate_state_dict(to=None)

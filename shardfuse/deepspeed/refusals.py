@@ -62,6 +62,9 @@ def _any_stage(engine: Any) -> Iterator[Refusal]:
 def _at_stage(engine: Any, stage: int) -> Iterator[Refusal]:
     model_dtype, accumulation_dtype = engine.get_data_types()
     offload = engine.zero_offload_optimizer()
+    offload_to = (
+        "none" if offload is None else str(getattr(offload.device, "value", offload.device))
+    )
     autocast_fp16 = engine.torch_autocast_enabled() and (
         engine.torch_autocast_dtype() == torch.float16
     )
@@ -86,13 +89,13 @@ def _at_stage(engine: Any, stage: int) -> Iterator[Refusal]:
             'Remove "gradient_allreduce_op", or set it to "mean".',
         )
         yield (
-            offload is not None and str(offload.device.value) != "none",
+            offload_to != "none",
             "shardfuse keeps its shards where the parameters are",
             'Remove "offload_optimizer", or set "zero_optimization": {"stage": 1} or 2.',
         )
         return
     yield (
-        offload is not None and str(offload.device.value) == "nvme",
+        offload_to == "nvme",
         "states on NVMe are read by DeepSpeed's own optimizers alone",
         'Set "offload_optimizer": {"device": "cpu"}.',
     )
