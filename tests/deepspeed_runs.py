@@ -137,7 +137,7 @@ class Weights(torch.nn.Module):
         return [{"params": first}, {"params": second, "lr": 0.02, "weight_decay": 0.2}]
 
 
-def start_deepspeed() -> Any:
+def start_deepspeed(*, registered: bool = True) -> Any:
     """Return the deepspeed module, quiet, on the process group that exists, on the CPU."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
@@ -151,7 +151,8 @@ def start_deepspeed() -> Any:
     accelerator.is_fp16_supported = lambda: True
     import shardfuse.deepspeed
 
-    assert shardfuse.deepspeed.is_registered()
+    if registered:
+        shardfuse.deepspeed.register()
     return deepspeed
 
 
@@ -171,6 +172,17 @@ def build(job: Job, **kwargs: Any) -> tuple[Any, Weights]:
     engine, *_ = deepspeed.initialize(
         model=model, config=job.config(dist.get_world_size()), **kwargs
     )
+    return engine, model
+
+
+def build_unregistered(job: Job) -> tuple[Any, Weights]:
+    """Return (engine, model) of an instance given to DeepSpeed without the plug-in."""
+    import shardfuse
+
+    deepspeed = start_deepspeed(registered=False)
+    model = Weights(job.entries)
+    optimizer = getattr(shardfuse, job.name)(model.groups(), **job.options)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=job.config())
     return engine, model
 
 
