@@ -73,6 +73,8 @@ class Job:
     kind: GradKind = "floats"
     how: str = "name"  # or "instance" or "callable"
     overflow_at: int | None = None  # the step in which the last rank has an infinite gradient
+    alike: bool = False  # all ranks have the same gradients, however many they are
+    shift: float = 0.0  # added to all parameters before they are trained
     entries: tuple[Entry, ...] = ENTRIES
 
     @property
@@ -162,6 +164,9 @@ def build(job: Job, **kwargs: Any) -> tuple[Any, Weights]:
 
     deepspeed = start_deepspeed()
     model = Weights(job.entries)
+    with torch.no_grad():
+        for param in model.members:
+            param += job.shift
     if job.how == "name":
         kwargs["model_parameters"] = model.groups()
     elif job.how == "callable":
@@ -192,7 +197,8 @@ def train(job: Job, engine: Any, first: int = 0, last: int | None = None) -> Non
     for step in range(first, job.steps if last is None else last):
         for micro in range(job.gas):
             number = step * job.gas + micro
-            grads = list(rank_grads(job.kind, world_size, rank, number, job.entries))
+            ranks = (1, 0) if job.alike else (world_size, rank)
+            grads = list(rank_grads(job.kind, *ranks, number, job.entries))
             if step == job.overflow_at and rank == world_size - 1:
                 grads[0] = torch.full_like(grads[0], math.inf)  # type: ignore[arg-type]
             engine.backward(engine(grads))
