@@ -78,6 +78,7 @@ class EngineBridge:
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Clip as ``gradient_clipping`` says, by the norm of the mean gradient."""
         engine = self._engine()
+        self._in_checkpoint = False  # also where loading one failed half-way
         max_norm = 0.0 if engine is None else float(engine.gradient_clipping())
         optimizer._global_grad_norm = None
         # With clipping on, the engine has undone a loss scale before it comes here.

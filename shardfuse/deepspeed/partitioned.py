@@ -229,8 +229,8 @@ def hand_over(optimizer: ShardedOptimizer) -> None:
             f"This {type(optimizer).__name__} was stepped already. Pass a fresh one to "
             "deepspeed.initialize(), and load its state through engine.load_checkpoint()."
         )
-    for name in ("_flats", "_grads", "_gather", "_updater", "_overflows"):
-        del optimizer.__dict__[name]
+    for name in ("_flats", "_grads", "_gather", "_updater", "_overflows", "_buffers"):
+        optimizer.__dict__.pop(name, None)
     optimizer.__class__ = partitioned_class(type(optimizer))
     assert isinstance(optimizer, Partitioned)
     optimizer._start(list(layout.specs))
