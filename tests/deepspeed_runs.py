@@ -238,6 +238,7 @@ def run(job: Job) -> dict[str, Any]:
         "norm": None if norm is None else float(norm),
         "skipped": engine.skipped_steps,
         "lr": engine.get_lr(),
+        "ratios": getattr(engine.basic_optimizer, "trust_ratios", dict)(),
     }
     engine.destroy()
     return result

@@ -51,15 +51,16 @@ def classes() -> dict[str, type[ShardedOptimizer]]:
     return found
 
 
-def register(*, replace_lamb: bool = False) -> bool:
+def register(*, replace_lamb: bool | None = None) -> bool:
     """Let DeepSpeed find shardfuse's optimizers by name. Called by importing shardfuse.deepspeed.
 
-    Calling it again only changes ``replace_lamb``. DeepSpeed looks for names in torch.optim, which
+    Calling it again changes nothing but ``replace_lamb``, if given. DeepSpeed looks for names in torch.optim, which
     gets them as attributes.
 
     Args:
         replace_lamb: also take over ``{"type": "Lamb"}`` and instances of DeepSpeed's FusedLamb, by
-            ShardedLamb with ``variant="deepspeed"``: the same formula with exact trust ratios.
+            ShardedLamb with ``variant="deepspeed"``: the same formula with exact trust ratios. None
+            leaves it as it is, which at first is not to.
 
     Returns:
         Whether DeepSpeed is installed; if not, nothing is done.
@@ -70,11 +71,12 @@ def register(*, replace_lamb: bool = False) -> bool:
     """
     global _active
     if _active is not None:
-        _active.options.replace_lamb = replace_lamb
+        if replace_lamb is not None:
+            _active.options.replace_lamb = replace_lamb
         return True
     if peer.version() is None:
         return False
-    active = _Registration(peer.engine_class(), drive.Options(replace_lamb))
+    active = _Registration(peer.engine_class(), drive.Options(bool(replace_lamb)))
     for name, cls in active.classes.items():
         if getattr(torch.optim, name, cls) is not cls:
             raise RuntimeError(

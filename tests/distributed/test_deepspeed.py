@@ -74,6 +74,21 @@ def test_lamb_is_exact_per_tensor(
             assert math.isclose(result["norm"], expected, rel_tol=1e-5)
 
 
+def test_trust_ratios_are_named_and_the_same_at_every_stage(
+    lamb: Sequence[tuple[Job, list[dict[str, Any]]]],
+) -> None:
+    """trust_ratios() tells of every tensor by its name in the model, on every rank."""
+    of_variant: dict[str, list[dict[str, float]]] = {}
+    for job, results in lamb[: 3 * len(VARIANTS)]:
+        of_variant.setdefault(str(job.params["variant"]), []).extend(r["ratios"] for r in results)
+    for variant, found in of_variant.items():
+        assert len(found) == 3 * runs.WORLD
+        assert "head.LayerNorm.bias" in found[0]
+        assert (found[0]["head.LayerNorm.bias"] == 1.0) == (variant == "google")
+        for ratios in found[1:]:
+            assert ratios == pytest.approx(found[0], rel=1e-4)
+
+
 def deepspeeds_own_lamb(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """Run `{"type": "Lamb"}` by DeepSpeed's FusedLamb, then by ours, from the same JSON."""
     deepspeed = runs.start_deepspeed()

@@ -28,7 +28,7 @@ CELLS = {
         mode=mode,
         clip=0.5,
         gas=2,
-        steps=10,
+        steps=5,
         kind="floats" if mode == "fp32" else "integers",
     )
     for stage in STAGES
@@ -75,7 +75,7 @@ def results() -> dict[tuple[int, str, str], list[dict[str, Any]]]:
 def test_the_table_is_true(
     results: dict[tuple[int, str, str], list[dict[str, Any]]], key: tuple[int, str, str]
 ) -> None:
-    """10 steps, two groups, accumulation over 2, clipping: within the bound of fp64, or refused."""
+    """5 steps, two groups, accumulation over 2, clipping: within the bound of fp64, or refused."""
     job, cell = CELLS[key], stated()[key]
     for result in results[key]:
         if cell == REFUSED:
