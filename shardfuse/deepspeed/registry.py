@@ -54,8 +54,8 @@ def classes() -> dict[str, type[ShardedOptimizer]]:
 def register(*, replace_lamb: bool | None = None) -> bool:
     """Let DeepSpeed find shardfuse's optimizers by name. Called by importing shardfuse.deepspeed.
 
-    Calling it again changes nothing but ``replace_lamb``, if given. DeepSpeed looks for names in torch.optim, which
-    gets them as attributes.
+    Calling it again changes nothing but ``replace_lamb``, if given. DeepSpeed looks for names in
+    torch.optim, which gets them as attributes.
 
     Args:
         replace_lamb: also take over ``{"type": "Lamb"}`` and instances of DeepSpeed's FusedLamb, by
