@@ -51,6 +51,11 @@ def configure(active: Registration, engine: Any, client_optimizer: Any, params: 
         # As DeepSpeed would do. An optimizer and the callable that gave it are handled alike.
         client = client(params)
     if active.options.replace_lamb and client is not None and peer.is_fused_lamb(client):
+        if getattr(engine.client_lr_scheduler, "optimizer", None) is client:
+            raise ValueError(
+                "The lr_scheduler was made for the FusedLamb that ShardedLamb replaces, and would "
+                "go on to change that. Pass a callable: lr_scheduler=lambda optimizer: ..."
+            )
         groups, options = from_fused_lamb(client)
         plan = _Plan(engine, ShardedLamb, groups, options)
     elif isinstance(client, ShardedOptimizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from typing import Any
 
@@ -13,6 +14,8 @@ from shardfuse.comm import communicator_for
 from shardfuse.deepspeed.partition_step import PartitionStep, Segment
 from shardfuse.deepspeed.partitioned import Partitioned
 from shardfuse.optim.rules import ElementwiseRule, NormRule
+
+logger = logging.getLogger("shardfuse")
 
 
 def bind(zero: Any, optimizer: Partitioned) -> None:
@@ -46,6 +49,7 @@ def bind(zero: Any, optimizer: Partitioned) -> None:
             kernel=optimizer._config.kernel,
         )
         optimizer.bind(flat, step, positions)
+        _check_map(members, segments, number)
     optimizer._params = []  # the optimizer is to hold nothing but its partitions
 
 
@@ -81,6 +85,23 @@ def _segments(zero: Any, number: int, rank: int, policies: list[str]) -> list[Se
         if stop > start:
             segments.append(Segment(position, start - first, stop - start, policies[position]))
     return segments
+
+
+def _check_map(members: list[Tensor], segments: list[Segment], number: int) -> None:
+    """Say where DeepSpeed's own map of tensors, used for universal checkpoints, is another.
+
+    In 0.19.8 it is, under round_robin_gradients: the map goes by the order of registration.
+    """
+    for segment in segments:
+        mapping = getattr(members[segment.param], "_hp_mapping", None)
+        address = None if mapping is None else mapping.get_hp_fragment_address()
+        if address is None or (address.start, address.numel) != (segment.start, segment.numel):
+            logger.warning(
+                "Checkpoints of this run must not be made universal: DeepSpeed's map of group %d "
+                "names other tensors than lie in the partition. Remove round_robin_gradients.",
+                number,
+            )
+            return
 
 
 def _global_norm(zero_ref: weakref.ref[Any]) -> Tensor:

@@ -32,11 +32,12 @@ ENGINE_METHODS = {
     "is_deepcompile_enabled": "the compile block",
     "zero_compute_grad_norm": "whether stages 1 and 2 take the norm of all gradients",
     "use_node_local_storage": "whether one rank of every node writes checkpoints",
-    "load_universal_checkpoint": "whether checkpoints are universal ones",
+    "load_universal_checkpoint": "whether checkpoints to load are universal ones",
 }
 """Methods of DeepSpeedEngine."""
 
 ENGINE_ATTRIBUTES = {
+    "client_lr_scheduler": "the lr_scheduler given to initialize()",
     "param_names": "{parameter: name in the model}",
     "has_moe_layers": "mixture of experts",
     "pipeline_parallelism": "a PipelineModule",

@@ -84,6 +84,13 @@ def _at_stage(engine: Any, stage: int) -> Iterator[Refusal]:
             '"optimizer": {"params": {"sharding": {"grad_sync_dtype": "float32"}}} says so.',
         )
         yield (
+            engine.load_universal_checkpoint(),
+            "DeepSpeed loads universal checkpoints at stages 1 and 2 only, and at stage 0 neither "
+            "them nor the model",
+            'Remove "checkpoint": {"load_universal": true}: what is saved at stage 0 loads at any '
+            "number of ranks as it is.",
+        )
+        yield (
             not engine.gradient_average,
             "gradients are to be summed, and shardfuse takes their mean",
             'Remove "gradient_allreduce_op", or set it to "mean".',

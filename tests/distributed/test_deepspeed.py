@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -106,6 +107,10 @@ def deepspeeds_own_lamb(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     instance = deepspeed.ops.lamb.FusedLamb(model.groups(), **jobs[0].options)
     config = {**jobs[0].config(), "zero_allow_untested_optimizer": False}
     del config["optimizer"]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(instance, lambda step: 1.0)
+    with pytest.raises(ValueError, match="lr_scheduler=lambda optimizer"):
+        deepspeed.initialize(model=model, optimizer=instance, lr_scheduler=scheduler, config=config)
+    del scheduler
     engine, *_ = deepspeed.initialize(model=model, optimizer=instance, config=config)
     runs.train(jobs[0], engine)
     given = {
@@ -180,6 +185,25 @@ def test_options_of_zero(
     job, results = options[name, stage]
     for result in results:
         assert error_of(job, result) < 1e-5
+
+
+def messages_of_bind(job: Job) -> list[str]:
+    """Return what the plug-in logs while it builds."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardfuse").addHandler(handler)
+    runs.build(job)
+    return messages
+
+
+@pytest.mark.parametrize("name", ["round robin", "overlap"])
+def test_a_wrong_map_of_deepspeeds_is_told(name: str) -> None:
+    """Universal checkpoints go by a map that round robin makes wrong: a warning, on every rank."""
+    job = Job(stage=1, zero=ZERO_OPTIONS[name])
+    for messages in run_procs(runs.WORLD, messages_of_bind, job, timeout=TIMEOUT):
+        told = any("must not be made universal" in message for message in messages)
+        assert told == (name == "round robin")
 
 
 def count_traffic(job: Job) -> tuple[list[tuple[str, int]], int, int]:

@@ -157,6 +157,28 @@ def test_client_instances() -> None:
             assert error(job, result["values"], runs.reference(job)) < 1e-5
 
 
+def train_with_empty_group(jobs: Sequence[Job]) -> list[list[Tensor]]:
+    """Return the values of each job; a group without parameters comes before its others."""
+    found = []
+    for job in jobs:
+        deepspeed = runs.start_deepspeed()
+        model = runs.Weights(job.entries)
+        groups = [{"params": [], "lr": 9.0}, *model.groups()]
+        config = job.config(dist.get_world_size())
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+        runs.train(job, engine)
+        found.append(runs.masters(job, engine, model))
+    return found
+
+
+def test_empty_groups_are_left_out() -> None:
+    """As DeepSpeed leaves them out: the others keep their own rates."""
+    jobs = [Job(stage=stage, steps=3) for stage in (0, 1)]
+    for results in run_procs(runs.WORLD, train_with_empty_group, jobs, timeout=TIMEOUT):
+        for job, values in zip(jobs, results, strict=True):
+            assert error(job, values, runs.reference(job)) < 1e-5
+
+
 def attempt(action: Callable[[], Any]) -> str:
     """Return the error of an action, or that there was none."""
     try:
@@ -257,6 +279,10 @@ REFUSED = {
         "compute_grad_norm",
     ),
     "offload at stage 0": (Job(zero={"offload_optimizer": {"device": "cpu"}}), "offload_optimizer"),
+    "universal at stage 0": (
+        Job(extra={"checkpoint": {"load_universal": True}}),
+        'Remove "checkpoint"',
+    ),
     "out of range": (Job(params={"lr": -1.0}), "Invalid learning rate"),
     "out of range at stage 2": (Job(stage=2, params={"lr": -1.0}), "Invalid learning rate"),
     "names of tensors": (Job(name="shardedlamb"), "not a supported DeepSpeed Optimizer"),
