@@ -251,8 +251,10 @@ def run_all(jobs: Sequence[Job]) -> list[dict[str, Any]]:
 
 def step_grads(job: Job, step: int) -> list[Tensor | None]:
     """Return the fp64 mean gradient of a step before clipping."""
+    world_size = 1 if job.alike else WORLD
     columns = [
-        mean_grads(job.kind, WORLD, step * job.gas + micro, job.entries) for micro in range(job.gas)
+        mean_grads(job.kind, world_size, step * job.gas + micro, job.entries)
+        for micro in range(job.gas)
     ]
     means: list[Tensor | None] = []
     for column in zip(*columns, strict=True):

@@ -187,6 +187,22 @@ def test_options_of_zero(
         assert error_of(job, result) < 1e-5
 
 
+# Three ranks and four elements a group: partitions of padding alone, and of a part of a tensor.
+TINY = (runs.Entry("a.weight", (3,)), runs.Entry("b.bias", (1,)), runs.Entry("c", (1,), group=1))
+
+
+def test_partitions_that_hold_nothing() -> None:
+    """Ranks without a tensor of a group take part in its norms all the same."""
+    jobs = [
+        Job(name=name, stage=stage, entries=TINY, alike=True, steps=3)
+        for name in ("ShardedLamb", "ShardedAdamW")
+        for stage in (0, 1, 2)
+    ]
+    for results in run_procs(3, runs.run_all, jobs, timeout=TIMEOUT):
+        for job, result in zip(jobs, results, strict=True):
+            assert error_of(job, result) < 1e-5
+
+
 def messages_of_bind(job: Job) -> list[str]:
     """Return what the plug-in logs while it builds."""
     messages: list[str] = []
