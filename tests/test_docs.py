@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ["README.md", "shardfuse/README.md", "launch/bert/README.md"]
+DOCUMENTS = [
+    "README.md",
+    "shardfuse/README.md",
+    "launch/bert/README.md",
+    "launch/deepspeed/README.md",
+]
 
 
 def code_blocks(document: str, language: str) -> list[str]:

@@ -1,0 +1,135 @@
+"""Stage 0: what DeepSpeed's engine asks of an optimizer that shards by itself.
+
+The engine finds what it needs by name on the optimizer, or on itself, so that both get attributes:
+
+    get_grads_for_reduction()       gradients the engine is to all-reduce: none
+    overflow                        whether all ranks skipped the last step
+    _global_grad_norm               before clipping, of the last step
+    checkpoint_event_*, state_dict  on all ranks; one writes what rank 0 returned
+    load_state_dict                 on all ranks, with that dict
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from shardfuse.optim import ShardedOptimizer
+from shardfuse.scaling import ShardedGradScaler
+
+
+class EngineBridge:
+    """Connects one engine and one optimizer; holds neither alive.
+
+    Raises:
+        ValueError: the optimizer is driven by another engine.
+    """
+
+    def __init__(self, engine: Any, optimizer: ShardedOptimizer) -> None:
+        if "overflow" in optimizer.__dict__:
+            raise ValueError(
+                f"This {type(optimizer).__name__} is driven by another DeepSpeed engine. Build a "
+                "new one for this engine."
+            )
+        self._engine = weakref.ref(engine)
+        self._optimizer = weakref.ref(optimizer)
+        self._in_checkpoint = False
+
+    def attach(self) -> None:
+        """Put the attributes where the engine looks for them."""
+        engine, optimizer = self._engine(), self._optimizer()
+        assert engine is not None
+        assert optimizer is not None
+        attributes: dict[str, Any] = {
+            "overflow": False,
+            "_global_grad_norm": None,
+            "checkpoint_event_prologue": self._begin_checkpoint,
+            "checkpoint_event_epilogue": self._end_checkpoint,
+            "state_dict": self._state_dict,
+            "load_state_dict": self._load_state_dict,
+        }
+        if not optimizer._config.grads_are_reduced:
+            attributes["get_grads_for_reduction"] = self._get_grads_for_reduction
+        optimizer.__dict__.update(attributes)
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        # The engine would clip p.grad, which is this rank's gradient and not the mean.
+        engine.__dict__["clip_fp32_gradients"] = lambda: None
+        scaler = engine.torch_autocast_z0_gradscaler
+        if scaler is not None:
+            # The plain scaler of each rank would see the overflows of that rank alone.
+            device = optimizer._device.type
+            engine.torch_autocast_z0_gradscaler = ShardedGradScaler(
+                device,
+                init_scale=scaler.get_scale(),
+                process_group=optimizer._config.process_group,
+            )
+
+    def _get_grads_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        """Return (dense gradients, those of experts) for the engine to all-reduce: none.
+
+        step() reduces them, each bucket by one reduce-scatter.
+        """
+        return [], {}
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Clip as ``gradient_clipping`` says, by the norm of the mean gradient."""
+        engine = self._engine()
+        self._in_checkpoint = False  # also where loading one failed half-way
+        max_norm = 0.0 if engine is None else float(engine.gradient_clipping())
+        optimizer._global_grad_norm = None
+        # With clipping on, the engine has undone a loss scale before it comes here.
+        if max_norm > 0:
+            optimizer._global_grad_norm = optimizer.clip_grad_norm(max_norm)
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Note whether the step was skipped; the sharded scaler gave all ranks the same answer."""
+        found = optimizer.__dict__.get("found_inf")
+        optimizer.overflow = found is not None and bool(found > 0)
+        if optimizer.overflow:
+            optimizer._global_grad_norm = float("inf")
+
+    def _begin_checkpoint(self) -> None:
+        self._in_checkpoint = True
+
+    def _end_checkpoint(self) -> None:
+        self._in_checkpoint = False
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer._consolidated = None  # a full copy of the states, written by now
+
+    def _state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict; collective while the engine saves a checkpoint.
+
+        Then every rank calls it, and ranks that write nothing get a dict without states. At other
+        times it is ShardedOptimizer.state_dict(), which never communicates.
+        """
+        engine, optimizer = self._engine(), self._optimizer()
+        assert optimizer is not None
+        kind = type(optimizer)
+        if not self._in_checkpoint or engine is None:
+            return kind.state_dict(optimizer)
+        if optimizer._consolidated is None:
+            everywhere = bool(engine.use_node_local_storage())
+            optimizer.consolidate_state_dict(to=None if everywhere else 0)
+        if optimizer._consolidated is None:
+            return {"state": {}, "param_groups": []}
+        return kind.state_dict(optimizer)
+
+    def _load_state_dict(
+        self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True
+    ) -> None:
+        """Load what _state_dict() gave on rank 0, at any world size."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        if not load_optimizer_states:
+            return
+        if "param_groups" not in state_dict:
+            raise ValueError(
+                "The checkpoint's optimizer is a wrapper of DeepSpeed's, not shardfuse at stage 0. "
+                "Load it with load_optimizer_states=False to take the model alone."
+            )
+        type(optimizer).load_state_dict(optimizer, state_dict)

@@ -1,0 +1,234 @@
+"""From DeepSpeed's configuration to an optimizer that its engine can drive.
+
+[Note: where the stage is known] DeepSpeed calls ``getattr(torch.optim, name)(params, **options)``:
+that call does not tell the ZeRO stage, the dtype or gradient_clipping, and later is too late,
+because by then ShardedLamb has moved the parameters into its buffers. The plug-in therefore goes
+around ``DeepSpeedEngine._configure_optimizer``, the one method that has the engine and its whole
+configuration, the optimizer before it is built, and the wrapper after. Nothing else is patched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardfuse.deepspeed import partitions, peer, refusals
+from shardfuse.deepspeed.bridge import EngineBridge
+from shardfuse.deepspeed.lamb import from_fused_lamb, from_lamb_options
+from shardfuse.deepspeed.partitioned import Partitioned, hand_over, partitioned_class
+from shardfuse.optim import ShardedLamb, ShardedOptimizer
+
+
+@dataclass
+class Options:
+    """What register() was told."""
+
+    replace_lamb: bool
+
+
+class Registration(Protocol):
+    """What drive needs of the registry."""
+
+    original: Callable[[Any, Any, Any], None]
+    options: Options
+    classes: dict[str, type[ShardedOptimizer]]
+
+
+def configure(active: Registration, engine: Any, client_optimizer: Any, params: Any) -> None:
+    """Stand in for ``DeepSpeedEngine._configure_optimizer``.
+
+    Raises:
+        ValueError: the configuration cannot work with shardfuse's optimizer.
+        RuntimeError: DeepSpeed's insides are not those expected.
+    """
+    client = client_optimizer
+    if client is not None and not isinstance(client, torch.optim.Optimizer):
+        # As DeepSpeed would do. An optimizer and the callable that gave it are handled alike.
+        client = client(params)
+    if active.options.replace_lamb and client is not None and peer.is_fused_lamb(client):
+        if getattr(engine.client_lr_scheduler, "optimizer", None) is client:
+            raise ValueError(
+                "The lr_scheduler was made for the FusedLamb that ShardedLamb replaces, and would "
+                "go on to change that. Pass a callable: lr_scheduler=lambda optimizer: ..."
+            )
+        groups, options = from_fused_lamb(client)
+        plan = _Plan(engine, ShardedLamb, groups, options)
+    elif isinstance(client, ShardedOptimizer):
+        plan = _Plan(engine, type(client), client.param_groups, {}, client)
+    elif client is None and (found := _by_name(active, engine)) is not None:
+        plan = _Plan(engine, found[0], params, found[1])
+    else:
+        original_client = client if client is None or client_optimizer is client else _give(client)
+        active.original(engine, original_client, params)
+        return
+    peer.probe(engine, "DeepSpeedEngine", peer.ENGINE_ATTRIBUTES)
+    refusals.check(engine, plan.cls.__name__)
+    if engine.zero_optimization_stage() == 0:
+        plan.run_at_stage_0(active)
+    else:
+        plan.run_on_partitions(active)
+
+
+def _give(client: Any) -> Callable[[Any], Any]:
+    """Return a callable that gives an optimizer that was built already."""
+    return lambda params: client
+
+
+def _by_name(
+    active: Registration, engine: Any
+) -> tuple[type[ShardedOptimizer], dict[str, Any]] | None:
+    """Return (class, options) of the optimizer that the JSON names; None if it is not ours."""
+    name, options = engine.optimizer_name(), dict(engine.optimizer_params() or {})
+    if active.options.replace_lamb and name == "lamb":
+        return ShardedLamb, from_lamb_options(options)
+    cls = active.classes.get(name)
+    if cls is None:
+        return None
+    if "max_grad_norm" in options:
+        raise ValueError(
+            f'"max_grad_norm" in the params of {name}: DeepSpeed takes it away. Write '
+            '"gradient_clipping" for the norm of all gradients, or "clip_grad_norm" for the '
+            "max_grad_norm of the optimizer itself."
+        )
+    if "clip_grad_norm" in options:
+        options["max_grad_norm"] = options.pop("clip_grad_norm")
+    return cls, options
+
+
+class _Plan:
+    """How one engine gets its optimizer.
+
+    Args:
+        engine: the engine, configured as far as its optimizer.
+        cls: class of the optimizer.
+        params: parameters or group dicts, as given to DeepSpeed.
+        options: arguments of ``cls`` besides.
+        instance: the optimizer itself, where the user has built it.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        cls: type[ShardedOptimizer],
+        params: Any,
+        options: Mapping[str, Any],
+        instance: ShardedOptimizer | None = None,
+    ) -> None:
+        self._engine = engine
+        self.cls = cls
+        self._params = params
+        self._options = options
+        self._instance = instance
+
+    def run_at_stage_0(self, active: Registration) -> None:
+        """Let shardfuse shard, and the engine drive it."""
+        engine, optimizer = self._engine, self._instance
+        if optimizer is None:
+            optimizer = self._build(self.cls)
+        else:
+            _rebind(optimizer)
+        # No wrapper: those of the bf16 block would hand out copies of the parameters.
+        overrides = {
+            "_configure_basic_optimizer": lambda params: optimizer,
+            "_do_optimizer_sanity_check": lambda basic: None,
+        }
+        bridge = EngineBridge(engine, optimizer)
+        with _overridden(engine, overrides):
+            active.original(engine, self._instance, self._params)
+        bridge.attach()
+
+    def run_on_partitions(self, active: Registration) -> None:
+        """Let DeepSpeed shard, and run our rule on its partitions."""
+        engine, zero = self._engine, peer.zero_class()
+        optimizer = self._instance
+        if optimizer is None:
+            optimizer = self._build(partitioned_class(self.cls))
+        else:
+            hand_over(optimizer)
+        assert isinstance(optimizer, Partitioned)
+        refusals.check_rule(optimizer._rule, engine, self.cls.__name__)
+        supported = peer.supported_optimizers()
+        supported.append(type(optimizer))
+        try:
+            overrides = {"_configure_basic_optimizer": lambda params: optimizer}
+            with _overridden(engine, overrides):
+                active.original(engine, self._instance, self._params)
+        finally:
+            supported.remove(type(optimizer))
+        wrapper = engine.optimizer
+        if type(wrapper) is not zero:
+            raise ValueError(
+                f"shardfuse's {self.cls.__name__} was wrapped by {type(wrapper).__name__}, whose "
+                'partitions it cannot read. Set "zero_optimization": {"stage": 1} or 2 with no '
+                "further options, and see the list in shardfuse's README."
+            )
+        peer.probe(wrapper, zero.__name__, peer.ZERO_ATTRIBUTES)
+        partitions.bind(wrapper, optimizer)
+
+    def _build(self, cls: type[Any]) -> ShardedOptimizer:
+        groups = _named(_groups(self._params), self._engine.param_names)
+        built: ShardedOptimizer = cls(groups, **self._options)
+        return built
+
+
+def _groups(params: Any) -> list[dict[str, Any]]:
+    """Return group dicts without empty ones, which DeepSpeed would take out later."""
+    entries = list(params)
+    if not entries or not isinstance(entries[0], dict):
+        entries = [{"params": entries}]
+    groups = [{**group, "params": list(group["params"])} for group in entries]
+    return [group for group in groups if group["params"]]
+
+
+def _named(
+    groups: list[dict[str, Any]], names: Mapping[Tensor, str]
+) -> Sequence[Mapping[str, Any]]:
+    """Return the groups with (name, parameter) pairs, if the model has names for all of them."""
+    members = [param for group in groups for param in group["params"]]
+    if not all(isinstance(param, Tensor) and param in names for param in members):
+        return groups
+    return [
+        {
+            **{key: value for key, value in group.items() if key != "param_names"},
+            "params": [(names[param], param) for param in group["params"]],
+        }
+        for group in groups
+    ]
+
+
+def _rebind(optimizer: ShardedOptimizer) -> None:
+    """Take back parameters that the engine has moved since the user built ``optimizer``.
+
+    Raises:
+        ValueError: they have another dtype or device now, or a group is empty.
+    """
+    if any(not group["params"] for group in optimizer.param_groups):
+        raise ValueError(
+            f"{type(optimizer).__name__} has a parameter group without parameters, which "
+            "DeepSpeed removes. Build it without that group."
+        )
+    try:
+        optimizer.rebind()
+    except TypeError as error:
+        raise ValueError(
+            f"DeepSpeed has moved or cast the model after {type(optimizer).__name__} was built: "
+            f"{error} Move and cast the model first, or give DeepSpeed the optimizer by its name "
+            'in "optimizer", or pass a callable: optimizer=lambda params: ...'
+        ) from error
+
+
+@contextmanager
+def _overridden(owner: Any, overrides: Mapping[str, Any]) -> Iterator[None]:
+    """Shadow methods of one object for a while."""
+    for name, value in overrides.items():
+        owner.__dict__[name] = value
+    try:
+        yield
+    finally:
+        for name in overrides:
+            del owner.__dict__[name]

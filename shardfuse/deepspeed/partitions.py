@@ -1,0 +1,114 @@
+"""Reads where tensors lie in the partitions of DeepSpeed's ZeRO stages 1 and 2."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfuse.comm import communicator_for
+from shardfuse.deepspeed.partition_step import PartitionStep, Segment
+from shardfuse.deepspeed.partitioned import Partitioned
+from shardfuse.optim.rules import ElementwiseRule, NormRule
+
+logger = logging.getLogger("shardfuse")
+
+
+def bind(zero: Any, optimizer: Partitioned) -> None:
+    """Tell ``optimizer`` of every partition that ``zero`` has put in its groups.
+
+    Args:
+        zero: DeepSpeed's optimizer of stage 1 or 2, which wraps ``optimizer``.
+
+    Raises:
+        RuntimeError: the partitions are not what zero's tables say.
+    """
+    rule = optimizer._rule
+    assert isinstance(rule, ElementwiseRule | NormRule)  # check_rule() refuses the others
+    index_of = {param: index for index, param in enumerate(optimizer._params)}
+    norm = functools.partial(_global_norm, weakref.ref(zero))
+    for number, flat in enumerate(zero.single_partition_of_fp32_groups):
+        members = zero.round_robin_bit16_groups[number]
+        positions = [index_of[param] for param in members]
+        policies = [optimizer.layout.specs[position].policy for position in positions]
+        whole = zero.bit16_groups_flat[number]
+        comm = communicator_for(zero.real_dp_process_group[number], whole.device)
+        segments = _segments(zero, number, comm.rank, policies)
+        step = PartitionStep(
+            rule,
+            flat,
+            segments,
+            policies=policies,
+            comm=comm,
+            comm_device=whole.device,
+            global_norm=norm,
+            kernel=optimizer._config.kernel,
+        )
+        optimizer.bind(flat, step, positions)
+        _check_map(members, segments, number)
+    optimizer._params = []  # the optimizer is to hold nothing but its partitions
+
+
+def _segments(zero: Any, number: int, rank: int, policies: list[str]) -> list[Segment]:
+    """Return the segments of rank's partition of group ``number``."""
+    whole, size = zero.bit16_groups_flat[number], zero.partition_size[number]
+    flat = zero.single_partition_of_fp32_groups[number]
+    if flat.dtype != torch.float32 or flat.numel() != size or not flat.is_contiguous():
+        raise RuntimeError(
+            f"DeepSpeed's partition of group {number} is {tuple(flat.shape)} {flat.dtype}, not "
+            f"({size},) torch.float32. Remove bf16_master_weights_and_grads and "
+            "fp16_master_weights_and_grads."
+        )
+    first, last = rank * size, (rank + 1) * size
+    segments = []
+    end = 0
+    for position, (param, offset) in enumerate(
+        zip(
+            zero.round_robin_bit16_groups[number],
+            zero.round_robin_bit16_offsets[number],
+            strict=True,
+        )
+    ):
+        address = whole.data_ptr() + offset * whole.element_size()
+        if param.numel() and (param.data_ptr() != address or offset < end):
+            raise RuntimeError(
+                f"Parameter {position} of group {number} does not lie where DeepSpeed's "
+                "round_robin_bit16_offsets say, so that its norm cannot be told. Report this with "
+                "the DeepSpeed version."
+            )
+        end = offset + param.numel()
+        start, stop = max(offset, first), min(end, last)
+        if stop > start:
+            segments.append(Segment(position, start - first, stop - start, policies[position]))
+    return segments
+
+
+def _check_map(members: list[Tensor], segments: list[Segment], number: int) -> None:
+    """Say where DeepSpeed's own map of tensors, used for universal checkpoints, is another.
+
+    In 0.19.8 it is, under round_robin_gradients: the map goes by the order of registration.
+    """
+    for segment in segments:
+        mapping = getattr(members[segment.param], "_hp_mapping", None)
+        address = None if mapping is None else mapping.get_hp_fragment_address()
+        if address is None or (address.start, address.numel) != (segment.start, segment.numel):
+            logger.warning(
+                "Checkpoints of this run must not be made universal: DeepSpeed's map of group %d "
+                "names other tensors than lie in the partition. Remove round_robin_gradients.",
+                number,
+            )
+            return
+
+
+def _global_norm(zero_ref: weakref.ref[Any]) -> Tensor:
+    """Return the norm () of all gradients as they are in step(): DeepSpeed has clipped them."""
+    zero = zero_ref()
+    assert zero is not None
+    norm = torch.as_tensor(zero._global_grad_norm, dtype=torch.float32)
+    if zero.clip_grad > 0:
+        norm = norm / ((norm + 1e-6) / zero.clip_grad).clamp(min=1.0)
+    return norm

@@ -1,0 +1,129 @@
+"""The only importer of DeepSpeed, and the list of its private parts that the plug-in leans on.
+
+Each name below was read in the sources of the releases in CHECKED_VERSIONS and is looked for before
+it is used: where one is missing, the error says so, and nothing runs half connected.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from typing import Any
+
+CHECKED_VERSIONS = ("0.19.8",)
+
+ENGINE_METHODS = {
+    "_configure_optimizer": "builds the optimizer and wraps it; the plug-in goes around it",
+    "_configure_basic_optimizer": "builds the optimizer that the JSON names",
+    "_do_optimizer_sanity_check": "picks the wrapper; at stage 0 the plug-in wants none",
+    "allreduce_gradients": "calls the optimizer's get_grads_for_reduction at stage 0",
+    "clip_fp32_gradients": "clips p.grad before step() at stage 0; shardfuse clips by itself",
+    "optimizer_name": "name in the JSON",
+    "optimizer_params": "params in the JSON",
+    "zero_optimization_stage": "0 to 3",
+    "gradient_clipping": "1.0 by default since 0.19.3",
+    "fp16_enabled": "the fp16 block",
+    "bfloat16_enabled": "the bf16 block",
+    "get_data_types": "dtypes of the model and of gradient accumulation",
+    "torch_autocast_enabled": "the torch_autocast block",
+    "torch_autocast_dtype": "its dtype",
+    "zero_offload_optimizer": "the offload_optimizer block",
+    "zenflow_config": "the zenflow block",
+    "is_deepcompile_enabled": "the compile block",
+    "zero_compute_grad_norm": "whether stages 1 and 2 take the norm of all gradients",
+    "use_node_local_storage": "whether one rank of every node writes checkpoints",
+    "load_universal_checkpoint": "whether checkpoints to load are universal ones",
+}
+"""Methods of DeepSpeedEngine."""
+
+ENGINE_ATTRIBUTES = {
+    "client_lr_scheduler": "the lr_scheduler given to initialize()",
+    "param_names": "{parameter: name in the model}",
+    "has_moe_layers": "mixture of experts",
+    "pipeline_parallelism": "a PipelineModule",
+    "mp_world_size": "ranks that a tensor is split over",
+    "sequence_parallel_size": "ranks that a sequence is split over",
+    "gradient_average": "mean, not sum, over ranks",
+    "torch_autocast_z0_gradscaler": "the loss scaler of stage 0 under fp16 autocast",
+}
+"""Attributes of a DeepSpeedEngine by the time it builds its optimizer."""
+
+ZERO_ATTRIBUTES = {
+    "optimizer": "the wrapped optimizer",
+    "single_partition_of_fp32_groups": "this rank's flat fp32 partition of each group",
+    "bit16_groups_flat": "all ranks' partitions of each group, the model's own memory",
+    "round_robin_bit16_groups": "the parameters of each group, in flat order",
+    "round_robin_bit16_offsets": "where each starts in the flat",
+    "partition_size": "elements of a partition of each group",
+    "real_dp_process_group": "the ranks that each group is partitioned over",
+    "clip_grad": "bound of the gradient norm",
+    "_global_grad_norm": "norm of all gradients before clipping, loss scale undone",
+}
+"""Attributes of the optimizer of ZeRO stages 1 and 2."""
+
+
+def version() -> str | None:
+    """Return DeepSpeed's version; None where it is not installed, without importing it."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return None
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as version_of
+
+    try:
+        return version_of("deepspeed")
+    except PackageNotFoundError:
+        return "of unknown version"
+
+
+def engine_class() -> Any:
+    """Return DeepSpeedEngine, after looking for every method of ENGINE_METHODS."""
+    from deepspeed.runtime.engine import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        DeepSpeedEngine,
+    )
+
+    probe(DeepSpeedEngine, "DeepSpeedEngine", ENGINE_METHODS)
+    return DeepSpeedEngine
+
+
+def zero_class() -> Any:
+    """Return the optimizer of ZeRO stages 1 and 2."""
+    from deepspeed.runtime.zero.stage_1_and_2 import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        DeepSpeedZeroOptimizer,
+    )
+
+    return DeepSpeedZeroOptimizer
+
+
+def supported_optimizers() -> list[type]:
+    """Return the list of classes that ZeRO takes without zero_allow_untested_optimizer."""
+    from deepspeed.runtime.zero import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        utils,
+    )
+
+    probe(utils, "deepspeed.runtime.zero.utils", ["ZERO_SUPPORTED_OPTIMIZERS"])
+    found: list[type] = utils.ZERO_SUPPORTED_OPTIMIZERS
+    return found
+
+
+def is_fused_lamb(optimizer: Any) -> bool:
+    """Return whether ``optimizer`` is an instance of DeepSpeed's FusedLamb."""
+    from deepspeed.ops.lamb import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        FusedLamb,
+    )
+
+    return isinstance(optimizer, FusedLamb)
+
+
+def probe(owner: Any, name: str, attributes: Iterable[str]) -> None:
+    """Raise unless ``owner`` has every one of ``attributes``.
+
+    Raises:
+        RuntimeError: this DeepSpeed has other insides.
+    """
+    missing = [attribute for attribute in attributes if not hasattr(owner, attribute)]
+    if missing:
+        raise RuntimeError(
+            f"DeepSpeed {version()} has no {name}.{missing[0]}, which shardfuse.deepspeed leans "
+            f"on. It was checked with deepspeed {', '.join(CHECKED_VERSIONS)}: install that, or "
+            "call shardfuse.deepspeed.unregister() to use DeepSpeed without shardfuse."
+        )

@@ -1,0 +1,145 @@
+"""What a DeepSpeed configuration may not ask for, and the line of it to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from shardfuse.optim.rules import NormRule, RowRule
+
+Refusal = tuple[bool, str, str]
+"""Whether it holds, the reason, and the remedy."""
+
+
+def check(engine: Any, name: str) -> None:
+    """Raise unless the configuration of ``engine`` works with the optimizer ``name``.
+
+    The configuration is the same on all ranks, and so is the error.
+
+    Raises:
+        ValueError: it does not; the text says why and what to change.
+    """
+    stage = engine.zero_optimization_stage()
+    for applies, reason, remedy in (*_any_stage(engine), *_at_stage(engine, stage)):
+        if applies:
+            raise ValueError(
+                f"shardfuse's {name} cannot be driven by this DeepSpeed configuration: {reason}. "
+                f"{remedy}"
+            )
+
+
+def _any_stage(engine: Any) -> Iterator[Refusal]:
+    yield (
+        engine.zero_optimization_stage() > 2,
+        "at ZeRO stage 3 the parameters themselves are cut up, and no rank sees a whole tensor",
+        'Set "zero_optimization": {"stage": 2}, or 1 or 0.',
+    )
+    yield (
+        bool(engine.has_moe_layers),
+        "experts are reduced over other ranks than the rest of the model",
+        "Use one of DeepSpeed's own optimizers for models with experts.",
+    )
+    yield (
+        bool(engine.pipeline_parallelism),
+        "norms over the stages of a pipeline are not implemented",
+        "Pass the model itself in place of a PipelineModule.",
+    )
+    yield (
+        engine.mp_world_size > 1 or engine.sequence_parallel_size > 1,
+        "norms of tensors that are split over ranks, and sums over parts of a sequence, are not "
+        "implemented",
+        'Leave out mpu, "tensor_parallel" and "sequence_parallel_size".',
+    )
+    yield (
+        bool(engine.zenflow_config()) or bool(engine.is_deepcompile_enabled()),
+        "zenflow and DeepCompile update the parameters by themselves",
+        'Remove "zero_optimization": {"zenflow": ...} and "compile": {"deepcompile": true}.',
+    )
+
+
+def _at_stage(engine: Any, stage: int) -> Iterator[Refusal]:
+    model_dtype, accumulation_dtype = engine.get_data_types()
+    offload = engine.zero_offload_optimizer()
+    offload_to = (
+        "none" if offload is None else str(getattr(offload.device, "value", offload.device))
+    )
+    autocast_fp16 = engine.torch_autocast_enabled() and (
+        engine.torch_autocast_dtype() == torch.float16
+    )
+    mixed = model_dtype != accumulation_dtype
+    if stage == 0:
+        yield (
+            engine.fp16_enabled(),
+            "at stage 0 DeepSpeed's fp16 block wraps the optimizer and gives it copies of the "
+            "parameters, so that the model itself would not move",
+            'Remove "fp16" and set "torch_autocast": {"enabled": true, "dtype": "float16"}, or '
+            'keep it and set "zero_optimization": {"stage": 1} or 2.',
+        )
+        yield (
+            mixed,
+            f"gradients accumulate in {accumulation_dtype}, parameters are {model_dtype}",
+            'Remove "data_types": {"grad_accum_dtype": ...}: shardfuse sums in fp32 if '
+            '"optimizer": {"params": {"sharding": {"grad_sync_dtype": "float32"}}} says so.',
+        )
+        yield (
+            engine.load_universal_checkpoint(),
+            "DeepSpeed loads universal checkpoints at stages 1 and 2 only, and at stage 0 neither "
+            "them nor the model",
+            'Remove "checkpoint": {"load_universal": true}: what is saved at stage 0 loads at any '
+            "number of ranks as it is.",
+        )
+        yield (
+            not engine.gradient_average,
+            "gradients are to be summed, and shardfuse takes their mean",
+            'Remove "gradient_allreduce_op", or set it to "mean".',
+        )
+        yield (
+            offload_to != "none",
+            "shardfuse keeps its shards where the parameters are",
+            'Remove "offload_optimizer", or set "zero_optimization": {"stage": 1} or 2.',
+        )
+        return
+    yield (
+        offload_to == "nvme",
+        "states on NVMe are read by DeepSpeed's own optimizers alone",
+        'Set "offload_optimizer": {"device": "cpu"}.',
+    )
+    yield (
+        offload is not None and bool(getattr(offload, "super_offload", False)),
+        "super_offload runs DeepSpeed's own Adam",
+        'Remove "super_offload".',
+    )
+    yield (
+        autocast_fp16,
+        "under fp16 autocast DeepSpeed clips gradients before it undoes the loss scale, and each "
+        "rank's scaler sees the overflows of its own partition",
+        'Use "fp16": {"enabled": true} in place of "torch_autocast", or its dtype "bfloat16", or '
+        '"zero_optimization": {"stage": 0}.',
+    )
+    yield (
+        stage == 1 and model_dtype == torch.bfloat16 and mixed,
+        "bf16 with fp32 accumulation at stage 1 is another wrapper of DeepSpeed's "
+        "(BF16_Optimizer), whose partitions shardfuse does not read",
+        'Set "zero_optimization": {"stage": 2}, or remove "data_types".',
+    )
+
+
+def check_rule(rule: Any, engine: Any, name: str) -> None:
+    """Raise unless ``rule`` can run on flat partitions that DeepSpeed makes.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if isinstance(rule, RowRule):
+        raise ValueError(
+            f"{name} needs sums over rows of tensors, which a partition of DeepSpeed's cuts "
+            'anywhere. Set "zero_optimization": {"stage": 0}.'
+        )
+    needs_norm = isinstance(rule, NormRule) and getattr(rule, "use_global_grad_norm", False)
+    if needs_norm and not engine.zero_compute_grad_norm():
+        raise ValueError(
+            f"{name} with use_global_grad_norm clips by the norm that DeepSpeed takes of all "
+            'gradients. Remove "zero_optimization": {"compute_grad_norm": false}.'
+        )

@@ -1,0 +1,112 @@
+"""Names that DeepSpeed finds, and the one method of its engine that the plug-in goes around."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+
+from shardfuse.deepspeed import drive, peer
+from shardfuse.optim import (
+    ShardedAdam,
+    ShardedAdamW,
+    ShardedBertAdam,
+    ShardedLamb,
+    ShardedOptimizer,
+    ShardedSGD,
+)
+
+_NPU_MODULE = "shardfuse.optim.npu"
+_NPU_NAMES = ("NpuFusedSGD", "NpuFusedAdam", "NpuFusedAdamW", "NpuFusedBertAdam", "NpuFusedLamb")
+
+
+class _Registration:
+    """What was put where, so that it can be taken back."""
+
+    def __init__(self, engine: Any, options: drive.Options) -> None:
+        self.engine = engine
+        self.original = engine._configure_optimizer
+        self.options = options
+        self.classes = classes()
+
+
+_active: _Registration | None = None
+
+
+def classes() -> dict[str, type[ShardedOptimizer]]:
+    """Return {name in the JSON: class}."""
+    ours: list[type[ShardedOptimizer]] = [
+        ShardedSGD,
+        ShardedAdam,
+        ShardedAdamW,
+        ShardedBertAdam,
+        ShardedLamb,
+    ]
+    found = {cls.__name__: cls for cls in ours}
+    if importlib.util.find_spec(_NPU_MODULE) is not None:
+        module = importlib.import_module(_NPU_MODULE)
+        found.update({name: getattr(module, name) for name in _NPU_NAMES if hasattr(module, name)})
+    return found
+
+
+def register(*, replace_lamb: bool | None = None) -> bool:
+    """Let DeepSpeed find shardfuse's optimizers by name. Called by importing shardfuse.deepspeed.
+
+    Calling it again changes nothing but ``replace_lamb``, if given. DeepSpeed looks for names in
+    torch.optim, which gets them as attributes.
+
+    Args:
+        replace_lamb: also take over ``{"type": "Lamb"}`` and instances of DeepSpeed's FusedLamb, by
+            ShardedLamb with ``variant="deepspeed"``: the same formula with exact trust ratios. None
+            leaves it as it is, which at first is not to.
+
+    Returns:
+        Whether DeepSpeed is installed; if not, nothing is done.
+
+    Raises:
+        RuntimeError: DeepSpeed's insides are other than those the plug-in was written for, or
+            torch.optim has another optimizer of one of the names.
+    """
+    global _active
+    if _active is not None:
+        if replace_lamb is not None:
+            _active.options.replace_lamb = replace_lamb
+        return True
+    if peer.version() is None:
+        return False
+    active = _Registration(peer.engine_class(), drive.Options(bool(replace_lamb)))
+    for name, cls in active.classes.items():
+        if getattr(torch.optim, name, cls) is not cls:
+            raise RuntimeError(
+                f"torch.optim.{name} is not shardfuse's: something else has taken the name. Import "
+                "shardfuse.deepspeed first, or remove the other."
+            )
+
+    @functools.wraps(active.original)
+    def configure(engine: Any, client_optimizer: Any, model_parameters: Any) -> None:
+        drive.configure(active, engine, client_optimizer, model_parameters)
+
+    for name, cls in active.classes.items():
+        setattr(torch.optim, name, cls)
+    active.engine._configure_optimizer = configure
+    _active = active
+    return True
+
+
+def unregister() -> None:
+    """Undo register(); engines that exist already keep running."""
+    global _active
+    if _active is None:
+        return
+    _active.engine._configure_optimizer = _active.original
+    for name, cls in _active.classes.items():
+        if getattr(torch.optim, name, None) is cls:
+            delattr(torch.optim, name)
+    _active = None
+
+
+def is_registered() -> bool:
+    """Return whether DeepSpeed finds shardfuse's optimizers."""
+    return _active is not None

@@ -1,0 +1,168 @@
+"""engine.save_checkpoint and load_checkpoint: what is in the files, and how training goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import deepspeed_runs as runs
+from tests.deepspeed_runs import Job
+from tests.harness import run_procs
+from tests.runs import assert_bitwise, max_relative_error
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
+)
+
+TIMEOUT = 200.0
+SAVED_AT = 4
+END = 8
+
+SCHEDULE = {
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 0.05}}
+}
+
+
+def job_of(name: str, stage: int, mode: str) -> Job:
+    """Return a job that is the same at every world size."""
+    return Job(
+        name=name,
+        stage=stage,
+        mode=mode,
+        steps=END,
+        kind="integers",
+        alike=True,
+        clip=0.5,
+        extra=SCHEDULE,
+    )
+
+
+JOBS = {
+    f"{name}-{stage}-{mode}": job_of(name, stage, mode)
+    for name in ("ShardedLamb", "ShardedAdamW", "ShardedSGD")
+    for stage in (0, 1, 2)
+    for mode in ("fp32", "bf16")
+}
+
+
+def save(folder: str) -> dict[str, list[Tensor]]:
+    """Save every job in the middle of its training; return the values at the end of it."""
+    found = {}
+    for key, job in JOBS.items():
+        engine, model = runs.build(job)
+        runs.train(job, engine, 0, SAVED_AT)
+        engine.save_checkpoint(f"{folder}/{key}", tag="middle")
+        runs.train(job, engine, SAVED_AT, END)
+        found[key] = runs.masters(job, engine, model)
+    return found
+
+
+def resume(folder: str, keys: Sequence[str], universal: bool) -> dict[str, Any]:
+    """Load every job into other weights and train to the end; return values, or the error."""
+    found: dict[str, Any] = {}
+    for key in keys:
+        job = dataclasses.replace(JOBS[key], shift=1.0)
+        if universal:
+            extra = {**job.extra, "checkpoint": {"load_universal": True}}
+            job = dataclasses.replace(job, extra=extra)
+        engine, model = runs.build(job)
+        try:
+            path, _ = engine.load_checkpoint(
+                f"{folder}/{key}", tag="universal" if universal else "middle"
+            )
+        except Exception as error:
+            found[key] = f"{type(error).__name__}: {error}"
+            continue
+        assert path is not None
+        assert engine.global_steps == SAVED_AT
+        runs.train(job, engine, SAVED_AT, END)
+        found[key] = runs.masters(job, engine, model)
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, list[Tensor]]]:
+    folder = str(tmp_path_factory.mktemp("deepspeed"))
+    first, second = run_procs(runs.WORLD, save, folder, timeout=TIMEOUT)
+    for key in JOBS:
+        assert_bitwise(first[key], second[key])
+    return folder, first
+
+
+def start_of(key: str) -> list[Tensor]:
+    return [param.detach() for param in runs.Weights(JOBS[key].entries).members]
+
+
+Saved = tuple[str, dict[str, list[Tensor]]]
+
+
+@pytest.mark.parametrize("key", [key for key, job in JOBS.items() if job.stage == 0])
+def test_what_rank_0_writes_at_stage_0_is_whole(saved: Saved, key: str) -> None:
+    """The one file holds the full state of every trained parameter, of all ranks' shards."""
+    job = JOBS[key]
+    path = Path(saved[0]) / key / "middle" / "mp_rank_00_model_states.pt"
+    optimizer = torch.load(path, weights_only=False)["optimizer"]
+    names = {"ShardedSGD": ["momentum_buffer"]}.get(job.name, ["exp_avg", "exp_avg_sq"])
+    names += ["param"] if job.mode == "bf16" else []
+    trained = [entry for entry in job.entries if entry.role == "used"]
+    assert len(optimizer["state"]) == len(trained)
+    shapes = sorted(tuple(state[names[0]].shape) for state in optimizer["state"].values())
+    assert shapes == sorted(entry.shape for entry in trained)
+    for state in optimizer["state"].values():
+        assert all(bool(state[name].any()) for name in names)
+    assert not list((Path(saved[0]) / key / "middle").glob("*zero_pp_rank*"))
+
+
+def test_load_at_the_same_world_size(saved: Saved) -> None:
+    """Save at 2 ranks, load at 2: bitwise as if training had not stopped, at every stage."""
+    folder, expected = saved
+    for found in run_procs(2, resume, folder, list(JOBS), False, timeout=TIMEOUT):
+        for key in JOBS:
+            assert isinstance(found[key], list), (key, found[key])
+            assert_bitwise(found[key], expected[key])
+
+
+def test_load_at_another_world_size(saved: Saved) -> None:
+    """Save at 2 ranks, load at 3: at stage 0 training goes on; at 1 and 2 DeepSpeed says no."""
+    folder, expected = saved
+    for found in run_procs(3, resume, folder, list(JOBS), False, timeout=TIMEOUT):
+        for key, job in JOBS.items():
+            if job.stage > 0:
+                assert "DP world size of 2" in found[key]
+                continue
+            assert isinstance(found[key], list), (key, found[key])
+            assert max_relative_error(found[key], expected[key], start_of(key)) < 1e-6
+
+
+def test_universal_checkpoints(saved: Saved) -> None:
+    """Save at 2 ranks at stage 1 or 2, convert, load at 3 and at 2, go on."""
+    folder, expected = saved
+    keys = ["ShardedLamb-1-fp32", "ShardedLamb-2-bf16"]
+    for key in keys:
+        path = Path(folder) / key
+        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+        command += ["--input_folder", str(path / "middle")]
+        command += ["--output_folder", str(path / "universal"), "--inject_missing_state"]
+        command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+        result = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=TIMEOUT
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+    for world_size in (2, 3):
+        for found in run_procs(world_size, resume, folder, keys, True, timeout=TIMEOUT):
+            for key in keys:
+                assert isinstance(found[key], list), found[key]
+                # DeepSpeed leaves parameters that are not trained out of universal checkpoints.
+                trained = [i for i, e in enumerate(JOBS[key].entries) if e.role == "used"]
+                lists = (found[key], expected[key], start_of(key))
+                error = max_relative_error(*([values[i] for i in trained] for values in lists))
+                assert error < 1e-6
