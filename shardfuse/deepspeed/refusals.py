@@ -22,7 +22,8 @@ def check(engine: Any, name: str) -> None:
         ValueError: it does not; the text says why and what to change.
     """
     stage = engine.zero_optimization_stage()
-    for applies, reason, remedy in (*_any_stage(engine), *_at_stage(engine, stage)):
+    at_stage = _at_stage_0(engine) if stage == 0 else _on_partitions(engine)
+    for applies, reason, remedy in (*_any_stage(engine), *at_stage):
         if applies:
             raise ValueError(
                 f"shardfuse's {name} cannot be driven by this DeepSpeed configuration: {reason}. "
@@ -59,50 +60,53 @@ def _any_stage(engine: Any) -> Iterator[Refusal]:
     )
 
 
-def _at_stage(engine: Any, stage: int) -> Iterator[Refusal]:
+def _offload_to(engine: Any) -> str:
+    offload = engine.zero_offload_optimizer()
+    return "none" if offload is None else str(getattr(offload.device, "value", offload.device))
+
+
+def _at_stage_0(engine: Any) -> Iterator[Refusal]:
+    model_dtype, accumulation_dtype = engine.get_data_types()
+    yield (
+        engine.fp16_enabled(),
+        "at stage 0 DeepSpeed's fp16 block wraps the optimizer and gives it copies of the "
+        "parameters, so that the model itself would not move",
+        'Remove "fp16" and set "torch_autocast": {"enabled": true, "dtype": "float16"}, or '
+        'keep it and set "zero_optimization": {"stage": 1} or 2.',
+    )
+    yield (
+        model_dtype != accumulation_dtype,
+        f"gradients accumulate in {accumulation_dtype}, parameters are {model_dtype}",
+        'Remove "data_types": {"grad_accum_dtype": ...}: shardfuse sums in fp32 if '
+        '"optimizer": {"params": {"sharding": {"grad_sync_dtype": "float32"}}} says so.',
+    )
+    yield (
+        engine.load_universal_checkpoint(),
+        "DeepSpeed loads universal checkpoints at stages 1 and 2 only, and at stage 0 neither "
+        "them nor the model",
+        'Remove "checkpoint": {"load_universal": true}: what is saved at stage 0 loads at any '
+        "number of ranks as it is.",
+    )
+    yield (
+        not engine.gradient_average,
+        "gradients are to be summed, and shardfuse takes their mean",
+        'Remove "gradient_allreduce_op", or set it to "mean".',
+    )
+    yield (
+        _offload_to(engine) != "none",
+        "shardfuse keeps its shards where the parameters are",
+        'Remove "offload_optimizer", or set "zero_optimization": {"stage": 1} or 2.',
+    )
+
+
+def _on_partitions(engine: Any) -> Iterator[Refusal]:
     model_dtype, accumulation_dtype = engine.get_data_types()
     offload = engine.zero_offload_optimizer()
-    offload_to = (
-        "none" if offload is None else str(getattr(offload.device, "value", offload.device))
-    )
     autocast_fp16 = engine.torch_autocast_enabled() and (
         engine.torch_autocast_dtype() == torch.float16
     )
-    mixed = model_dtype != accumulation_dtype
-    if stage == 0:
-        yield (
-            engine.fp16_enabled(),
-            "at stage 0 DeepSpeed's fp16 block wraps the optimizer and gives it copies of the "
-            "parameters, so that the model itself would not move",
-            'Remove "fp16" and set "torch_autocast": {"enabled": true, "dtype": "float16"}, or '
-            'keep it and set "zero_optimization": {"stage": 1} or 2.',
-        )
-        yield (
-            mixed,
-            f"gradients accumulate in {accumulation_dtype}, parameters are {model_dtype}",
-            'Remove "data_types": {"grad_accum_dtype": ...}: shardfuse sums in fp32 if '
-            '"optimizer": {"params": {"sharding": {"grad_sync_dtype": "float32"}}} says so.',
-        )
-        yield (
-            engine.load_universal_checkpoint(),
-            "DeepSpeed loads universal checkpoints at stages 1 and 2 only, and at stage 0 neither "
-            "them nor the model",
-            'Remove "checkpoint": {"load_universal": true}: what is saved at stage 0 loads at any '
-            "number of ranks as it is.",
-        )
-        yield (
-            not engine.gradient_average,
-            "gradients are to be summed, and shardfuse takes their mean",
-            'Remove "gradient_allreduce_op", or set it to "mean".',
-        )
-        yield (
-            offload_to != "none",
-            "shardfuse keeps its shards where the parameters are",
-            'Remove "offload_optimizer", or set "zero_optimization": {"stage": 1} or 2.',
-        )
-        return
     yield (
-        offload_to == "nvme",
+        _offload_to(engine) == "nvme",
         "states on NVMe are read by DeepSpeed's own optimizers alone",
         'Set "offload_optimizer": {"device": "cpu"}.',
     )
@@ -119,7 +123,9 @@ def _at_stage(engine: Any, stage: int) -> Iterator[Refusal]:
         '"zero_optimization": {"stage": 0}.',
     )
     yield (
-        stage == 1 and model_dtype == torch.bfloat16 and mixed,
+        engine.zero_optimization_stage() == 1
+        and model_dtype == torch.bfloat16
+        and model_dtype != accumulation_dtype,
         "bf16 with fp32 accumulation at stage 1 is another wrapper of DeepSpeed's "
         "(BF16_Optimizer), whose partitions shardfuse does not read",
         'Set "zero_optimization": {"stage": 2}, or remove "data_types".',
