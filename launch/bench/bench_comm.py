@@ -1,9 +1,14 @@
-"""Collectives alone: gloo's own against those an optimizer uses (``optimizer.communicator``)."""
+"""Collectives alone: gloo's own, whole, against an optimizer's, in buckets of 25 MiB.
+
+"sockets only" is ``ShardConfig(collectives="pairwise")``: between hosts, or where ranks may not
+read each other's memory. The sums of a reduce-scatter are included, though an update makes them in
+passing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,7 +18,7 @@ from launch.bench.drivers import BUCKET_NUMEL
 from launch.bench.launches import LaunchError, run_ranks
 from launch.bench.options import Options, Row, interleaved
 from launch.bench.timing import bytes_written, median, time_ms
-from shardfuse.comm import Communicator, communicator_for
+from shardfuse.comm import Communicator, Handle, communicator_for
 
 # torch 2.13 renamed these and warns on the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -35,12 +40,15 @@ class Buffers:
     Inputs are small integers, so that every sum is exact.
     """
 
-    def __init__(self, numel: int, comm: Communicator) -> None:
-        self.comm = comm
+    def __init__(self, numel: int, comms: dict[str, Communicator]) -> None:
+        self.comms = comms
+        self.comm = comm = next(iter(comms.values()))
         self.shard_numel = numel // comm.world_size
         self.full = torch.zeros(self.shard_numel * comm.world_size)
         self.gathered = torch.zeros_like(self.full)
         self.shard = torch.zeros(self.shard_numel)
+        part = BUCKET_NUMEL // comm.world_size
+        self.received = [torch.empty(comm.world_size - 1, part) for _ in range(_IN_FLIGHT + 1)]
 
     def own(self) -> Tensor:
         """Return the slice of ``gathered`` that this rank owns."""
@@ -55,23 +63,23 @@ class Buffers:
 
     def operations(self) -> dict[str, Callable[[], object]]:
         """Return the collectives by name."""
-        comm, own = self.comm, self.own()
-        return {
+        own = self.own()
+        operations: dict[str, Callable[[], object]] = {
             UNIT: lambda: dist.all_reduce(self.full),
             "gloo reduce_scatter": lambda: _reduce_scatter(self.shard, self.full),
             "gloo all_gather": lambda: _all_gather(self.gathered, own),
-            "shardfuse reduce_scatter": lambda: comm.reduce_scatter(self.shard, self.full).wait(),
-            "shardfuse all_gather": lambda: comm.all_gather(self.gathered, own).wait(),
-            "shardfuse reduce_scatter, 25 MiB buckets": self._reduce_scatter_buckets,
-            "shardfuse all_gather, 25 MiB buckets": self._all_gather_buckets,
         }
+        for name, comm in self.comms.items():
+            operations[f"{name} reduce_scatter"] = partial(self._reduce_scatter, comm)
+            operations[f"{name} all_gather"] = partial(self._all_gather, comm)
+        return operations
 
     def is_right(self, name: str) -> bool:
         """Return whether the collective left what it should."""
         world_size = self.comm.world_size
         if "all_gather" in name:
             values = torch.arange(1.0, world_size + 1)
-            parts = self._buckets(self.gathered) if name.endswith("buckets") else [self.gathered]
+            parts = [self.gathered] if name.startswith("gloo") else self._buckets(self.gathered)
             return all(
                 torch.equal(part, values.repeat_interleave(part.numel() // world_size))
                 for part in parts
@@ -87,23 +95,31 @@ class Buffers:
         size = bucket.numel() // self.comm.world_size
         return bucket[self.comm.rank * size :][:size]
 
-    def _reduce_scatter_buckets(self) -> None:
+    def _reduce_scatter(self, comm: Communicator) -> None:
         """As an optimizer does it: two buckets in flight."""
-        handles: list[Any] = []
+        waiting: list[Callable[[], None]] = []
         start = 0
-        for bucket in self._buckets(self.full):
-            size = bucket.numel() // self.comm.world_size
-            handles.append(self.comm.reduce_scatter(self.shard[start : start + size], bucket))
+        for index, bucket in enumerate(self._buckets(self.full)):
+            size = bucket.numel() // comm.world_size
+            output = self.shard[start : start + size]
+            if comm.can_exchange:
+                received = self.received[index % len(self.received)][:, :size]
+                handle = comm.exchange(received, bucket)
+                waiting.append(partial(_add_up, handle, output, [self._part(bucket), *received]))
+            else:
+                waiting.append(comm.reduce_scatter(output, bucket).wait)
             start += size
-            if len(handles) > _IN_FLIGHT:
-                handles.pop(0).wait()
-        for handle in handles:
-            handle.wait()
+            if len(waiting) > _IN_FLIGHT:
+                waiting.pop(0)()
+        for wait in waiting:
+            wait()
+        # Until others have read this rank's memory too, as in a step.
+        comm.all_reduce(torch.zeros(1)).wait()
 
-    def _all_gather_buckets(self) -> None:
+    def _all_gather(self, comm: Communicator) -> None:
         """As an optimizer does it: all buckets launched, then waited for."""
         buckets = self._buckets(self.gathered)
-        handles = [self.comm.all_gather(bucket, self._part(bucket)) for bucket in buckets]
+        handles = [comm.all_gather(bucket, self._part(bucket)) for bucket in buckets]
         for handle in handles:
             handle.wait()
 
@@ -114,22 +130,33 @@ class Buffers:
             self._part(bucket).fill_(1.0 + self.comm.rank)
 
 
+def _add_up(handle: Handle, output: Tensor, parts: list[Tensor]) -> None:
+    handle.wait()
+    torch.add(parts[0], parts[1], out=output)
+    for part in parts[2:]:
+        output.add_(part)
+
+
 def measure(sizes: list[int]) -> list[Row]:
     """Run on every rank of a launch: return times and bytes sent by size and collective.
 
     Raises:
         AssertionError: a collective gave a wrong result.
     """
-    comm = communicator_for(None, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    comms = {
+        "shardfuse": communicator_for(None, cpu),
+        "shardfuse, sockets only,": communicator_for(None, cpu, "pairwise"),
+    }
     results = []
     for numel in sizes:
-        buffers = Buffers(numel, comm)
+        buffers = Buffers(numel, comms)
         operations = buffers.operations()
         rows: dict[str, Row] = {name: {"ms": [], "sent_nbytes": []} for name in operations}
         for repeat in range(1 + REPEATS.get(numel, 3)):
             for name, operation in operations.items():
                 buffers.reset()
-                if name == "shardfuse all_gather, 25 MiB buckets":
+                if name.startswith("shardfuse") and name.endswith("all_gather"):
                     buffers.fill_bucket_inputs()
                 dist.barrier()
                 before = bytes_written()
