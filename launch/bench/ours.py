@@ -42,10 +42,10 @@ def _build(rule: str, sharding: dict[str, Any], with_backward: bool, model: Mode
     return ByHand(model, optimizer.step, state_nbytes)
 
 
-def method(rule: str, *, with_backward: bool = False, **sharding: Any) -> Method:
-    """Return the method of a rule; ``sharding`` is a ShardConfig's keys."""
+def method(rule: str, remark: str = "", *, with_backward: bool = False, **sharding: Any) -> Method:
+    """Return the method of a rule; ``sharding`` is a ShardConfig's keys, ``remark`` its name."""
     return Method(
-        name=f"shardfuse {rule}" + (", real backward" if with_backward else ""),
+        name=f"shardfuse {rule}{remark}" + (", real backward" if with_backward else ""),
         family=rule,
         build=functools.partial(_build, rule, sharding, with_backward),
         reference=REFERENCES[rule],
@@ -58,4 +58,6 @@ METHODS = [
     *(method(rule) for rule in RULES),
     method("adam", with_backward=True),
     method("lamb", with_backward=True),
+    method("adam", ", sockets only", collectives="pairwise"),
+    method("lamb", ", sockets only", collectives="pairwise"),
 ]
