@@ -103,14 +103,18 @@ def deepspeeds_own_lamb(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     own = [runs.run(job) for job in jobs]
     shardfuse.deepspeed.register(replace_lamb=True)
     ours = [runs.run(job) for job in jobs]
-    model = runs.Weights(jobs[0].entries)
-    instance = deepspeed.ops.lamb.FusedLamb(model.groups(), **jobs[0].options)
     config = {**jobs[0].config(), "zero_allow_untested_optimizer": False}
     del config["optimizer"]
+    # A model of its own: DeepSpeed leaves its hooks on one that it has refused.
+    refused = runs.Weights(jobs[0].entries)
+    instance = deepspeed.ops.lamb.FusedLamb(refused.groups(), **jobs[0].options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(instance, lambda step: 1.0)
     with pytest.raises(ValueError, match="lr_scheduler=lambda optimizer"):
-        deepspeed.initialize(model=model, optimizer=instance, lr_scheduler=scheduler, config=config)
-    del scheduler
+        deepspeed.initialize(
+            model=refused, optimizer=instance, lr_scheduler=scheduler, config=config
+        )
+    model = runs.Weights(jobs[0].entries)
+    instance = deepspeed.ops.lamb.FusedLamb(model.groups(), **jobs[0].options)
     engine, *_ = deepspeed.initialize(model=model, optimizer=instance, config=config)
     runs.train(jobs[0], engine)
     given = {
