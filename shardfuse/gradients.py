@@ -93,16 +93,22 @@ class FlatGrads:
         """
         self.missing.clear()
         self.outside = []
+        views, cleared, outside = self.views, self.cleared, self.outside
+        # Nothing is called here that need not be: there may be thousands of parameters.
         for position, param in enumerate(self.params):
             grad = param.grad
-            if grad is not None and grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"The gradient of {self.specs[position].name} is sparse; shardfuse needs dense "
-                    "gradients (for an embedding: sparse=False)."
-                )
-            if grad is None or not self.holds(position, grad):
-                self.outside.append(position)
-            if grad is None or (self.cleared.get(position) is grad and is_absent(grad)):
+            if grad is None:
+                outside.append(position)
+                self.missing.add(self.flat.slots[position].param)
+                continue
+            if grad is not views[position] or not self.holds(position, grad):
+                if grad.layout != torch.strided:
+                    raise RuntimeError(
+                        f"The gradient of {self.specs[position].name} is sparse; shardfuse needs "
+                        "dense gradients (for an embedding: sparse=False)."
+                    )
+                outside.append(position)
+            if cleared and cleared.get(position) is grad and is_absent(grad):
                 self.missing.add(self.flat.slots[position].param)
 
     def flush(self, stop: int | None = None) -> None:

@@ -76,6 +76,7 @@ CHANGES: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = 
 }
 
 
+@pytest.mark.filterwarnings("ignore:A trust ratio is taken only")
 @pytest.mark.parametrize("name", CHANGES)
 def test_changed_options_act_at_once(name: str) -> None:
     """Any option written into param_groups counts from the next step, trust ratios included."""
