@@ -382,6 +382,7 @@ def paddle_ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Tens
 
 
 @pytest.mark.skipif(find_spec("paddle") is None, reason="paddlepaddle is not installed")
+@pytest.mark.filterwarnings("ignore:A trust ratio is taken only")
 @pytest.mark.parametrize("name", PADDLE_CASES)
 def test_follows_paddle(name: str, paddle_ends: dict[str, list[Tensor]]) -> None:
     """25 steps on two ranks end where Paddle's own Lamb ends on the mean gradient, in fp32."""
