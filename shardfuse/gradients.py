@@ -32,6 +32,15 @@ def is_absent(grad: Tensor) -> bool:
     return bool((grad.signbit() & (grad == 0)).all())
 
 
+def check_dense(grad: Tensor, spec: ParamSpec) -> None:
+    """Raise RuntimeError if ``grad`` is sparse."""
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"The gradient of {spec.name} is sparse; shardfuse needs dense gradients (for an "
+            "embedding: sparse=False)."
+        )
+
+
 @dataclass
 class FlatGrads:
     """The gradients of one flat: buffer, per-parameter views of it, parameters, by position."""
@@ -102,11 +111,7 @@ class FlatGrads:
                 self.missing.add(self.flat.slots[position].param)
                 continue
             if grad is not views[position] or not self.holds(position, grad):
-                if grad.layout != torch.strided:
-                    raise RuntimeError(
-                        f"The gradient of {self.specs[position].name} is sparse; shardfuse needs "
-                        "dense gradients (for an embedding: sparse=False)."
-                    )
+                check_dense(grad, self.specs[position])
                 outside.append(position)
             if cleared and cleared.get(position) is grad and is_absent(grad):
                 self.missing.add(self.flat.slots[position].param)

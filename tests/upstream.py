@@ -14,6 +14,97 @@ from tests.oracles import AdamOracle, BertAdamOracle, LambOracle, Oracle, SGDOra
 from tests.oracles_family import AdadeltaOracle, AdamPOracle, RMSpropOracle, RMSpropTFOracle
 from tests.runs import TOLERANCE, max_relative_error
 
+REQUIRED = "required"
+
+# class: (upstream's arguments and defaults, keys of the state).
+CLASSES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "NpuFusedSGD": (
+        {
+            "lr": REQUIRED,
+            "momentum": 0.0,
+            "dampening": 0.0,
+            "weight_decay": 0.0,
+            "nesterov": False,
+        },
+        [],
+    ),
+    "NpuFusedAdam": (
+        {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "amsgrad": False},
+        ["step", "exp_avg", "exp_avg_sq"],
+    ),
+    "NpuFusedAdamW": (
+        {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "amsgrad": False},
+        ["step", "exp_avg", "exp_avg_sq"],
+    ),
+    "NpuFusedBertAdam": (
+        {
+            "lr": REQUIRED,
+            "warmup": -1,
+            "t_total": -1,
+            "schedule": "warmup_linear",
+            "b1": 0.9,
+            "b2": 0.999,
+            "e": 1e-6,
+            "weight_decay": 0.01,
+            "max_grad_norm": 1.0,
+        },
+        ["step", "exp_avg", "exp_avg_sq"],
+    ),
+    "NpuFusedLamb": (
+        {
+            "lr": 1e-3,
+            "betas": (0.9, 0.999),
+            "eps": 1e-6,
+            "weight_decay": 0,
+            "adam": False,
+            "use_global_grad_norm": False,
+        },
+        ["step", "exp_avg", "exp_avg_sq"],
+    ),
+    "NpuFusedRMSprop": (
+        {
+            "lr": 1e-2,
+            "alpha": 0.99,
+            "eps": 1e-8,
+            "weight_decay": 0,
+            "momentum": 0,
+            "centered": False,
+        },
+        ["step", "square_avg"],
+    ),
+    "NpuFusedRMSpropTF": (
+        {
+            "lr": 1e-2,
+            "alpha": 0.9,
+            "eps": 1e-10,
+            "weight_decay": 0,
+            "momentum": 0.0,
+            "centered": False,
+            "decoupled_decay": False,
+            "lr_in_momentum": True,
+        },
+        ["step", "square_avg"],
+    ),
+    "NpuFusedAdadelta": (
+        {"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0},
+        ["step", "square_avg", "acc_delta"],
+    ),
+    "NpuFusedAdamP": (
+        {
+            "lr": 1e-3,
+            "betas": (0.9, 0.999),
+            "eps": 1e-8,
+            "weight_decay": 0,
+            "delta": 0.1,
+            "wd_ratio": 0.1,
+            "nesterov": False,
+        },
+        ["step", "exp_avg", "exp_avg_sq"],
+    ),
+}
+# Arguments that are not put into the groups.
+NOT_IN_GROUPS = {"adam", "use_global_grad_norm"}
+
 
 class Member(NamedTuple):
     """The options of one optimizer, all of which matter, and its reference."""

@@ -148,10 +148,10 @@ class _Plan:
         optimizer = self._instance
         if optimizer is None:
             optimizer = self._build(partitioned_class(self.cls))
-        else:
+        refusals.check_rule(optimizer._rule, engine, self.cls.__name__)
+        if optimizer is self._instance:
             hand_over(optimizer)
         assert isinstance(optimizer, Partitioned)
-        refusals.check_rule(optimizer._rule, engine, self.cls.__name__)
         supported = peer.supported_optimizers()
         supported.append(type(optimizer))
         try:

@@ -21,7 +21,7 @@ from shardfuse.config import ShardConfig
 from shardfuse.deepspeed.partition_step import PartitionStep
 from shardfuse.layout import FlatLayout, ParamSpec
 from shardfuse.optim import ShardedOptimizer, intake
-from shardfuse.optim.rules import ElementwiseRule, NormRule
+from shardfuse.optim.rules import NormRule
 
 
 class _Ratios:
@@ -217,11 +217,6 @@ def hand_over(optimizer: ShardedOptimizer) -> None:
         raise ValueError(
             f"This {type(optimizer).__name__} is driven by another DeepSpeed engine. Build a new "
             "one for this engine."
-        )
-    if not isinstance(optimizer._rule, ElementwiseRule | NormRule):
-        raise ValueError(
-            f"{type(optimizer).__name__} needs sums over rows of tensors, which a partition of "
-            'DeepSpeed\'s cuts anywhere. Set "zero_optimization": {"stage": 0}.'
         )
     layout = optimizer.layout
     if any(state.step_of(slot.param) for state in optimizer._flats for slot in state.flat.slots):

@@ -240,8 +240,16 @@ class ShardedOptimizer(StatefulOptimizer):
 
     def _grad_norm(self) -> Tensor:
         self._begin()
-        norm = self._updater.square_norms().sum().sqrt()
+        return self._clipped(self._updater.square_norms().sum().sqrt())
+
+    def _clipped(self, norm: Tensor) -> Tensor:
+        """Return the norm () that a gradient of ``norm`` has after the clips made so far."""
         return norm if self._clip_coefficient is None else norm * self._clip_coefficient
+
+    def _clip_by(self, coefficient: Tensor) -> None:
+        """Have the next step() scale the mean gradient by ``coefficient`` (), too."""
+        before = self._clip_coefficient
+        self._clip_coefficient = coefficient if before is None else before * coefficient
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:
@@ -260,8 +268,7 @@ class ShardedOptimizer(StatefulOptimizer):
             raise ValueError(f"Invalid max_norm: {max_norm}. Must be > 0.")
         norm = self._grad_norm()
         coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        before = self._clip_coefficient
-        self._clip_coefficient = coefficient if before is None else before * coefficient
+        self._clip_by(coefficient)
         return norm
 
     # The step

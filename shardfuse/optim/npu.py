@@ -81,8 +81,7 @@ class _NpuFused(ShardedOptimizer):
         norm = self._grad_norm() if norm_type == 2 else self._p_norm(norm_type)
         coefficient = max_norm / (norm + 1e-6)
         coefficient = torch.where(coefficient < 1, coefficient, torch.ones_like(coefficient))
-        before = self._clip_coefficient
-        self._clip_coefficient = coefficient if before is None else before * coefficient
+        self._clip_by(coefficient)
         return norm
 
     def _p_norm(self, norm_type: float) -> Tensor:
@@ -105,7 +104,7 @@ class _NpuFused(ShardedOptimizer):
         self.communicator.all_reduce(total, "max" if largest else "sum").wait()
         root = total[0] if largest else total[0].pow(1 / norm_type)
         norm = torch.where(total[1] > 0, torch.full_like(root, math.nan), root)
-        return norm if self._clip_coefficient is None else norm * self._clip_coefficient
+        return self._clipped(norm)
 
     # Combined tensors
 

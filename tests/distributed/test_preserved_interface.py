@@ -18,8 +18,17 @@ from shardfuse.optim import npu
 from tests.harness import run_threads
 from tests.npu_scaler import NpuScaler
 from tests.runs import TOLERANCE, assert_bitwise, max_relative_error
-from tests.unit.test_npu_api import CLASSES, NOT_IN_GROUPS, REQUIRED
-from tests.upstream import FAMILY, build, every_optimizer, fresh_params, noise, reference
+from tests.upstream import (
+    CLASSES,
+    FAMILY,
+    NOT_IN_GROUPS,
+    REQUIRED,
+    build,
+    every_optimizer,
+    fresh_params,
+    noise,
+    reference,
+)
 
 pytestmark = pytest.mark.timeout(60)
 

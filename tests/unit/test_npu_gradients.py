@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import shardfuse.gradients
 from tests.oracles import AdamOracle, LambOracle, SGDOracle
-from tests.unit.test_npu_api import CLASSES, build, every_class, ones
+from tests.unit.test_npu_api import build, every_class, ones
+from tests.upstream import CLASSES
 
 
 def test_zero_grad_keeps_the_tensors() -> None:

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardfuse.optim import npu
 from tests.harness import run_threads
 from tests.oracles import LambOracle
 from tests.runs import TOLERANCE, assert_bitwise, max_relative_error
+from tests.unit.test_memory import live_nbytes
 from tests.upstream import Twin, build, every_optimizer, noise, reference
 
 pytestmark = pytest.mark.timeout(60)
@@ -248,15 +249,6 @@ RESOURCES = {
 SIZES = ((300_000,), (400, 250), (70,))
 NBYTES = 4 * sum(math.prod(size) for size in SIZES)
 BUCKET_NBYTES = 1 << 16
-
-
-def live_nbytes() -> int:
-    """Return the bytes of the distinct storages behind all tensors of this process."""
-    gc.collect()
-    # Not subclasses: torch.compile leaves some that have no storage.
-    tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
 
 
 def train(name: str) -> tuple[Any, list[nn.Parameter]]:

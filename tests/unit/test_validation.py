@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import shardfuse
 from shardfuse import (
     ShardConfig,
     ShardedAdadelta,
@@ -22,6 +23,7 @@ from shardfuse import (
     ShardedRMSpropTF,
     ShardedSGD,
 )
+from tests.upstream import CLASSES, NOT_IN_GROUPS
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 
@@ -107,69 +109,10 @@ def test_lr_is_required(cls: OptimizerClass) -> None:
 
 UPSTREAM_DEFAULTS: list[tuple[OptimizerClass, dict[str, Any]]] = [
     (
-        ShardedSGD,
-        {"lr": 0.5, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
-    ),
-    (
-        ShardedAdam,
-        {"lr": 0.5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "amsgrad": False},
-    ),
-    (
-        ShardedAdamW,
-        {"lr": 0.5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "amsgrad": False},
-    ),
-    (
-        ShardedBertAdam,
-        {
-            "lr": 0.5,
-            "warmup": -1,
-            "t_total": -1,
-            "schedule": "warmup_linear",
-            "b1": 0.9,
-            "b2": 0.999,
-            "e": 1e-6,
-            "weight_decay": 0.01,
-            "max_grad_norm": 1.0,
-        },
-    ),
-    (
-        ShardedRMSprop,
-        {
-            "lr": 0.5,
-            "alpha": 0.99,
-            "eps": 1e-8,
-            "weight_decay": 0,
-            "momentum": 0,
-            "centered": False,
-        },
-    ),
-    (
-        ShardedRMSpropTF,
-        {
-            "lr": 0.5,
-            "alpha": 0.9,
-            "eps": 1e-10,
-            "weight_decay": 0,
-            "momentum": 0.0,
-            "centered": False,
-            "decoupled_decay": False,
-            "lr_in_momentum": True,
-        },
-    ),
-    (
-        ShardedAdamP,
-        {
-            "lr": 0.5,
-            "betas": (0.9, 0.999),
-            "eps": 1e-8,
-            "weight_decay": 0,
-            "delta": 0.1,
-            "wd_ratio": 0.1,
-            "nesterov": False,
-        },
-    ),
-    (ShardedAdadelta, {"lr": 0.5, "rho": 0.9, "eps": 1e-6, "weight_decay": 0}),
-    (ShardedLamb, {"lr": 0.5, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0}),
+        getattr(shardfuse, name.replace("NpuFused", "Sharded")),
+        {key: value for key, value in arguments.items() if key not in NOT_IN_GROUPS} | {"lr": 0.5},
+    )
+    for name, (arguments, _) in CLASSES.items()
 ]
 
 

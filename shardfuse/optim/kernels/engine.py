@@ -87,6 +87,8 @@ class Kernels:
         sums = None if sums is None else sums[:, span.start : span.stop]
         rows = (sums, *self._rows(span, flat))
         scale = _narrow(scale, span.start, span.stop - span.start)
+        if self.choice == "compile":
+            scale = self._per_row(scale, span.stop - span.start)
         parts = self._parts(span, grad)
         self._run(passes.direction_pass, flags, h, scale, parts, rows, first_dim=1)
 
@@ -172,9 +174,7 @@ class Kernels:
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = torch.compile(_copy(function), dynamic=True)
-        if function is passes.direction_pass:
-            scale = self._per_row(scale, len(grad[0]))
-        elif isinstance(scale, float):
+        if isinstance(scale, float):
             scale = torch.tensor(scale, dtype=torch.float32, device=self._device)
         scalars = torch.tensor(h, dtype=torch.float32, device=self._device).unbind()
         for tensor in (*grad, *tensors):
