@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from shardfuse.layout import Bucket, Flat, ParamSpec
 
 _STAGGER_NBYTES = 16 << 10
-_STAGGERED_MIN_NBYTES = 4 << 20
+_LARGE_NBYTES = 4 << 20
 _NUM_TURNS = 16
 _turns = itertools.cycle(range(_NUM_TURNS))
+
+
+def _find_madvise() -> Any:
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    function.restype = ctypes.c_int
+    return function
+
+
+_madvise = _find_madvise()
 
 
 def zeros(numel: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -22,12 +37,24 @@ def zeros(numel: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     power of two, as those of buffers of 2**k elements do, they compete for the same places in
     caches (in the way predictor of AMD's, it seems): Adam over 32 Mi elements took 28 ms in place
     of 17. On the CPU each large buffer therefore begins some pages later than the last.
+
+    They ask for huge pages, too: other ranks read such memory at 12 GB/s, in place of 5 to 8.
     """
-    if device.type != "cpu" or numel * dtype.itemsize < _STAGGERED_MIN_NBYTES:
+    if device.type != "cpu" or numel * dtype.itemsize < _LARGE_NBYTES:
         return torch.zeros(numel, dtype=dtype, device=device)
     step = _STAGGER_NBYTES // dtype.itemsize
     start = next(_turns) * step
-    return torch.zeros(numel + _NUM_TURNS * step, dtype=dtype, device=device)[start:][:numel]
+    memory = torch.empty(numel + _NUM_TURNS * step, dtype=dtype, device=device)
+    _ask_for_huge_pages(memory)
+    return memory.zero_()[start : start + numel]
+
+
+def _ask_for_huge_pages(memory: torch.Tensor) -> None:
+    """Tell the kernel, before ``memory`` is touched; where it has none, nothing changes."""
+    if _madvise is not None:
+        start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        stop = (memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        _madvise(start, stop - start, mmap.MADV_HUGEPAGE)
 
 
 class FlatBuffer:

@@ -33,7 +33,10 @@ class ShardConfig:
     """Ranks to shard over; None is the default group, or this process alone where there is none."""
 
     bucket_cap_mb: float = 25.0
-    """Upper bound of one collective's payload in MiB; 25 was the fastest measured on gloo."""
+    """Upper bound of one collective's payload in MiB; 25 was the fastest measured on gloo.
+
+    One rank alone sends nothing and has one bucket (AdamP, which keeps products of a bucket, more).
+    """
 
     grad_sync_dtype: torch.dtype | None = None
     """Dtype gradients are summed in on the wire; None is the parameter's own dtype."""

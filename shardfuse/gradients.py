@@ -55,6 +55,7 @@ class FlatGrads:
     retained: ShardArena | None = None  # reduced shards, when they must outlive one bucket
     missing: set[int] = field(default_factory=set)  # params with no gradient on this rank
     outside: list[int] = field(default_factory=list)  # positions whose slots flush() is to fill
+    arrived: list[Tensor] = field(default_factory=list)  # with these gradients
     cleared: dict[int, Tensor] = field(default_factory=dict)  # -0.0 since zero(), by position
 
     def __post_init__(self) -> None:
@@ -97,43 +98,48 @@ class FlatGrads:
     def pack(self) -> None:
         """Note which gradients are not in their slots, for flush(), and which do not exist.
 
+        The slots of those that do not exist are filled with -0.0.
+
         Raises:
             RuntimeError: a gradient is sparse.
         """
         self.missing.clear()
-        self.outside = []
-        views, cleared, outside = self.views, self.cleared, self.outside
+        self.forget()
+        views, cleared, strided = self.views, self.cleared, torch.strided
         # Nothing is called here that need not be: there may be thousands of parameters.
         for position, param in enumerate(self.params):
             grad = param.grad
             if grad is None:
-                outside.append(position)
+                self.view(position).fill_(-0.0)
                 self.missing.add(self.flat.slots[position].param)
                 continue
             if grad is not views[position] or not self.holds(position, grad):
-                check_dense(grad, self.specs[position])
-                outside.append(position)
+                if grad.layout is not strided:
+                    check_dense(grad, self.specs[position])
+                self.outside.append(position)
+                self.arrived.append(grad)
             if cleared and cleared.get(position) is grad and is_absent(grad):
                 self.missing.add(self.flat.slots[position].param)
 
     def flush(self, stop: int | None = None) -> None:
-        """Copy gradients into the slots that start before ``stop``, all without; None is -0.0.
+        """Copy gradients into the slots that start before ``stop``, all without.
 
         By and by, because what has just been copied is sent out of the cache.
         """
         end = len(self.params) if stop is None else bisect_left(self.starts, stop)
         count = bisect_left(self.outside, end)
-        now, self.outside = self.outside[:count], self.outside[count:]
-        views, grads = [], []
-        for position in now:
-            grad, view = self.params[position].grad, self.view(position)
-            if grad is None:
-                view.fill_(-0.0)
-            else:
-                views.append(view)
-                grads.append(grad)
-        if views:
-            torch._foreach_copy_(views, grads)  # one call: there may be thousands
+        if count == 0:
+            return
+        now, grads = self.outside[:count], self.arrived[:count]
+        del self.outside[:count], self.arrived[:count]
+        views = [self.views[position] for position in now]
+        if [view.data_ptr() for view in views] != [self.addresses[position] for position in now]:
+            views = [self.view(position) for position in now]
+        torch._foreach_copy_(views, grads)  # one call: there may be thousands
+
+    def forget(self) -> None:
+        """Drop what pack() noted for flush(), so that gradients are not kept alive."""
+        self.outside, self.arrived = [], []
 
     def adopt(self) -> None:
         """Make every gradient a view of the buffer, where flush() has brought its values."""

@@ -198,9 +198,11 @@ class GradSync:
                     total.add_(part)
 
     def release(self) -> None:
-        """Forget shards kept by ``retain()``; the next step reduces anew."""
+        """Forget shards kept by ``retain()``, and what pack() noted; the next step begins anew."""
         self._is_reduced = False
         self._reduced_from = None
+        for grads in self._flats.values():
+            grads.forget()
 
     def _params(self) -> list[Tensor]:
         return [param for grads in self._flats.values() for param in grads.params]

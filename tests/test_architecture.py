@@ -79,6 +79,7 @@ ARROWS: dict[str, set[str]] = {
         "optim.intake",
         "optim.kernels",
         "optim.memory",
+        "optim.rules",
         "optim.stateful",
         "optim.update",
     },

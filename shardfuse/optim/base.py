@@ -8,6 +8,7 @@ LAMB:    two passes over the shards with one all_reduce between them
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -26,6 +27,7 @@ from shardfuse.optim import intake
 from shardfuse.optim.flat_state import FlatState, check_params
 from shardfuse.optim.kernels import Kernels
 from shardfuse.optim.memory import MemorySummary
+from shardfuse.optim.rules import RowRule
 from shardfuse.optim.stateful import StatefulOptimizer
 from shardfuse.optim.update import Rule, Updater
 from shardfuse.presynced import PresyncedGrads
@@ -85,6 +87,10 @@ class ShardedOptimizer(StatefulOptimizer):
         except Exception as failure:
             raise error or failure from None
         bucket_nbytes = max(1, int(self._config.bucket_cap_mb * (1 << 20)))
+        alone = self.communicator.world_size == 1
+        if alone and error is None and not isinstance(self._rule, RowRule):
+            # Nothing is sent, and no temporary is as large as a bucket: fewer, larger calls.
+            bucket_nbytes = sys.maxsize
         self.layout = FlatLayout.empty(
             world_size=self.communicator.world_size, bucket_nbytes=bucket_nbytes
         )

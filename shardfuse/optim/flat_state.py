@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -81,10 +82,13 @@ class FlatState:
 
     def moved(self) -> list[str]:
         """Return names of parameters that were re-allocated since bind()."""
+        now = [param.data_ptr() for param in self.params]
+        if now == self._addresses:
+            return []
         return [
             spec.name
-            for param, spec, address in zip(self.params, self.specs, self._addresses, strict=True)
-            if param.data_ptr() != address
+            for spec, address, before in zip(self.specs, now, self._addresses, strict=True)
+            if address != before
         ]
 
     def allocate(self, values: Mapping[str, float]) -> bool:
@@ -176,9 +180,7 @@ def check_params(
         RuntimeError: parameters were replaced by others, or re-allocated.
     """
     members = [param for group in groups for param in group["params"]]
-    same = len(members) == len(params) and all(
-        member is param for member, param in zip(members, params, strict=True)
-    )
+    same = len(members) == len(params) and all(map(operator.is_, members, params))
     if not same:
         raise RuntimeError(
             f"{prefix}param_groups hold other parameters than the optimizer was built with. Use "
