@@ -29,9 +29,12 @@ def points(quick: bool) -> list[Point]:
     numels = (1 << 16,) if quick else NUMELS
     found: list[Point] = []
     for rule in RULES[: 1 if quick else None]:
-        # The second rule at the two ends only, which is what has to be near each other.
-        counts = tensors if rule == RULES[0] else (tensors[0], tensors[-1])
+        # The two ends have to be near each other; the first rule shows what is between.
+        ends = (tensors[0], tensors[-1])
+        counts = tensors if rule == RULES[0] else ends
         found += [("tensors", f"shardfuse {rule}", f"{count}x{numel}", 2) for count in counts]
+        trained = f"shardfuse {rule}, after backward"
+        found += [("tensors", trained, f"{count}x{numel}", 2) for count in ends]
     adam = f"shardfuse {RULES[0]}"
     found += [("world size", adam, f"{_COUNT}x{numel}", world) for world in worlds]
     found += [("parameters", adam, f"{_COUNT}x{size}", 2) for size in numels]

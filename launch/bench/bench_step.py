@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launch.bench import ours, peers, shapes
+from launch.bench import engines, ours, peers, shapes
 from launch.bench.drivers import Driver, Method
 from launch.bench.environment import version_of
 from launch.bench.launches import LaunchError, run_ranks
@@ -25,7 +25,8 @@ from launch.bench.shapes import Shape
 from launch.bench.synthetic import Model, initial_values
 from launch.bench.timing import PeakMemory, bytes_written, median, time_ms
 
-METHODS = {method.name: method for method in [*ours.METHODS, *peers.METHODS]}
+COMPARED = [*ours.METHODS, *peers.METHODS, *engines.METHODS]
+METHODS = {method.name: method for method in [*COMPARED, *ours.FOR_SCALING]}
 WARM_UP = 2
 ROUNDS = 3
 STEPS = 4
@@ -44,7 +45,6 @@ def measure(
     *,
     check: bool,
     rehearse: bool = True,
-    kernel: str | None = None,
 ) -> Row:
     """Run on every rank of a launch: return times, bytes and, with ``check``, the error.
 
@@ -54,8 +54,6 @@ def measure(
         AssertionError: the ranks' parameters differ, or they are not what they should be.
     """
     chosen = METHODS[method]
-    if kernel is not None and method.startswith("shardfuse"):
-        chosen = ours.method(chosen.family, with_backward=chosen.has_backward, kernel=kernel)
     rank, world_size = _rank_and_world()
     layout = shapes.named(blocks)
     numel = shapes.numel_of(layout)
@@ -218,6 +216,6 @@ def launch(
 def run(options: Options) -> Iterator[Row]:
     """Yield a row per launch: every method in every round."""
     blocks = "bert-tiny" if options.quick else "bert-base"
-    names = [name for name in METHODS if options.wants(name)]
+    names = [method.name for method in COMPARED if options.wants(method.name)]
     for index, name in interleaved(names, options.num_rounds(ROUNDS)):
         yield launch(name, blocks, 2, index, options)

@@ -125,6 +125,17 @@ class WithBackward:
         return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in params]
 
 
+class AfterBackward(WithBackward):
+    """As WithBackward, but forward and backward come before the clock starts."""
+
+    def prepare(self, step: int) -> None:
+        super().prepare(step)
+        self._model.run_backward(self._module, step)
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+
 class BucketReducer:
     """Averages gradients as DDP does: packed into a persistent buffer, 25 MiB per all-reduce.
 

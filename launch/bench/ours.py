@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import shardfuse
-from launch.bench.drivers import LR, ByHand, Driver, Method, WithBackward
+from launch.bench.drivers import LR, AfterBackward, ByHand, Driver, Method, WithBackward
 from launch.bench.references import BertAdamReference, MakeOptimizer, NpuLamb
 from launch.bench.synthetic import Model
 
@@ -30,34 +30,54 @@ REFERENCES: dict[str, MakeOptimizer] = {
 }
 
 
-def _build(rule: str, sharding: dict[str, Any], with_backward: bool, model: Model) -> Driver:
+GRADS: dict[str, type[WithBackward] | None] = {
+    "set by hand": None,
+    "real backward": WithBackward,
+    "after backward": AfterBackward,
+}
+"""Where gradients come from, and the driver that has them from there."""
+
+
+def _build(rule: str, sharding: dict[str, Any], grads: str, model: Model) -> Driver:
     cls, arguments = RULES[rule]
     optimizer = cls(model.named_parameters(), **arguments, sharding=sharding)
 
     def state_nbytes() -> int:
         return int(optimizer.memory_summary().state_nbytes)
 
-    if with_backward:
-        return WithBackward(model, model, optimizer, state_nbytes)
-    return ByHand(model, optimizer.step, state_nbytes)
+    driver = GRADS[grads]
+    if driver is None:
+        return ByHand(model, optimizer.step, state_nbytes)
+    return driver(model, model, optimizer, state_nbytes)
 
 
-def method(rule: str, remark: str = "", *, with_backward: bool = False, **sharding: Any) -> Method:
-    """Return the method of a rule; ``sharding`` is a ShardConfig's keys, ``remark`` its name."""
+def method(rule: str, remark: str = "", *, grads: str = "set by hand", **sharding: Any) -> Method:
+    """Return the method of a rule.
+
+    Args:
+        rule: one of RULES.
+        remark: to be told apart by.
+        grads: one of GRADS.
+        sharding: a ShardConfig's keys.
+    """
+    build = functools.partial(_build, rule)
     return Method(
-        name=f"shardfuse {rule}{remark}" + (", real backward" if with_backward else ""),
+        name=f"shardfuse {rule}{remark}" + (f", {grads}" if GRADS[grads] else ""),
         family=rule,
-        build=functools.partial(_build, rule, sharding, with_backward),
+        build=functools.partial(build, sharding, grads),
         reference=REFERENCES[rule],
-        has_backward=with_backward,
-        rehearse=functools.partial(_build, rule, {**sharding, "kernel": "compile"}, with_backward),
+        has_backward=grads == "real backward",
+        rehearse=functools.partial(build, {**sharding, "kernel": "compile"}, grads),
     )
 
 
 METHODS = [
     *(method(rule) for rule in RULES),
-    method("adam", with_backward=True),
-    method("lamb", with_backward=True),
+    method("adam", grads="real backward"),
+    method("lamb", grads="real backward"),
     method("adam", ", sockets only", collectives="pairwise"),
     method("lamb", ", sockets only", collectives="pairwise"),
 ]
+
+FOR_SCALING = [method(rule, grads="after backward") for rule in ("adam", "lamb")]
+"""Timed by bench_scaling alone: what thousands of backward functions take would hide a step."""

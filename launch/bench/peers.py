@@ -96,41 +96,6 @@ def _fsdp2(model: Model) -> Driver:
     return WithBackward(model, model, optimizer, state_nbytes)
 
 
-def _deepspeed(stage: int, model: Model) -> Driver:
-    """DeepSpeed ZeRO-1 or 2 around torch's fused Adam, at its default bucket sizes."""
-    import deepspeed
-
-    world_size = torch.distributed.get_world_size()
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "train_batch_size": world_size,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage},
-    }
-    engine, optimizer, _, _ = deepspeed.initialize(
-        model=model,
-        model_parameters=list(model.parameters()),
-        optimizer=_fused_adam(list(model.parameters())),
-        config=config,
-        dist_init_required=False,
-    )
-
-    def run() -> None:
-        # What engine.backward() does after autograd has left the gradients in p.grad.
-        if stage == 1:
-            optimizer.setup_buckets()
-            engine.allreduce_gradients()
-        else:
-            engine._flush_coalesced_reduction_zero12(optimizer)
-        engine.step()
-
-    def state_nbytes() -> int:
-        moments = tensors_nbytes(list(optimizer.optimizer.state.values()))
-        return moments + tensors_nbytes(list(optimizer.single_partition_of_fp32_groups))
-
-    return ByHand(model, run, state_nbytes)
-
-
 def _timm_lamb(params: list[Tensor]) -> Any:
     """timm's Lamb with the ratio on every tensor that decays, not clipped."""
     if "timm.optim.lamb" not in sys.modules and importlib.util.find_spec("torchvision") is None:
@@ -173,16 +138,6 @@ METHODS = [
     ),
     Method("ZeroRedundancyOptimizer Adam fused", "adam", _zero_redundancy, _plain_adam),
     Method("FSDP2 Adam fused", "adam", _fsdp2, _plain_adam, has_backward=True),
-    *(
-        Method(
-            f"DeepSpeed ZeRO-{stage} Adam fused",
-            "adam",
-            functools.partial(_deepspeed, stage),
-            _plain_adam,
-            package="deepspeed",
-        )
-        for stage in (1, 2)
-    ),
     _lamb("replicated LAMB of timm", _timm_lamb, "timm"),
     _lamb("replicated LAMB of pytorch_optimizer", _pytorch_optimizer_lamb, "pytorch_optimizer"),
     _lamb("replicated NpuFusedLamb algorithm", _npu_lamb, None),

@@ -20,6 +20,7 @@ from launch.bench.report import (
 ADAM_LIMIT = 1.2
 LAMB_LIMIT = 1.5
 PEAK_LIMIT = 3.2
+ENGINE_FACTOR = 3.0
 UPDATE_LIMITS = {"adam": 0.9, "lamb": 0.8}
 TENSORS_LIMIT = 1.3
 _MILLION = 1e6
@@ -121,6 +122,14 @@ def _step_targets(rows: Sequence[Row]) -> list[Target]:
         ours = middle(mine, "ratio")
         text = f"{family}: ratio below that of every other, {best[0]} being the next"
         targets.append(Target(text, f"{ours:.2f} against {rival:.2f}", ours < rival))
+    zero, engine = (
+        _own(rows, name)
+        for name in ("DeepSpeed ZeRO-1 Adam fused", "shardfuse adam, DeepSpeed stage 0")
+    )
+    if zero and engine:
+        factor = middle(zero, "ratio") / middle(engine, "ratio")
+        text = f"Adam by DeepSpeed's engine: stage 0 >= {ENGINE_FACTOR:g} x faster than its ZeRO-1"
+        targets.append(Target(text, f"{factor:.2f}", factor >= ENGINE_FACTOR))
     backward = _own(rows, "shardfuse adam, real backward")
     targets += _below("Adam, peak memory in P (real backward)", backward, "peak_p", PEAK_LIMIT)
     if adam and middle(adam, "sent_p") > 0:

@@ -69,7 +69,7 @@ def with_other_lr(model: Model) -> Driver:
 @pytest.mark.parametrize("rule", sorted(ours.RULES))
 def test_rules_equal_their_references(rule: str) -> None:
     """Every rule passes the check against an unsharded optimizer written independently."""
-    row = bench_step.measure(f"shardfuse {rule}", TINY, 2, check=True, kernel="eager")
+    row = bench_step.measure(f"shardfuse {rule}", TINY, 2, check=True)
     assert row["error"] < 1e-4
 
 
