@@ -25,7 +25,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 SIZES = (1 << 20, 25 << 20, 110 << 20)
-WORLDS = (2, 3, 4)
+WORLDS = (2, 3, 4, 8)
 ROUNDS = 2
 UNIT = "gloo all_reduce"
 REPEATS = {SIZES[0]: 9, SIZES[1]: 3, SIZES[2]: 2}
