@@ -24,8 +24,11 @@ def code_blocks(document: str, language: str) -> list[str]:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_python_examples_run(document: str) -> None:
+def test_python_examples_run(
+    document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every Python block of a document runs as it stands."""
+    monkeypatch.chdir(tmp_path)  # one saves checkpoints
     for block in code_blocks(document, "python"):
         exec(compile(block, document, "exec"), {"__name__": "example"})
 

@@ -106,6 +106,7 @@ class ShardedOptimizer(StatefulOptimizer):
         self._overflows = OverflowReport(self.communicator, self._config.report_overflow)
         self._clip_coefficient: Tensor | None = None
         self._consolidated: dict[str, Any] | None = None
+        self._is_fresh = True
         self._adopt(first_group=0, error=error)
         self._built = True
         logger.info("%s: %s\n%s", type(self).__name__, self._config, self.layout.describe())
@@ -309,6 +310,7 @@ class ShardedOptimizer(StatefulOptimizer):
                 "and step(). Clip once, after the last backward() of the step."
             )
         self._consolidated = None
+        self._is_fresh = False
         with record_function("shardfuse::step"):
             found_inf, grad_scale = (self.__dict__.get(n) for n in ("found_inf", "grad_scale"))
             if found_inf is not None and not isinstance(found_inf, Tensor):

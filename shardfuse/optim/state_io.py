@@ -57,6 +57,11 @@ def _packed_groups(groups: Groups) -> list[dict[str, Any]]:
     return packed
 
 
+def fresh(groups: Groups) -> dict[str, Any]:
+    """Return torch's state dict of an optimizer that has taken no step. Local."""
+    return {"state": {}, "param_groups": _packed_groups(groups)}
+
+
 def consolidate(
     comm: Communicator,
     layout: FlatLayout,

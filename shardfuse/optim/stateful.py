@@ -26,18 +26,23 @@ class StatefulOptimizer(torch.optim.Optimizer):
     _rule: UpdateRule
     _flats: list[FlatState]
     _consolidated: dict[str, Any] | None  # the full state, until the next step
+    _is_fresh: bool  # no step was taken and no state loaded: alike on all ranks
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's ordinary state dict: full per-parameter tensors, on the CPU.
 
-        With one rank this needs no other call. With several, consolidate_state_dict() has to be
-        called first, on all ranks; this method itself never communicates.
+        With one rank, or before the first step, this needs no other call. With several ranks
+        consolidate_state_dict() has to be called first, on all of them; this method itself never
+        communicates.
 
         Raises:
             RuntimeError: the state is not consolidated on this rank.
         """
         if self.communicator.world_size == 1:
             self.consolidate_state_dict(to=0)
+        if self._consolidated is None and self._is_fresh:
+            # Accelerate asks every optimizer that it is given; there is nothing to gather yet.
+            return state_io.fresh(self.param_groups)
         if self._consolidated is None:
             raise RuntimeError(
                 "The optimizer state is sharded and not consolidated on this rank. Call "
@@ -66,12 +71,19 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         Takes over hyper-parameters, steps and this rank's part of the states, without casting them
         to the parameters' dtype. Dicts of the torch optimizer of the same name are accepted.
+        Parameters that were re-allocated are taken back first, as by rebind().
 
         Raises:
             ValueError: groups, shapes or states that do not fit; nothing is loaded then.
+            TypeError: a parameter has another device, dtype or shape now; nothing is loaded.
         """
+        # torch's own moves states to where their parameters are by now. Accelerate leans on that:
+        # it moves the model, even from "cpu" to "cpu:0", and then loads the optimizer's own state.
+        for state in self._flats:
+            state.bind()
         state_io.restore(self.layout, self._flats, self.param_groups, self._rule, state_dict)
         self._consolidated = None
+        self._is_fresh = not state_dict["state"]
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return this rank's state for torch.distributed.checkpoint. Collective.
@@ -85,3 +97,4 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Finish loading a sharded_state_dict() that torch.distributed.checkpoint has filled."""
         state_io.load_sharded(self.layout, self._flats, self.param_groups, self._rule, state_dict)
         self._consolidated = None
+        self._is_fresh = False

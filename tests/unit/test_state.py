@@ -185,6 +185,64 @@ def test_consolidating(to: int | None, ranks: list[int]) -> None:
     assert run_threads(3, consolidate, to) == [rank in ranks for rank in range(3)]
 
 
+def hand_over_when_fresh(case: Case) -> list[Tensor]:
+    """Train as Accelerate prepares it: the model is moved, the optimizer's own state loaded."""
+    params = case.param_set()
+    optimizer = case.build(params, SHARDING)
+    optimizer.param_groups[0]["lr"] = 0.05
+    for param in params.params:
+        param.data = param.data.clone()
+    saved = optimizer.state_dict()
+    assert saved["state"] == {}
+    assert saved["param_groups"][0]["lr"] == 0.05
+    optimizer.load_state_dict(serialised(saved))
+    assert optimizer.state_dict() == saved
+    advance(case, params, optimizer, range(2 * HALF))
+    if optimizer.communicator.world_size > 1:
+        with pytest.raises(RuntimeError, match="consolidate_state_dict"):
+            optimizer.state_dict()
+    return params.values()
+
+
+def straight_at(case: Case, lr: float) -> list[Tensor]:
+    params = case.param_set()
+    optimizer = case.build(params, SHARDING)
+    optimizer.param_groups[0]["lr"] = lr
+    advance(case, params, optimizer, range(2 * HALF))
+    return params.values()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fresh_state_needs_no_consolidation(name: str) -> None:
+    """Before the first step it is the same on every rank; loading it takes moved params back."""
+    case = CASES[name]
+    for world_size in (1, 3):
+        expected = run_threads(world_size, straight_at, case, 0.05)
+        for values in run_threads(world_size, hand_over_when_fresh, case):
+            assert_bitwise(values, expected[0])
+
+
+def load_then_ask() -> None:
+    """A loaded state is not a fresh one, nor is that of a rank which neither fed nor owns any."""
+    params = [nn.Parameter(torch.ones(10))]
+    optimizer = ShardedAdam(params)
+    if dist.get_rank() == 0:
+        params[0].grad = torch.ones(10)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="consolidate_state_dict"):
+        optimizer.state_dict()
+    optimizer.consolidate_state_dict(to=None)
+    other = ShardedAdam([nn.Parameter(torch.ones(10))])
+    other.load_state_dict(optimizer.state_dict())
+    with pytest.raises(RuntimeError, match="consolidate_state_dict"):
+        other.state_dict()
+
+
+def test_other_states_need_consolidation() -> None:
+    """Also where a rank cannot tell by its own counts that there was a step."""
+    run_threads(3, load_then_ask)
+
+
 TORCH: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
     "sgd": (ShardedSGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "adam": (ShardedAdam, torch.optim.Adam, {"lr": 0.1, "weight_decay": 0.1}),
