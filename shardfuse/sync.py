@@ -237,21 +237,23 @@ class GradSync:
                     handle.wait()
                 yield queue[index - _IN_FLIGHT][1], parts
             if index < len(queue):
-                handles.append(self._launch(*queue[index], index % _IN_FLIGHT, retain))
+                handles.append(self._launch(*queue[index], index, retain))
 
     def _launch(
-        self, grads: FlatGrads, bucket: Bucket, slot: int, retain: bool
+        self, grads: FlatGrads, bucket: Bucket, index: int, retain: bool
     ) -> tuple[Handle, Parts]:
+        # Others may read what exchange() sends until the one after it has been launched.
+        send_slot, slot = index % (_IN_FLIGHT + 1), index % _IN_FLIGHT
         grads.flush(bucket.start + bucket.numel)
         send = grads.buffer.bucket(bucket)
         dtype = self._wire(grads)
         like = torch.empty(0, dtype=dtype, device=send.device)
         if dtype == torch.float16:
             # Divided before the sum, which would overflow at 65504.
-            staged = self._staging.take("send", slot, bucket.numel, like)
+            staged = self._staging.take("send", send_slot, bucket.numel, like)
             send = torch.mul(send, 1.0 / self._comm.world_size, out=staged)
         elif send.dtype != dtype:
-            send = self._staging.take("send", slot, bucket.numel, like).copy_(send)
+            send = self._staging.take("send", send_slot, bucket.numel, like).copy_(send)
         with record_function(f"shardfuse::reduce_scatter b{bucket.index}"):
             if self._comm.can_exchange:
                 others = self._comm.world_size - 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 from typing import Any
 
 import torch
@@ -44,7 +45,23 @@ def host_id() -> int:
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except (OSError, ValueError):
         return -1
-    return (boot ^ namespace) % (1 << 62) if _process_vm_readv is not None else -1
+    usable = _process_vm_readv is not None and _keeps_order()
+    return (boot ^ namespace) % (1 << 62) if usable else -1
+
+
+def _keeps_order() -> bool:
+    """Return whether others see the writes of a process in the order in which it made them."""
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def is_running(pid: int) -> bool:
+    """Return whether process ``pid`` is there and has not ended; one that nobody awaited has."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")
 
 
 def read(pid: int, address: int, out: torch.Tensor) -> None:

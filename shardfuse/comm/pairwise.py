@@ -5,34 +5,30 @@ has to, and its all-gather passes every part around a ring. Here each rank gets 
 rank the one part that belongs here: (W - 1) / W of the bytes each way, all pairs at once. The sums
 are left to the caller, who reads every gradient once more anyway.
 
-Large parts do not pass a socket where all ranks are processes of one host: the owner sends the
-address, the other rank reads its memory and says when it has done. Measured: launch/bench/results.
+Parts pass no socket where all ranks are processes of one host: the owner tells the address, the
+other rank reads its memory and says when it has done. Measured: launch/bench/results.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardfuse.comm import memory
+from shardfuse.comm import mailbox, memory
 from shardfuse.comm.base import Handle
+from shardfuse.comm.mailbox import DONE, READY, SLOTS, Mailbox
 from shardfuse.comm.process_group import ProcessGroupCommunicator
 
 logger = logging.getLogger("shardfuse")
 
-# Messages between two ranks that have one tag arrive in the order in which they were posted. Parts
-# are posted when a collective is launched, in one order on all ranks; answers when it is waited
-# for, in any order, so each collective has tags of its own. Users hardly ever take any of these.
-_PART_TAG, _READY_TAG, _DONE_TAG = 0x5F000000, 0x5F100000, 0x5F200000
-_NUM_TAGS = 1 << 20
-
-DIRECT_MIN_NBYTES = 256 << 10
-"""Smaller parts are cheaper to send than to tell about."""
+_TAG = 0x5F000000
+"""Users hardly ever take it. Messages of one tag arrive in the order in which they were posted."""
 
 
 class _Exchange:
@@ -52,7 +48,8 @@ class _Exchange:
 class _DirectExchange:
     """Parts that are read from the other ranks' memory when they are waited for."""
 
-    def __init__(self, finish: Callable[[], None]) -> None:
+    def __init__(self, number: int, finish: Callable[[], None]) -> None:
+        self.number = number
         self._finish: Callable[[], None] | None = finish
 
     def wait(self) -> None:
@@ -69,7 +66,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
     Args:
         process_group, device: as of ProcessGroupCommunicator.
         reads_memory: whether ranks of one host may read each other's memory. It is tried at the
-            first large collective, by all ranks together.
+            first collective, by all ranks together.
     """
 
     def __init__(self, process_group: Any, device: torch.device, *, reads_memory: bool) -> None:
@@ -77,10 +74,11 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         distances = range(1, self.world_size)
         self._sources = [(self.rank - k) % self.world_size for k in distances]
         self._destinations = [(self.rank + k) % self.world_size for k in distances]
-        self._reads_memory = reads_memory
-        self._pids: list[int] | None = None  # of the ranks, once they were tried; [] is none
-        self._num_direct = 0  # collectives so far, the same on all ranks
-        self._open: list[_Exchange] = []  # what others may still be reading
+        self._is_tried = not reads_memory
+        self._mailbox: Mailbox | None = None  # where ranks read each other's memory
+        self._num_direct = 1  # number of the next such collective, the same on all ranks
+        self._in_flight: deque[_DirectExchange] = deque()
+        self._open: list[tuple[int, Sequence[torch.Tensor]]] = []  # what others may still read
 
     @property
     def can_exchange(self) -> bool:
@@ -110,95 +108,114 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         self, into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor], *, keeps_input: bool
     ) -> Handle:
         """Bring a part from every source ``into`` here; let every destination have its own."""
-        if into[0].nbytes >= DIRECT_MIN_NBYTES and self._can_read():
-            return self._move_directly(into, out_of, keeps_input)
-        works = self._receive(into, _PART_TAG) + self._send(out_of, _PART_TAG)
-        return _Exchange(works, *into, *out_of)
+        box = self._open_mailbox()
+        if box is None:
+            return _Exchange(self._receive(into) + self._send(out_of), *into, *out_of)
+        return self._move_directly(box, into, out_of, keeps_input)
 
     def _move_directly(
-        self, into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor], keeps_input: bool
+        self,
+        box: Mailbox,
+        into: Sequence[torch.Tensor],
+        out_of: Sequence[torch.Tensor],
+        keeps_input: bool,
     ) -> Handle:
         """As _move(), by reading the sources' memory, not before wait().
 
         With ``keeps_input`` wait() does not stay until others have read as well: ranks run a few
         milliseconds apart, and would all lose them at every bucket.
         """
-        assert self._pids is not None
-        pids = self._pids
-        self._finish_open()
-        number = self._num_direct % _NUM_TAGS
+        number = self._num_direct
         self._num_direct += 1
-        addresses = [torch.zeros(1, dtype=torch.int64) for _ in into]
-        answers = [torch.zeros(1, dtype=torch.int64) for _ in out_of]
-        told = [torch.tensor([part.data_ptr()]) for part in out_of]
-        ready = self._receive(addresses, _READY_TAG + number)
-        # Every destination is a source too.
-        works = self._receive(answers, _DONE_TAG + number) + self._send(told, _READY_TAG + number)
+        # Letters have a limited room: what has been under way for long is finished here.
+        while self._in_flight and self._in_flight[0].number <= number - SLOTS // 2:
+            self._in_flight.popleft().wait()
+        self._finish_open()
+        for rank, part in zip(self._destinations, out_of, strict=True):
+            box.put(rank, READY, number, part.data_ptr())
 
         def finish() -> None:
-            ranks = zip(ready, addresses, into, self._sources, strict=True)
-            for work, address, part, rank in ranks:
-                work.wait()
-                memory.read(pids[rank], int(address), part)
-            done = [torch.ones(1, dtype=torch.int64) for _ in into]
-            last = works + self._send(done, _DONE_TAG + number)
-            self._open.append(_Exchange(last, *told, *out_of, *answers, *done))
+            for rank, part in zip(self._sources, into, strict=True):
+                box.fetch(rank, number, part)
+                box.put(rank, DONE, number)
+            self._open.append((number, out_of))
             if not keeps_input:
                 self._finish_open()
 
-        return _DirectExchange(finish)
+        handle = _DirectExchange(number, finish)
+        self._in_flight.append(handle)
+        return handle
 
     def _finish_open(self) -> None:
         """Wait until others have read what they were told of."""
-        for exchange in self._open:
-            exchange.wait()
+        for number, _ in self._open:
+            for rank in self._destinations:
+                assert self._mailbox is not None
+                self._mailbox.take(rank, DONE, number)
         self._open.clear()
 
-    def _can_read(self) -> bool:
-        """Return whether every rank can read every other's memory. Collective at the first call."""
-        if self._pids is None:
-            self._pids = self._try_reading() if self._reads_memory else []
-            how = "by reading memory" if self._pids else "through sockets"
-            logger.info("parts of %d bytes and more move %s", DIRECT_MIN_NBYTES, how)
-        return bool(self._pids)
+    def _open_mailbox(self) -> Mailbox | None:
+        """Return the mailbox if every rank can use every other's memory. Collective at first."""
+        if not self._is_tried:
+            self._is_tried = True
+            self._mailbox = self._try_memory()
+            how = "through sockets" if self._mailbox is None else "by reading memory"
+            logger.info("parts of %d ranks move %s", self.world_size, how)
+        return self._mailbox
 
-    def _try_reading(self) -> list[int]:
-        """Return the process id of every rank, or [] if one of them cannot read another's memory.
+    def _try_memory(self) -> Mailbox | None:
+        """Return a mailbox, or None if a rank cannot use another's memory. Collective.
 
         Each reads a random number out of the others and compares it with what they say it is.
         """
         secret = torch.randint(1 << 62, (1,), generator=torch.Generator().manual_seed(_entropy()))
-        mine = [memory.host_id(), os.getpid(), secret.data_ptr(), int(secret)]
+        failed = torch.zeros(1, dtype=torch.int32)
+        descriptor = -1
+        try:
+            descriptor = mailbox.create(self.world_size) if self.rank == 0 else -1
+        except (AttributeError, OSError) as error:
+            logger.info("no memory is shared: %s", error)
+        mine = [memory.host_id(), os.getpid(), int(secret), secret.data_ptr(), descriptor]
         table = torch.empty(self.world_size * len(mine), dtype=torch.int64)
         super().all_gather(table, torch.tensor(mine)).wait()
         rows = table.view(self.world_size, -1).tolist()
-        failed = torch.zeros(1, dtype=torch.int32)
         found = torch.empty(1, dtype=torch.int64)
+        box = None
         try:
-            for host, pid, address, value in rows:
+            for host, pid, value, address, _ in rows:
                 if host == -1 or host != mine[0]:
-                    raise OSError("ranks are on several hosts")
+                    raise OSError("ranks are on several hosts, or the system has no such call")
                 memory.read(pid, address, found)
                 if int(found) != value:
                     raise OSError("process ids are of another namespace")
+            pids = [row[1] for row in rows]
+            box = Mailbox(self.rank, pids, rows[0][4], self._timeout_s())
         except OSError as error:
             logger.info("memory of other ranks is not read: %s", error)
             failed += 1
-        # Also keeps `secret` alive until all have read it.
+        # Also keeps `secret` and the descriptor until all have used them.
         self.all_reduce(failed, "max").wait()
-        return [] if int(failed) else [pid for _, pid, _, _ in rows]
+        if descriptor >= 0:
+            os.close(descriptor)
+        return None if int(failed) else box
 
-    def _receive(self, tensors: Sequence[torch.Tensor], tag: int) -> list[Any]:
+    def _timeout_s(self) -> float:
+        """Return the timeout of the process group's collectives."""
+        options = getattr(self._group._get_backend(torch.device("cpu")), "options", None)
+        timeout = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
+        return float(timeout.total_seconds())
+
+    def _receive(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Post a receive from every source."""
         return [
-            dist.irecv(tensor, group=self._group, group_src=rank, tag=tag)
+            dist.irecv(tensor, group=self._group, group_src=rank, tag=_TAG)
             for tensor, rank in zip(tensors, self._sources, strict=True)
         ]
 
-    def _send(self, tensors: Sequence[torch.Tensor], tag: int) -> list[Any]:
+    def _send(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Post a send to every destination."""
         return [
-            dist.isend(tensor, group=self._group, group_dst=rank, tag=tag)
+            dist.isend(tensor, group=self._group, group_dst=rank, tag=_TAG)
             for tensor, rank in zip(tensors, self._destinations, strict=True)
         ]
 

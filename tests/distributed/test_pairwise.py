@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +15,8 @@ from torch import Tensor
 
 import shardfuse
 from shardfuse.comm import communicator_for, memory
-from shardfuse.comm.pairwise import DIRECT_MIN_NBYTES, PairwiseCommunicator
+from shardfuse.comm.mailbox import SLOTS
+from shardfuse.comm.pairwise import PairwiseCommunicator
 from shardfuse.comm.process_group import ProcessGroupCommunicator
 from tests.harness import RanksFailedError, run_procs, run_threads
 
@@ -71,13 +75,13 @@ def test_collectives(world_size: int, dtype: str) -> None:
     check_collectives(world_size, dtype, 1536, "auto")
 
 
-LARGE = DIRECT_MIN_NBYTES // 4 + 8
+LARGE = (256 << 10) // 4 + 8
 
 
 @pytest.mark.parametrize("choice", ["auto", "pairwise"])
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_large_parts(world_size: int, choice: str) -> None:
-    """Likewise where parts are so large that ranks of one host read each other's memory."""
+    """Likewise for parts of more than a page, by memory and by sockets."""
     check_collectives(world_size, "float32", LARGE, choice)
 
 
@@ -104,7 +108,7 @@ def read_or_send(broken_rank: int) -> tuple[bool, int, list[Tensor]]:
         comm.all_reduce(torch.zeros(1)).wait()
     finally:
         memory.read = original
-    return comm._can_read(), nbytes, [result, received]
+    return comm._mailbox is not None, nbytes, [result, received]
 
 
 def may_read_memory() -> bool:
@@ -194,16 +198,84 @@ def test_other_backends_keep_their_collectives() -> None:
     assert set(run_threads(2, threaded_choice)) == {ProcessGroupCommunicator.__name__}
 
 
-def absent_peer() -> None:
-    group = dist.new_group(timeout=timedelta(seconds=2))
-    comm = communicator_for(group, CPU)
+def many_in_flight() -> list[Tensor]:
+    """Launch more all-gathers than a mailbox has room for; wait for them from the last on."""
+    comm = communicator_for(None, CPU)
+    results = [torch.empty(4) for _ in range(3 * SLOTS)]
+    handles = [
+        comm.all_gather(result, torch.full((2,), 10.0 * index + comm.rank))
+        for index, result in enumerate(results)
+    ]
+    for handle in reversed(handles):
+        handle.wait()
+    return results
+
+
+def test_many_in_flight() -> None:
+    """Nothing is lost, and nothing waits for ever, however many collectives are in flight."""
+    for results in run_procs(2, many_in_flight, timeout=60):
+        for index, result in enumerate(results):
+            assert result.tolist() == [10.0 * index] * 2 + [10.0 * index + 1] * 2
+
+
+def train_with_slow_reader(collectives: str) -> Tensor:
+    """Train LAMB, gradients sent in bf16; the last rank reads 20 ms after it was told."""
+    original = memory.read
+
+    def read(pid: int, address: int, out: Tensor) -> None:
+        if dist.get_rank() > 0 and out.numel() > 1:
+            time.sleep(0.02)
+        original(pid, address, out)
+
+    memory.read = read
+    try:
+        param = torch.nn.Parameter(torch.arange(1 << 16).float() % 7 + 1)
+        sharding = {
+            "collectives": collectives,
+            "bucket_cap_mb": 0.03,
+            "grad_sync_dtype": torch.bfloat16,
+        }
+        optimizer = shardfuse.ShardedLamb([param], lr=0.1, sharding=sharding)
+        for step in range(2):
+            param.grad = values(dist.get_rank() + step, 1 << 16, torch.float32)
+            optimizer.step()
+    finally:
+        memory.read = original
+    return param.detach()
+
+
+def test_slow_readers() -> None:
+    """What is sent stays as it is until the slowest rank has read it."""
+    (expected, *_), results = (
+        run_procs(2, train_with_slow_reader, choice, timeout=60) for choice in ("native", "auto")
+    )
+    for result in results:
+        assert torch.equal(result, expected)
+
+
+def absent_peer(choice: str, *, ends: bool) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2 if not ends else 60))
+    comm = communicator_for(group, CPU, choice)
+    parts = torch.empty(1, 4)
+    comm.exchange(parts, torch.ones(8)).wait()
     if dist.get_rank() == 0:
-        comm.exchange(torch.empty(1, 4), torch.ones(8)).wait()
+        comm.exchange(parts, torch.ones(8)).wait()
+    elif ends:
+        os._exit(3)
+    else:
+        time.sleep(4)
 
 
-def test_a_missing_peer_is_an_error() -> None:
-    """Where a rank does not take part, the others raise after the group's timeout; none hangs."""
+@pytest.mark.parametrize("choice", ["auto", "pairwise"])
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_missing_peer_is_an_error(choice: str, ends: bool) -> None:
+    """Where a rank does not take part, the others raise after the group's timeout; none hangs.
+
+    Where its process has ended they do not even wait for that.
+    """
     with pytest.raises(RanksFailedError) as failed:
-        run_procs(2, absent_peer, timeout=60)
-    assert list(failed.value.failures) == [0]
-    assert "did not finish" not in failed.value.failures[0]
+        run_procs(2, partial(absent_peer, choice, ends=ends), timeout=30)
+    message = failed.value.failures[0]
+    assert "did not finish" not in message
+    if choice == "auto" and may_read_memory():
+        assert ("has ended" if ends else "did not take part in a collective") in message
