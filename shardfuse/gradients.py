@@ -105,7 +105,7 @@ class FlatGrads:
         """
         self.missing.clear()
         self.forget()
-        views, cleared, strided = self.views, self.cleared, torch.strided
+        views, addresses, cleared, strided = self.views, self.addresses, self.cleared, torch.strided
         # Nothing is called here that need not be: there may be thousands of parameters.
         for position, param in enumerate(self.params):
             grad = param.grad
@@ -113,7 +113,8 @@ class FlatGrads:
                 self.view(position).fill_(-0.0)
                 self.missing.add(self.flat.slots[position].param)
                 continue
-            if grad is not views[position] or not self.holds(position, grad):
+            # As holds() has it.
+            if grad is not views[position] or grad.data_ptr() != addresses[position]:
                 if grad.layout is not strided:
                     check_dense(grad, self.specs[position])
                 self.outside.append(position)

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-BLOCK = 1024
+BLOCK = 512
 """Elements per block; at 2 bytes or more this keeps every shard 512-byte aligned (Ascend)."""
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}

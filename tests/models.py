@@ -1,6 +1,6 @@
 """Parameter sets that exercise the layout, and gradients whose mean over ranks is known.
 
-A block is 1024 elements, so the larger tensors here are cut over three ranks and over buckets,
+A block is 512 elements, so the larger tensors here are cut over three ranks and over buckets,
 while the small ones share a shard.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -179,8 +180,9 @@ def check_params(
     Raises:
         RuntimeError: parameters were replaced by others, or re-allocated.
     """
-    members = [param for group in groups for param in group["params"]]
-    same = len(members) == len(params) and all(map(operator.is_, members, params))
+    members = itertools.chain.from_iterable(group["params"] for group in groups)
+    num_members = sum(len(group["params"]) for group in groups)
+    same = num_members == len(params) and all(map(operator.is_, members, params))
     if not same:
         raise RuntimeError(
             f"{prefix}param_groups hold other parameters than the optimizer was built with. Use "

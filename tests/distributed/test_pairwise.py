@@ -161,8 +161,8 @@ def step_and_count(collectives: str) -> tuple[list[Tensor], int]:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_bytes_on_the_wire(world_size: int) -> None:
     """A step sends 2 (W - 1) / W of the parameters' bytes, and equals one by gloo's collectives."""
-    padded = sum(-(-size // 1024) * 1024 for size in (70_000, 3, 5_000))
-    padded = -(-padded // (1024 * world_size)) * 1024 * world_size
+    padded = sum(-(-size // 512) * 512 for size in (70_000, 3, 5_000))
+    padded = -(-padded // (512 * world_size)) * 512 * world_size
     native = run_procs(world_size, step_and_count, "native")
     for (params, sent), (expected, none) in zip(
         run_procs(world_size, step_and_count, "pairwise"), native, strict=True

@@ -25,7 +25,7 @@ from tests.harness import run_procs, run_threads
 
 pytestmark = pytest.mark.timeout(60)
 
-BLOCK = 1024
+BLOCK = 512
 TILE_NBYTES = 4 * 2**18
 SIZES = [(700, 300), (300,), (50_000,), (1,), (128, 128)]
 NUMEL = sum(torch.Size(size).numel() for size in SIZES)
