@@ -30,6 +30,7 @@ from launch.bench.timing import (
     return_free_memory,
     time_ms,
 )
+from shardfuse.optim.kernels.engine import COMPILE_MIN_NUMEL
 
 COMPARED = [*ours.METHODS, *peers.METHODS, *engines.METHODS]
 METHODS = {method.name: method for method in [*COMPARED, *ours.FOR_SCALING]}
@@ -39,7 +40,6 @@ STEPS = 6
 TOLERANCE = 1e-3
 """Of the largest movement; a wrong mean, rule or step count gives 0.1 or more."""
 
-_COMPILED_FROM = 8 << 20
 _TINY: list[list[Shape]] = [[(256, 16), (16,)], [(64, 32)]]
 _CPU = torch.device("cpu")
 
@@ -64,7 +64,7 @@ def measure(
     layout = shapes.named(blocks)
     numel = shapes.numel_of(layout)
     if rehearse:
-        is_small = numel // world_size < _COMPILED_FROM
+        is_small = numel // world_size < COMPILE_MIN_NUMEL
         _train(chosen, chosen.build if is_small else chosen.rehearse or chosen.build, rank)
     memory = PeakMemory()
     model = Model(layout, rank, _CPU)

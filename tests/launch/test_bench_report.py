@@ -57,14 +57,13 @@ def test_targets_are_missed_where_a_peer_is_faster() -> None:
         "adam: ratio below that of every other, DDP being the next": False,
         "lamb: ratio below that of every other, replicated LAMB being the next": True,
         "Adam, peak memory in P (real backward) <= 3.2": False,
-        "bytes a rank sends in a step, in P: 2 (W-1)/W = 1.00 within 1 %": True,
     }
 
 
 @pytest.mark.parametrize(("sent", "is_met"), [(1.005, True), (1.5, False), (0.5, False)])
 def test_bytes_sent_are_held_against_their_formula(sent: float, is_met: bool) -> None:
     """More than 2 (W-1)/W P is missed, and so is less: it was not counted then."""
-    summary = summaries.step([step_row("shardfuse adam", 1.0, sent_p=sent)])
+    summary = summaries.step([step_row("shardfuse adam, sockets only", 1.0, sent_p=sent)])
     assert summary.targets[-1].is_met == is_met
 
 

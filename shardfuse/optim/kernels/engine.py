@@ -26,8 +26,8 @@ CPU_TILE = 256 << 10
 DEVICE_TILE = 16 << 20
 """Elements per eager tile."""
 
-COMPILE_MIN_NUMEL = 8 << 20
-"""Shards smaller than this do not repay the seconds that a compilation takes."""
+COMPILE_MIN_NUMEL = 2 << 20
+"""Smaller shards repay the seconds that a compilation takes only after thousands of steps."""
 
 Floats = tuple[float, ...]
 Pass = Callable[[Any, Any, Any, Scale, Grad, Tensors], None]
