@@ -66,19 +66,15 @@ def _segments(zero: Any, number: int, rank: int, policies: list[str]) -> list[Se
     first, last = rank * size, (rank + 1) * size
     segments = []
     end = 0
-    for position, (param, offset) in enumerate(
-        zip(
-            zero.round_robin_bit16_groups[number],
-            zero.round_robin_bit16_offsets[number],
-            strict=True,
-        )
-    ):
-        address = whole.data_ptr() + offset * whole.element_size()
-        if param.numel() and (param.data_ptr() != address or offset < end):
+    for position, param in enumerate(zero.round_robin_bit16_groups[number]):
+        # DeepSpeed has made them views of the flat; its own table of offsets is of 0.19.7.
+        nbytes = param.data_ptr() - whole.data_ptr()
+        offset = nbytes // whole.element_size() if param.numel() else end
+        if offset < end or offset + param.numel() > whole.numel():
             raise RuntimeError(
-                f"Parameter {position} of group {number} does not lie where DeepSpeed's "
-                "round_robin_bit16_offsets say, so that its norm cannot be told. Report this with "
-                "the DeepSpeed version."
+                f"Parameter {position} of group {number} does not lie in DeepSpeed's "
+                "bit16_groups_flat after the one before, so that its norm cannot be told. Report "
+                "this with the DeepSpeed version."
             )
         end = offset + param.numel()
         start, stop = max(offset, first), min(end, last)

@@ -30,7 +30,6 @@ ENGINE_METHODS = {
     "zero_offload_optimizer": "the offload_optimizer block",
     "zenflow_config": "the zenflow block",
     "is_deepcompile_enabled": "the compile block",
-    "zero_compute_grad_norm": "whether stages 1 and 2 take the norm of all gradients",
     "use_node_local_storage": "whether one rank of every node writes checkpoints",
     "load_universal_checkpoint": "whether checkpoints to load are universal ones",
 }
@@ -53,7 +52,6 @@ ZERO_ATTRIBUTES = {
     "single_partition_of_fp32_groups": "this rank's flat fp32 partition of each group",
     "bit16_groups_flat": "all ranks' partitions of each group, the model's own memory",
     "round_robin_bit16_groups": "the parameters of each group, in flat order",
-    "round_robin_bit16_offsets": "where each starts in the flat",
     "partition_size": "elements of a partition of each group",
     "real_dp_process_group": "the ranks that each group is partitioned over",
     "clip_grad": "bound of the gradient norm",
@@ -103,6 +101,12 @@ def supported_optimizers() -> list[type]:
     probe(utils, "deepspeed.runtime.zero.utils", ["ZERO_SUPPORTED_OPTIMIZERS"])
     found: list[type] = utils.ZERO_SUPPORTED_OPTIMIZERS
     return found
+
+
+def takes_grad_norm(engine: Any) -> bool:
+    """Return whether stages 1 and 2 take the norm of all gradients; before 0.19.7 they always do."""
+    asked = getattr(engine, "zero_compute_grad_norm", None)
+    return asked is None or bool(asked())
 
 
 def is_fused_lamb(optimizer: Any) -> bool:
