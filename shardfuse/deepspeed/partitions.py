@@ -55,7 +55,8 @@ def bind(zero: Any, optimizer: Partitioned) -> None:
 
 def _segments(zero: Any, number: int, rank: int, policies: list[str]) -> list[Segment]:
     """Return the segments of rank's partition of group ``number``."""
-    whole, size = zero.bit16_groups_flat[number], zero.partition_size[number]
+    # A float of whole value in some versions.
+    whole, size = zero.bit16_groups_flat[number], int(zero.partition_size[number])
     flat = zero.single_partition_of_fp32_groups[number]
     if flat.dtype != torch.float32 or flat.numel() != size or not flat.is_contiguous():
         raise RuntimeError(

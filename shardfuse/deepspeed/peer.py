@@ -104,7 +104,7 @@ def supported_optimizers() -> list[type]:
 
 
 def takes_grad_norm(engine: Any) -> bool:
-    """Return whether stages 1 and 2 take the norm of all gradients; before 0.19.7 they always do."""
+    """Return whether stages 1 and 2 take the norm of all gradients; always before 0.19.7."""
     asked = getattr(engine, "zero_compute_grad_norm", None)
     return asked is None or bool(asked())
 
