@@ -108,7 +108,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "deepspeed.peer": set(),
     "deepspeed.lamb": set(),
-    "deepspeed.refusals": {"optim.rules", "deepspeed.peer"},
+    "deepspeed.refusals": {"optim.rules"},
     "deepspeed.bridge": {"optim", "scaling"},
     "deepspeed.partition_step": {"comm", "layout", "optim.kernels", "optim.rules"},
     "deepspeed.partitioned": {

@@ -55,8 +55,7 @@ def bind(zero: Any, optimizer: Partitioned) -> None:
 
 def _segments(zero: Any, number: int, rank: int, policies: list[str]) -> list[Segment]:
     """Return the segments of rank's partition of group ``number``."""
-    # A float of whole value in some versions.
-    whole, size = zero.bit16_groups_flat[number], int(zero.partition_size[number])
+    whole, size = zero.bit16_groups_flat[number], zero.partition_size[number]
     flat = zero.single_partition_of_fp32_groups[number]
     if flat.dtype != torch.float32 or flat.numel() != size or not flat.is_contiguous():
         raise RuntimeError(
@@ -68,7 +67,7 @@ def _segments(zero: Any, number: int, rank: int, policies: list[str]) -> list[Se
     segments = []
     end = 0
     for position, param in enumerate(zero.round_robin_bit16_groups[number]):
-        # DeepSpeed has made them views of the flat; its own table of offsets is of 0.19.7.
+        # DeepSpeed has made them views of the flat.
         nbytes = param.data_ptr() - whole.data_ptr()
         offset = nbytes // whole.element_size() if param.numel() else end
         if offset < end or offset + param.numel() > whole.numel():

@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Iterable
 from typing import Any
 
-CHECKED_VERSIONS = ("0.19.8",)
+CHECKED_VERSIONS = ("0.19.7", "0.19.8")
 
 ENGINE_METHODS = {
     "_configure_optimizer": "builds the optimizer and wraps it; the plug-in goes around it",
@@ -30,6 +30,7 @@ ENGINE_METHODS = {
     "zero_offload_optimizer": "the offload_optimizer block",
     "zenflow_config": "the zenflow block",
     "is_deepcompile_enabled": "the compile block",
+    "zero_compute_grad_norm": "whether stages 1 and 2 take the norm of all gradients; from 0.19.7",
     "use_node_local_storage": "whether one rank of every node writes checkpoints",
     "load_universal_checkpoint": "whether checkpoints to load are universal ones",
 }
@@ -101,12 +102,6 @@ def supported_optimizers() -> list[type]:
     probe(utils, "deepspeed.runtime.zero.utils", ["ZERO_SUPPORTED_OPTIMIZERS"])
     found: list[type] = utils.ZERO_SUPPORTED_OPTIMIZERS
     return found
-
-
-def takes_grad_norm(engine: Any) -> bool:
-    """Return whether stages 1 and 2 take the norm of all gradients; always before 0.19.7."""
-    asked = getattr(engine, "zero_compute_grad_norm", None)
-    return asked is None or bool(asked())
 
 
 def is_fused_lamb(optimizer: Any) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from shardfuse.deepspeed import peer
 from shardfuse.optim.rules import NormRule, RowRule
 
 Refusal = tuple[bool, str, str]
@@ -145,7 +144,7 @@ def check_rule(rule: Any, engine: Any, name: str) -> None:
             'anywhere. Set "zero_optimization": {"stage": 0}.'
         )
     needs_norm = isinstance(rule, NormRule) and getattr(rule, "use_global_grad_norm", False)
-    if needs_norm and not peer.takes_grad_norm(engine):
+    if needs_norm and not engine.zero_compute_grad_norm():
         raise ValueError(
             f"{name} with use_global_grad_norm clips by the norm that DeepSpeed takes of all "
             'gradients. Remove "zero_optimization": {"compute_grad_norm": false}.'
