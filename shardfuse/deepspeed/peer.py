@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
-CHECKED_VERSIONS = ("0.19.7", "0.19.8")
+CHECKED_VERSIONS = ("0.19.8",)
+
+OLDEST_VERSION = "0.19.8"
+"""Up to 0.19.7, stages 1 and 2 give wrong updates where gradients are not contiguous."""
 
 ENGINE_METHODS = {
     "_configure_optimizer": "builds the optimizer and wraps it; the plug-in goes around it",
@@ -30,7 +34,7 @@ ENGINE_METHODS = {
     "zero_offload_optimizer": "the offload_optimizer block",
     "zenflow_config": "the zenflow block",
     "is_deepcompile_enabled": "the compile block",
-    "zero_compute_grad_norm": "whether stages 1 and 2 take the norm of all gradients; from 0.19.7",
+    "zero_compute_grad_norm": "whether stages 1 and 2 take the norm of all gradients",
     "use_node_local_storage": "whether one rank of every node writes checkpoints",
     "load_universal_checkpoint": "whether checkpoints to load are universal ones",
 }
@@ -75,7 +79,20 @@ def version() -> str | None:
 
 
 def engine_class() -> Any:
-    """Return DeepSpeedEngine, after looking for every method of ENGINE_METHODS."""
+    """Return DeepSpeedEngine, after looking for every method of ENGINE_METHODS.
+
+    Raises:
+        RuntimeError: this DeepSpeed is too old, or has other insides.
+    """
+    from packaging.version import InvalidVersion, Version
+
+    found = version()
+    with suppress(InvalidVersion):
+        if found is not None and Version(found) < Version(OLDEST_VERSION):
+            raise RuntimeError(
+                f"DeepSpeed {found} is older than shardfuse.deepspeed was checked with. Install "
+                f"deepspeed>={OLDEST_VERSION}, or do without importing shardfuse.deepspeed."
+            )
     from deepspeed.runtime.engine import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
         DeepSpeedEngine,
     )

@@ -95,6 +95,13 @@ def test_missing_insides_are_named(method: str) -> None:
         peer.probe(fake, "DeepSpeedEngine", peer.ENGINE_METHODS)
 
 
+def test_old_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before DeepSpeed itself is imported, with the version to install."""
+    monkeypatch.setattr(peer, "version", lambda: "0.19.7")
+    with pytest.raises(RuntimeError, match=r"0\.19\.7 is older .* deepspeed>=0\.19\.8"):
+        peer.engine_class()
+
+
 def test_options_of_deepspeeds_lamb() -> None:
     """FusedLamb's arguments are ShardedLamb's, or refused where there is no counterpart."""
     given = {"lr": 0.1, "betas": [0.9, 0.99], "bias_correction": True, "max_coeff": 5.0}
