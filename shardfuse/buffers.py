@@ -36,16 +36,18 @@ def zeros(numel: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     A kernel reads and writes several buffers side by side. Where their addresses differ by a large
     power of two, as those of buffers of 2**k elements do, they compete for the same places in
     caches (in the way predictor of AMD's, it seems): Adam over 32 Mi elements took 28 ms in place
-    of 17. On the CPU each large buffer therefore begins some pages later than the last.
+    of 17. On the CPU the addresses of large buffers therefore end differently, in 18 bits.
 
     They ask for huge pages, too: other ranks read such memory at 12 GB/s, in place of 5 to 8.
     """
     if device.type != "cpu" or numel * dtype.itemsize < _LARGE_NBYTES:
         return torch.zeros(numel, dtype=dtype, device=device)
-    step = _STAGGER_NBYTES // dtype.itemsize
-    start = next(_turns) * step
-    memory = torch.empty(numel + _NUM_TURNS * step, dtype=dtype, device=device)
+    period = _NUM_TURNS * _STAGGER_NBYTES
+    memory = torch.empty(numel + period // dtype.itemsize, dtype=dtype, device=device)
     _ask_for_huge_pages(memory)
+    # By the address itself: where the allocator begins differs from one call to the next.
+    offset = (next(_turns) * _STAGGER_NBYTES - memory.data_ptr()) % period
+    start = offset // dtype.itemsize
     return memory.zero_()[start : start + numel]
 
 
