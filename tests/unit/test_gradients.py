@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfuse import ShardedAdam, ShardedAdamW, ShardedBertAdam, ShardedLamb, ShardedSGD
-from tests.harness import run_threads
+from tests.harness import everywhere
 from tests.models import TiedModel
 from tests.oracles import BertAdamOracle
 from tests.runs import assert_bitwise
@@ -29,12 +29,6 @@ FiveOptimizers: list[tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]
     (ShardedLamb, {"lr": 0.1, "weight_decay": 0.1}),
 ]
 five = pytest.mark.parametrize(("cls", "options"), FiveOptimizers, ids=lambda v: "")
-
-
-def everywhere(body: Callable[..., None], *args: Any) -> None:
-    """Run `body` alone and on two ranks that feed equal gradients, whose mean is what each has."""
-    body(*args)
-    run_threads(2, body, *args)
 
 
 def assert_like_torch(model: nn.Module, reference: nn.Module) -> None:
