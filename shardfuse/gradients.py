@@ -104,7 +104,7 @@ class FlatGrads:
         if grad is None or grad.layout != torch.strided or self.holds(position, grad):
             return
         with torch.no_grad():
-            if sys.getrefcount(self.views[position]) > _NOT_HELD:
+            if _is_held(self.views, position):
                 _move_out(self.views[position])
             view = self.view(position).copy_(grad)
         self.params[position].grad = view
@@ -141,7 +141,7 @@ class FlatGrads:
             if cleared and cleared.get(position) is grad and is_absent(grad):
                 self.missing.add(self.flat.slots[position].param)
         for position in itertools.chain(absent, self.outside) if is_lent else ():
-            if sys.getrefcount(views[position]) > _NOT_HELD:
+            if _is_held(views, position):
                 _move_out(views[position])
         for position in absent:
             self.view(position).fill_(-0.0)
@@ -209,13 +209,19 @@ class FlatGrads:
                 self.cleared[position] = grad
 
 
-def _count_not_held() -> int:
-    """Return the references that are counted to a tensor which only a list holds."""
-    tensors = [torch.empty(0)]
-    return sys.getrefcount(tensors[0])
+def _count_references(tensors: Sequence[Tensor], position: int) -> int:
+    # Python's count lacks, in older torch, a p.grad.
+    return sys.getrefcount(tensors[position]) + int(
+        tensors[position]._use_count()  # type: ignore[attr-defined]
+    )
 
 
-_NOT_HELD = _count_not_held()
+_NOT_HELD = _count_references([torch.empty(0)], 0)
+
+
+def _is_held(tensors: Sequence[Tensor], position: int) -> bool:
+    """Return whether anything but the list refers to one of its tensors."""
+    return _count_references(tensors, position) > _NOT_HELD
 
 
 def _move_out(grad: Tensor) -> None:

@@ -275,7 +275,8 @@ def count_c10d_calls() -> Iterator[Counter[str]]:
     inside = threading.local()
     names = ("allgather", "all_gather_single", "allreduce", "broadcast", "barrier")
     names += ("reduce_scatter", "reduce_scatter_single", "alltoall", "all_to_all_single")
-    originals = {name: getattr(group, name) for name in names if hasattr(group, name)}
+    older = {"_allgather_base": names[1], "_reduce_scatter_base": names[6]}
+    originals = {name: getattr(group, name) for name in (*names, *older) if hasattr(group, name)}
 
     def counted(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -285,7 +286,7 @@ def count_c10d_calls() -> Iterator[Counter[str]]:
             try:
                 if outermost:
                     with lock:
-                        counts[name] += 1
+                        counts[older.get(name, name)] += 1
                 return originals[name](*args, **kwargs)
             finally:
                 inside.call = not outermost
