@@ -116,12 +116,12 @@ class ShardedOptimizer(StatefulOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, at any time; collective, like the constructor. See torch.optim.Optimizer."""
         if not self._built:
-            super().add_param_group(param_group)
+            super().add_param_group(self._read_group(param_group))
             return
         error: Exception | None = None
         first_group = len(self.param_groups)
         try:
-            super().add_param_group(param_group)
+            super().add_param_group(self._read_group(param_group))
         except Exception as failure:
             error = failure
         try:
@@ -129,6 +129,10 @@ class ShardedOptimizer(StatefulOptimizer):
         except Exception:
             del self.param_groups[first_group:]
             raise
+
+    def _read_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return a group as torch and the rule have it. What this raises, all ranks hear of."""
+        return group
 
     def _adopt(self, first_group: int, error: Exception | None) -> None:
         """Lay out, move and share the parameters of the groups from ``first_group`` on."""

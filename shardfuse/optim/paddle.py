@@ -162,9 +162,14 @@ class Lamb(ShardedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with the keys that ``parameters`` may have. Collective."""
-        super().add_param_group(self._in_torch_terms(param_group))
+        undecayed = set(self._rule.undecayed)
+        try:
+            super().add_param_group(param_group)
+        except Exception:
+            self._rule.undecayed = undecayed
+            raise
 
-    def _in_torch_terms(self, group: Mapping[str, Any]) -> dict[str, Any]:
+    def _read_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return Paddle's group dict as the rule reads it; note which parameters have no decay."""
         foreign = {"lr", "betas", "eps"} & group.keys()
         if foreign:

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardfuse.optim.paddle import ClipGradByGlobalNorm, ClipGradByNorm, ClipGradByValue, Lamb
+from tests.harness import run_threads
 
 EAGER = {"kernel": "eager"}
 
@@ -171,6 +173,30 @@ def test_exclusion_function_of_a_group() -> None:
     assert [spec.policy for spec in optimizer.layout.specs] == ["", "no_decay", "", ""]
     assert optimizer.param_groups[1]["lr_scale"] == 0.5
     assert optimizer.param_groups[1]["lr"] == optimizer.get_lr()
+
+
+def add_bad_group() -> tuple[str, int, set[str]]:
+    """Rank 1 alone gives a key that no group has; then all give a good group."""
+    optimizer = build(linear())
+    bad = {"eps": 1e-6} if dist.get_rank() == 1 else {}
+    late = linear()
+    try:
+        optimizer.add_param_group(
+            {"params": late.parameters(), "exclude_from_weight_decay_fn": lambda p: True, **bad}
+        )
+    except (ValueError, RuntimeError) as error:
+        text = str(error)
+    optimizer.add_param_group({"params": late.parameters()})
+    return text, len(optimizer.param_groups), {spec.policy for spec in optimizer.layout.specs}
+
+
+def test_bad_group_on_one_rank() -> None:
+    """A late group that one rank cannot read raises on all, and leaves nothing behind."""
+    for rank, (text, num_groups, policies) in enumerate(run_threads(3, add_bad_group, timeout=20)):
+        assert "no 'eps'. Use learning_rate" in text
+        assert rank == 1 or "rank 1" in text
+        assert num_groups == 2
+        assert policies == {""}
 
 
 def test_learning_rate() -> None:
