@@ -83,8 +83,8 @@ def test_bf16_autocast(ranks: list[dict[str, Any]]) -> None:
     result = ranks[0]["bf16"]
     expected, norms = runs.reference_bf16(JOBS["bf16"], runs.rates())
     # Where a sum of two ranks, or of two threads, is rounded otherwise, so may be a bf16 product of
-    # a later step.
-    assert result["norms"] == pytest.approx(norms, rel=2e-4)
+    # a later step: a fraction of the 4e-3 that one such rounding is.
+    assert result["norms"] == pytest.approx(norms, rel=1e-3)
     error = runs.error(result["params"], expected)
     assert error < 2e-3
     assert runs.error(result["params"], ranks[0]["instance"]["params"]) > 5 * error

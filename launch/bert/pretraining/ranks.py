@@ -48,6 +48,9 @@ class Ranks:
         self.launch = launch
         self.device = device
         self._store: Store | None = None
+        # Kept: where gloo's thread drops a tensor last, while the group is being destroyed, that
+        # thread and this one (in torch 2.7) wait for each other for ever.
+        self._last_summed: torch.Tensor | None = None
         if launch.is_distributed:
             self._store, _, _ = next(iter(rendezvous("env://")))
 
@@ -91,6 +94,7 @@ class Ranks:
         """Sum `values` over the ranks (updated in place). Collective."""
         if self._store is not None:
             dist.all_reduce(values)
+            self._last_summed = values
         return values
 
     def barrier(self) -> None:
