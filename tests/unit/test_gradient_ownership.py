@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from shardfuse import ShardedSGD
+from shardfuse import ShardedLamb, ShardedSGD
+from shardfuse.optim.npu import NpuFusedAdam
 from tests.harness import everywhere
 
 pytestmark = pytest.mark.timeout(60)
@@ -164,3 +166,36 @@ def test_short_gradient_of_another_size() -> None:
     with pytest.raises(RuntimeError, match="1400"):
         optimizer.step()
     assert not any(param.any() for param in params)
+
+
+def loop_as_usual(build: Callable[..., Any], zero: dict[str, bool], clips: bool) -> None:
+    params = [nn.Parameter(torch.ones(3000)), nn.Parameter(torch.ones(40, 60))]
+    optimizer = build(params)
+    for _ in range(3):
+        for _ in range(2):
+            backward(params, 2.0)
+        if clips:
+            optimizer.clip_grad_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad(**zero)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("zero", [{"set_to_none": True}, {"set_to_none": False}], ids=str)
+@pytest.mark.parametrize(
+    "build",
+    [lambda params: ShardedSGD(params, 1.0), ShardedLamb, NpuFusedAdam],
+    ids=["sgd", "lamb", "npu"],
+)
+def test_usual_loops_copy_nothing_out(
+    monkeypatch: pytest.MonkeyPatch, build: Callable[..., Any], zero: dict[str, bool], clips: bool
+) -> None:
+    """Where nobody keeps a gradient, no slot's old values are copied away."""
+
+    def refuse(grad: Tensor) -> None:
+        raise AssertionError(f"{tuple(grad.shape)} is held")
+
+    monkeypatch.setattr("shardfuse.gradients._move_out", refuse)
+    everywhere(loop_as_usual, build, zero, clips)
+    with pytest.raises(AssertionError, match="is held"):
+        handle_gradients(swap_gradients, (3000,))
