@@ -7,7 +7,6 @@ import itertools
 import mmap
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -97,17 +96,24 @@ class FlatBuffer:
     @cached_property
     def _gaps(self) -> list[torch.Tensor]:
         """Zeros as many as lie between each slot and the next."""
-        numels = [then.start - slot.start - slot.numel for slot, then in pairwise(self.flat.slots)]
+        numels = [stop - start for start, stop in self._padding()[:-1]]
         longest = self.data.new_zeros(max(numels, default=0))
         views = {numel: longest[:numel] for numel in set(numels)}
         return [views[numel] for numel in numels]
 
+    def _padding(self) -> list[tuple[int, int]]:
+        """Return where the padding behind each slot starts and stops."""
+        starts = [slot.start for slot in self.flat.slots[1:]] + [self.flat.numel]
+        return [
+            (slot.start + slot.numel, stop)
+            for slot, stop in zip(self.flat.slots, starts, strict=True)
+        ]
+
     def clear_padding(self) -> None:
         """Set everything outside the parameters to zero."""
-        starts = [slot.start for slot in self.flat.slots[1:]] + [self.flat.numel]
-        for slot, stop in zip(self.flat.slots, starts, strict=True):
-            if slot.start + slot.numel < stop:
-                self.data[slot.start + slot.numel : stop].zero_()
+        for start, stop in self._padding():
+            if start < stop:
+                self.data[start:stop].zero_()
 
     def bucket(self, bucket: Bucket) -> torch.Tensor:
         """Return ``bucket`` as a (bucket.numel,) tensor."""

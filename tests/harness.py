@@ -275,7 +275,10 @@ def count_c10d_calls() -> Iterator[Counter[str]]:
     inside = threading.local()
     names = ("allgather", "all_gather_single", "allreduce", "broadcast", "barrier")
     names += ("reduce_scatter", "reduce_scatter_single", "alltoall", "all_to_all_single")
-    older = {"_allgather_base": names[1], "_reduce_scatter_base": names[6]}
+    older = {
+        "_allgather_base": "all_gather_single",
+        "_reduce_scatter_base": "reduce_scatter_single",
+    }
     originals = {name: getattr(group, name) for name in (*names, *older) if hasattr(group, name)}
 
     def counted(name: str) -> Callable[..., Any]:

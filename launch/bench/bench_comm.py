@@ -19,10 +19,7 @@ from launch.bench.launches import LaunchError, run_ranks
 from launch.bench.options import Options, Row, interleaved
 from launch.bench.timing import bytes_written, median, time_ms
 from shardfuse.comm import Communicator, Handle, communicator_for
-
-# torch 2.13 renamed these and warns on the old names.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from shardfuse.comm.process_group import all_gather_single, reduce_scatter_single
 
 SIZES = (1 << 20, 25 << 20, 110 << 20)
 WORLDS = (2, 3, 4, 8)
@@ -66,8 +63,8 @@ class Buffers:
         own = self.own()
         operations: dict[str, Callable[[], object]] = {
             UNIT: lambda: dist.all_reduce(self.full),
-            "gloo reduce_scatter": lambda: _reduce_scatter(self.shard, self.full),
-            "gloo all_gather": lambda: _all_gather(self.gathered, own),
+            "gloo reduce_scatter": lambda: reduce_scatter_single(self.shard, self.full),
+            "gloo all_gather": lambda: all_gather_single(self.gathered, own),
         }
         for name, comm in self.comms.items():
             operations[f"{name} reduce_scatter"] = partial(self._reduce_scatter, comm)

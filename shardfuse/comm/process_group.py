@@ -12,10 +12,10 @@ from shardfuse.comm.base import Handle, ReduceOp
 from shardfuse.comm.traits import traits_of
 
 # torch 2.13 renamed these and warns on the old names; the C++ entry points are the same.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or getattr(
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or getattr(
     dist, "reduce_scatter_tensor", None
 )
-_all_gather = getattr(dist, "all_gather_single", None) or getattr(
+all_gather_single = getattr(dist, "all_gather_single", None) or getattr(
     dist, "all_gather_into_tensor", None
 )
 
@@ -93,16 +93,16 @@ class ProcessGroupCommunicator:
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
         """Sum ``input`` (world_size * n,) over ranks; write part ``rank`` into ``output`` (n,)."""
-        assert _reduce_scatter is not None
-        work = _reduce_scatter(output, input, group=self._group, async_op=True)
+        assert reduce_scatter_single is not None
+        work = reduce_scatter_single(output, input, group=self._group, async_op=True)
         return _WorkHandle(work, output, input)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
         """Write every rank's ``input`` (n,) into ``output`` (world_size * n,), in rank order."""
-        assert _all_gather is not None
+        assert all_gather_single is not None
         if not self._traits.in_place_all_gather and _overlaps(output, input):
             input = input.clone()
-        work = _all_gather(output, input, group=self._group, async_op=True)
+        work = all_gather_single(output, input, group=self._group, async_op=True)
         return _WorkHandle(work, output, input)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:

@@ -13,7 +13,7 @@ from typing import Any
 
 CHECKED_VERSIONS = ("0.19.8",)
 
-OLDEST_VERSION = "0.19.8"
+OLDEST_VERSION = CHECKED_VERSIONS[0]
 """Up to 0.19.7, stages 1 and 2 give wrong updates where gradients are not contiguous."""
 
 ENGINE_METHODS = {

@@ -42,9 +42,9 @@ def move_gradient(params: list[nn.Parameter], _: torch.optim.Optimizer) -> list[
 
 
 def move_gradient_before_backward(
-    params: list[nn.Parameter], _: torch.optim.Optimizer
+    params: list[nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> list[Tensor]:
-    move_gradient(params, _)
+    move_gradient(params, optimizer)
     (params[0] * 7.0).sum().backward()
     return []
 

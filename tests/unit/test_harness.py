@@ -9,11 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardfuse.comm.process_group import all_gather_single, reduce_scatter_single
 from tests.harness import RanksFailedError, run_procs, run_threads
-
-# Older torch has the other names only; newer warns of them.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 RUNNERS = [pytest.param(run_threads, id="threads"), pytest.param(run_procs, id="procs")]
 
@@ -27,9 +24,9 @@ def collectives() -> dict[str, list[float]]:
     first = torch.tensor([float(rank + 5)])
     dist.broadcast(first, src=0)
     scattered = torch.zeros(2)
-    reduce_scatter(scattered, torch.arange(2.0 * world_size))
+    reduce_scatter_single(scattered, torch.arange(2.0 * world_size))
     gathered = torch.zeros(2 * world_size)
-    all_gather(gathered, torch.full((2,), float(rank)))
+    all_gather_single(gathered, torch.full((2,), float(rank)))
     values = {"total": total, "largest": largest, "first": first}
     values |= {"scattered": scattered, "gathered": gathered}
     return {name: value.tolist() for name, value in values.items()}
