@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import mmap
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -60,6 +61,11 @@ def _ask_for_huge_pages(memory: torch.Tensor) -> None:
         _madvise(start, stop - start, mmap.MADV_HUGEPAGE)
 
 
+def lie_at(tensors: Iterable[torch.Tensor], addresses: Iterable[int]) -> bool:
+    """Return whether each tensor begins at its address."""
+    return all(map(operator.eq, map(torch.Tensor.data_ptr, tensors), addresses))
+
+
 class FlatBuffer:
     """A 1-D tensor of ``flat.numel`` elements; everything it returns is an alias of it.
 
@@ -87,9 +93,9 @@ class FlatBuffer:
         of the time of a copy each, which has to wait for memory anew at every one.
         """
         last = self.flat.slots[first + len(tensors) - 1]
-        pieces = [tensors[0]]
-        for gap, tensor in zip(self._gaps[first:], tensors[1:], strict=False):
-            pieces += (gap, tensor)
+        pieces = [*tensors, *tensors[1:]]
+        pieces[::2] = tensors
+        pieces[1::2] = self._gaps[first : first + len(tensors) - 1]
         start = self.flat.slots[first].start
         torch.cat(pieces, out=self.data[start : last.start + last.numel])
 

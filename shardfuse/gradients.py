@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import sys
 import weakref
 from bisect import bisect_left
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardfuse.buffers import FlatBuffer, ShardArena
+from shardfuse.buffers import FlatBuffer, ShardArena, lie_at
 from shardfuse.layout import Flat, Fragment, ParamSpec
 
 _SHORT_NUMEL = 64 << 10
@@ -37,12 +38,17 @@ def is_absent(grad: Tensor) -> bool:
     return bool((grad.signbit() & (grad == 0)).all())
 
 
-def check_dense(grad: Tensor, spec: ParamSpec) -> None:
-    """Raise RuntimeError if ``grad`` is sparse."""
+def check_grad(grad: Tensor, spec: ParamSpec) -> None:
+    """Raise RuntimeError if ``grad`` is sparse, or has another size than its parameter."""
     if grad.layout != torch.strided:
         raise RuntimeError(
             f"The gradient of {spec.name} is sparse; shardfuse needs dense gradients (for an "
             "embedding: sparse=False)."
+        )
+    if grad.numel() != spec.numel:
+        raise RuntimeError(
+            f"The gradient of {spec.name} has {grad.numel()} elements, the parameter {spec.numel}. "
+            "Assign p.grad, not p.grad.data, for a gradient of another size."
         )
 
 
@@ -120,32 +126,57 @@ class FlatGrads:
         """
         self.missing.clear()
         self.forget()
-        views, addresses, cleared, strided = self.views, self.addresses, self.cleared, torch.strided
-        storage = self.buffer.data.untyped_storage()
-        first, last = storage.data_ptr(), storage.data_ptr() + storage.nbytes() - 1
-        absent, is_lent = [], self.is_lent
-        # Nothing is called here that need not be: there may be thousands of parameters.
+        if not self._is_in_place():
+            self._note_outside()
+        for position, grad in self.cleared.items():
+            if self.params[position].grad is grad and is_absent(grad):
+                self.missing.add(self.flat.slots[position].param)
+
+    def _is_in_place(self) -> bool:
+        """Return whether every gradient is in its slot, as it is after a backward.
+
+        No list is made: what backward has freed, thousands of pieces, malloc puts in order at the
+        next request of 1 KiB or more, which takes milliseconds.
+        """
+        grads = map(operator.attrgetter("grad"), self.params)
+        return all(map(operator.is_, grads, self.views)) and lie_at(self.views, self.addresses)
+
+    def _note_outside(self) -> None:
+        """Do what pack() does, where some gradients are not in their slots."""
+        absent: list[int] = []
+        views, addresses, numels = self.views, self.addresses, self.numels
+        outside, arrived, strided = self.outside, self.arrived, torch.strided
+        # One loop, with everything of a gradient while it is in the cache, and no calls that need
+        # not be: there may be thousands.
         for position, param in enumerate(self.params):
             grad = param.grad
             if grad is None:
                 absent.append(position)
-                continue
             # As holds() has it.
-            if grad is not views[position] or grad.data_ptr() != addresses[position]:
-                if grad.layout is not strided:
-                    check_dense(grad, self.specs[position])
-                if is_lent and first <= grad.data_ptr() <= last:
-                    _move_out(grad)
-                self.outside.append(position)
-                self.arrived.append(grad)
-            if cleared and cleared.get(position) is grad and is_absent(grad):
-                self.missing.add(self.flat.slots[position].param)
-        for position in itertools.chain(absent, self.outside) if is_lent else ():
-            if _is_held(views, position):
-                _move_out(views[position])
+            elif grad is not views[position] or grad.data_ptr() != addresses[position]:
+                if grad.layout is not strided or grad.numel() != numels[position]:
+                    check_grad(grad, self.specs[position])
+                outside.append(position)
+                arrived.append(grad)
+        if self.is_lent:
+            self._move_held(itertools.chain(absent, outside))
         for position in absent:
             self.view(position).fill_(-0.0)
             self.missing.add(self.flat.slots[position].param)
+
+    def _move_held(self, positions: Iterable[int]) -> None:
+        """Give memory of its own to what lies in a slot and is to be kept.
+
+        That is, to gradients outside their slots, and to views of ``positions`` that somebody has.
+        """
+        storage = self.buffer.data.untyped_storage()
+        first, last = storage.data_ptr(), storage.data_ptr() + storage.nbytes() - 1
+        for grad in self.arrived:
+            if first <= grad.data_ptr() <= last:
+                _move_out(grad)
+        for position in positions:
+            if _is_held(self.views, position):
+                _move_out(self.views[position])
 
     def flush(self, end: int | None = None) -> None:
         """Copy gradients into the slots that start before ``end``, all without.
@@ -159,15 +190,11 @@ class FlatGrads:
         now, grads = self.outside[:count], self.arrived[:count]
         del self.outside[:count], self.arrived[:count]
         start, stop = now[0], now[-1] + 1
-        if (
-            self.is_joined
-            and stop - start == count
-            and [grad.numel() for grad in grads] == self.numels[start:stop]
-        ):
+        if self.is_joined and stop - start == count:
             self.buffer.join(start, grads)
             return
         views = [self.views[position] for position in now]
-        if [view.data_ptr() for view in views] != [self.addresses[position] for position in now]:
+        if not lie_at(views, [self.addresses[position] for position in now]):
             views = [self.view(position) for position in now]
         torch._foreach_copy_(views, grads)  # one call: there may be thousands
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardfuse.buffers import ShardArena
-from shardfuse.gradients import FlatParams, GradVersions, Parts, check_dense
+from shardfuse.gradients import FlatParams, GradVersions, Parts, check_grad
 from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec
 
 
@@ -152,7 +152,7 @@ class PresyncedGrads:
 
 def _in_storage_order(grad: Tensor, spec: ParamSpec) -> Tensor:
     """Return ``grad`` as (numel,), its elements in the order of the parameter's slot."""
-    check_dense(grad, spec)
+    check_grad(grad, spec)
     if tuple(grad.stride()) != spec.stride:
         ordered = torch.empty_strided(spec.shape, spec.stride, dtype=grad.dtype, device=grad.device)
         grad = ordered.copy_(grad)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfuse.buffers import FlatBuffer, ShardArena
+from shardfuse.buffers import FlatBuffer, ShardArena, lie_at
 from shardfuse.layout import BLOCK, Bucket, Fragment, ParamSpec, round_up
 from shardfuse.optim.kernels import Span
 
@@ -83,13 +83,12 @@ class FlatState:
 
     def moved(self) -> list[str]:
         """Return names of parameters that were re-allocated since bind()."""
-        now = [param.data_ptr() for param in self.params]
-        if now == self._addresses:
+        if lie_at(self.params, self._addresses):
             return []
         return [
             spec.name
-            for spec, address, before in zip(self.specs, now, self._addresses, strict=True)
-            if address != before
+            for spec, param, address in zip(self.specs, self.params, self._addresses, strict=True)
+            if param.data_ptr() != address
         ]
 
     def allocate(self, values: Mapping[str, float]) -> bool:
