@@ -11,8 +11,9 @@ built for thousands of ranks on a laptop.
 * A flat holds the parameters of one (group, policy, dtype, device, frozen): each kernel call has
   one set of hyper-parameters. Order is the reverse of registration, because gradients become ready
   in that order; it is the same on every rank by construction.
-* Every parameter starts on a block boundary and a shard is whole blocks, so every block belongs to
-  exactly one parameter (or to the tail padding) and to exactly one rank.
+* A shard is whole blocks. So is a slot where norms of tensors are taken (``whole_blocks``): every
+  block then belongs to exactly one parameter (or to the tail padding) and to exactly one rank.
+  Elsewhere slots start at multiples of SLOT_NBYTES, which pads small tensors less.
 * A bucket is a range of a flat, not a set of parameters: buckets are equal in size, a large tensor
   is cut, and only the last one carries tail padding.
 """
@@ -21,14 +22,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 BLOCK = 512
 """Elements per block; at 2 bytes or more this keeps every shard 512-byte aligned (Ascend)."""
 
+SLOT_NBYTES = 512
+"""Slots that need not be whole blocks start at multiples of so many bytes (Ascend)."""
+
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element of the parameter dtypes that a flat may have."""
+
+SLOT_NUMEL = SLOT_NBYTES // max(ITEMSIZE.values())
+"""Every slot starts at a multiple of so many elements, whatever its dtype."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -92,16 +99,12 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A parameter's place in a flat: elements [start, start + numel)."""
+    """A parameter's place in a flat: elements [start, start + numel), padding up to ``stop``."""
 
     param: int
     start: int
     numel: int
-
-    @property
-    def stop(self) -> int:
-        """End of the slot with its padding, in elements of the flat."""
-        return self.start + round_up(self.numel, BLOCK)
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,7 @@ class Flat:
     dtype: str
     device: str
     frozen: bool
+    align: int  # slots start at multiples of so many elements
     numel: int
     slots: tuple[Slot, ...]
     buckets: tuple[Bucket, ...]
@@ -155,24 +159,33 @@ class FlatLayout:
 
     world_size: int
     bucket_nbytes: int
+    whole_blocks: bool
     specs: tuple[ParamSpec, ...]
     flats: tuple[Flat, ...]
 
     @classmethod
-    def empty(cls, *, world_size: int, bucket_nbytes: int) -> FlatLayout:
+    def empty(cls, *, world_size: int, bucket_nbytes: int, whole_blocks: bool = True) -> FlatLayout:
         """Return the layout of no parameters."""
         if world_size < 1:
             raise ValueError(f"Invalid world_size: {world_size}. Must be >= 1.")
         if bucket_nbytes < 1:
             raise ValueError(f"Invalid bucket_nbytes: {bucket_nbytes}. Must be >= 1 byte.")
-        return cls(world_size, bucket_nbytes, (), ())
+        return cls(world_size, bucket_nbytes, whole_blocks, (), ())
 
     @classmethod
     def build(
-        cls, specs: Sequence[ParamSpec], *, world_size: int, bucket_nbytes: int = 25 << 20
+        cls,
+        specs: Sequence[ParamSpec],
+        *,
+        world_size: int,
+        bucket_nbytes: int = 25 << 20,
+        whole_blocks: bool = True,
     ) -> FlatLayout:
         """Lay out ``specs`` in buckets of at most ``bucket_nbytes`` (at least a block per rank)."""
-        return cls.empty(world_size=world_size, bucket_nbytes=bucket_nbytes).extended(specs)
+        empty = cls.empty(
+            world_size=world_size, bucket_nbytes=bucket_nbytes, whole_blocks=whole_blocks
+        )
+        return empty.extended(specs)
 
     def extended(self, specs: Sequence[ParamSpec]) -> FlatLayout:
         """Return this layout with flats for ``specs`` appended; existing flats do not move."""
@@ -190,18 +203,19 @@ class FlatLayout:
             flat = self._lay_flat(all_specs, members, len(flats), num_buckets)
             num_buckets += len(flat.buckets)
             flats.append(flat)
-        return FlatLayout(self.world_size, self.bucket_nbytes, all_specs, tuple(flats))
+        return replace(self, specs=all_specs, flats=tuple(flats))
 
     def _lay_flat(
         self, specs: Sequence[ParamSpec], members: list[int], index: int, first_bucket: int
     ) -> Flat:
+        spec = specs[members[0]]
+        align = BLOCK if self.whole_blocks else SLOT_NBYTES // ITEMSIZE[spec.dtype]
         slots = []
         used = 0
         for param in reversed(members):
-            slot = Slot(param, used, specs[param].numel)
-            slots.append(slot)
-            used = slot.stop
-        spec = specs[members[0]]
+            start, numel = used, specs[param].numel
+            used += round_up(numel, align)
+            slots.append(Slot(param, start, numel, used))
         unit = self.world_size * BLOCK
         num_units = -(-used // unit)
         cap_units = max(1, self.bucket_nbytes // (unit * ITEMSIZE[spec.dtype]))
@@ -218,6 +232,7 @@ class FlatLayout:
             dtype=spec.dtype,
             device=spec.device,
             frozen=spec.frozen,
+            align=align,
             numel=num_units * unit,
             slots=tuple(slots),
             buckets=tuple(buckets),
@@ -252,7 +267,8 @@ class FlatLayout:
 
     def digest(self) -> bytes:
         """Return 32 bytes that differ wherever two ranks could not communicate."""
-        text = [f"block {BLOCK} world {self.world_size} bucket {self.bucket_nbytes}"]
+        blocks = f"block {BLOCK} whole {self.whole_blocks}"
+        text = [f"{blocks} world {self.world_size} bucket {self.bucket_nbytes}"]
         text += [spec.describe() for spec in self.specs]
         return hashlib.sha256("\n".join(text).encode()).digest()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,17 +44,8 @@ _TINY: list[list[Shape]] = [[(256, 16), (16,)], [(64, 32)]]
 _CPU = torch.device("cpu")
 
 
-def measure(
-    method: str,
-    blocks: str,
-    num_steps: int,
-    *,
-    check: bool,
-    rehearse: bool = True,
-) -> Row:
+def measure(method: str, blocks: str, num_steps: int, *, check: bool) -> Row:
     """Run on every rank of a launch: return times, bytes and, with ``check``, the error.
-
-    Without ``rehearse`` imports and compilation count as memory of the method.
 
     Raises:
         AssertionError: the ranks' parameters differ, or they are not what they should be.
@@ -62,25 +53,54 @@ def measure(
     chosen = METHODS[method]
     rank, world_size = _rank_and_world()
     layout = shapes.named(blocks)
-    numel = shapes.numel_of(layout)
-    if rehearse:
-        is_small = numel // world_size < COMPILE_MIN_NUMEL
-        _train(chosen, chosen.build if is_small else chosen.rehearse or chosen.build, rank)
+    is_small = shapes.numel_of(layout) // world_size < COMPILE_MIN_NUMEL
+    _train(chosen, chosen.build if is_small else chosen.rehearse or chosen.build, rank)
     memory = PeakMemory()
     model = Model(layout, rank, _CPU)
     backward_ms = _backward_ms(model) if chosen.has_backward else 0.0
     driver = chosen.build(model)
+    _warm_up(driver)
+    peak_nbytes = memory.nbytes()
+    (times,) = _timed_steps([driver], shapes.numel_of(layout), num_steps)
+    result = _result(chosen, driver, layout, times, check=check)
+    return {**result, "backward_ms": backward_ms, "peak_nbytes": peak_nbytes}
+
+
+def measure_together(
+    method: str, blocks: Sequence[str], num_steps: int, *, check: bool
+) -> list[Row]:
+    """As measure(), for models of several shapes and equal size whose steps take turns.
+
+    All of them see the same state of the machine, so that their times can be compared.
+    """
+    chosen = METHODS[method]
+    rank, _ = _rank_and_world()
+    layouts = [shapes.named(name) for name in blocks]
+    drivers = [chosen.build(Model(layout, rank, _CPU)) for layout in layouts]
+    for driver in drivers:
+        _warm_up(driver)
+    found = _timed_steps(drivers, shapes.numel_of(layouts[0]), num_steps)
+    return [
+        _result(chosen, driver, layout, times, check=check)
+        for driver, layout, times in zip(drivers, layouts, found, strict=True)
+    ]
+
+
+def _warm_up(driver: Driver) -> None:
     for step in range(WARM_UP):
         driver.prepare(step)
         driver.step()
-    peak_nbytes = memory.nbytes()
-    times = _timed_steps(driver, numel, num_steps)
-    result = {**times, "backward_ms": backward_ms, "peak_nbytes": peak_nbytes, "numel": numel}
-    result["state_nbytes"] = driver.state_nbytes()
+
+
+def _result(
+    method: Method, driver: Driver, layout: list[list[Shape]], times: Row, *, check: bool
+) -> Row:
+    """Return what one driver's steps gave, after the check that they were right."""
+    result = {**times, "numel": shapes.numel_of(layout), "state_nbytes": driver.state_nbytes()}
     result["tensors"] = sum(len(block) for block in layout)
-    _check_ranks_agree(driver, method)
+    _check_ranks_agree(driver, method.name)
     if check:
-        result["error"] = _error(driver, chosen, layout, WARM_UP + num_steps)
+        result["error"] = _error(driver, method, layout, WARM_UP + len(times["step_ms"]))
     return result
 
 
@@ -110,23 +130,24 @@ def _backward_ms(model: Model) -> float:
     return median(times[1:])
 
 
-def _timed_steps(driver: Driver, numel: int, num_steps: int) -> dict[str, list[float]]:
-    """Return the times of steps and of all-reduces, and the bytes sent, by step."""
+def _timed_steps(drivers: Sequence[Driver], numel: int, num_steps: int) -> list[Row]:
+    """Return each driver's times of steps and of all-reduces, and the bytes sent, by step."""
     world_size = _rank_and_world()[1]
     buffer = torch.zeros(numel) if world_size > 1 else torch.zeros(1)
-    times: dict[str, list[float]] = {"step_ms": [], "all_reduce_ms": [], "sent_nbytes": []}
+    if world_size > 1:
+        dist.all_reduce(buffer)
+    found: list[Row] = [{"step_ms": [], "all_reduce_ms": [], "sent_nbytes": []} for _ in drivers]
     for step in range(WARM_UP, WARM_UP + num_steps):
-        driver.prepare(step)
-        _barrier()
-        before = bytes_written()
-        times["step_ms"].append(time_ms(driver.step))
-        times["sent_nbytes"].append(bytes_written() - before)
-        if world_size > 1:
-            if step == WARM_UP:
-                dist.all_reduce(buffer)
+        for driver, times in zip(drivers, found, strict=True):
+            driver.prepare(step)
             _barrier()
-            times["all_reduce_ms"].append(time_ms(lambda: dist.all_reduce(buffer)))
-    return times
+            before = bytes_written()
+            times["step_ms"].append(time_ms(driver.step))
+            times["sent_nbytes"].append(bytes_written() - before)
+            if world_size > 1:
+                _barrier()
+                times["all_reduce_ms"].append(time_ms(lambda: dist.all_reduce(buffer)))
+    return found
 
 
 def _barrier() -> None:
@@ -167,34 +188,59 @@ def combine(ranks: list[Row]) -> Row:
         key: median([max(values) for values in zip(*(r[key] for r in ranks), strict=True)] or [0.0])
         for key in ("step_ms", "all_reduce_ms", "sent_nbytes")
     }
-    backward_ms = max(rank["backward_ms"] for rank in ranks)
+    backward_ms = max(rank.get("backward_ms", 0.0) for rank in ranks)
     step_ms = slowest["step_ms"] - backward_ms
     all_reduce_ms = slowest["all_reduce_ms"]
-    return {
+    row = {
         "tensors": first["tensors"],
         "numel": first["numel"],
         "step_ms": round(step_ms, 3),
         "all_reduce_ms": round(all_reduce_ms, 3),
         "ratio": round(step_ms / all_reduce_ms, 4) if all_reduce_ms else "",
         "backward_ms": round(backward_ms, 3),
-        "peak_p": round(max(rank["peak_nbytes"] for rank in ranks) / param_nbytes, 3),
         "state_p": round(max(rank["state_nbytes"] for rank in ranks) / param_nbytes, 3),
         "sent_p": round(slowest["sent_nbytes"] / param_nbytes, 4),
         "error": f"{first['error']:.1e}" if "error" in first else "",
     }
+    if "peak_nbytes" in first:
+        row["peak_p"] = round(max(rank["peak_nbytes"] for rank in ranks) / param_nbytes, 3)
+    return row
 
 
-def launch(
-    method: str,
-    blocks: str,
-    world_size: int,
-    index: int,
-    options: Options,
-    *,
-    rehearse: bool = True,
-) -> Row:
+def launch(method: str, blocks: str, world_size: int, index: int, options: Options) -> Row:
     """Launch one method once; return its row, with a note in place of numbers if it failed."""
-    row: Row = {
+    package = METHODS[method].package
+    if package is not None and version_of(package) is None:
+        return {**_facts(method, blocks, world_size, index), "note": "not installed"}
+    arguments = {"method": method, "blocks": blocks, **_arguments(index, options)}
+    try:
+        ranks = run_ranks("launch.bench.bench_step:measure", arguments, world_size=world_size)
+    except LaunchError as error:
+        print(error, flush=True)
+        return {**_facts(method, blocks, world_size, index), "note": "failed"}
+    return {**_facts(method, blocks, world_size, index), **combine(ranks)}
+
+
+def launch_together(
+    method: str, blocks: Sequence[str], world_size: int, index: int, options: Options
+) -> list[Row]:
+    """As launch(), for measure_together(); return a row for each of ``blocks``."""
+    rows = [_facts(method, name, world_size, index) for name in blocks]
+    arguments = {"method": method, "blocks": list(blocks), **_arguments(index, options)}
+    target = "launch.bench.bench_step:measure_together"
+    try:
+        ranks = run_ranks(target, arguments, world_size=world_size)
+    except LaunchError as error:
+        print(error, flush=True)
+        return [{**row, "note": "failed"} for row in rows]
+    return [
+        {**row, **combine(list(found))}
+        for row, found in zip(rows, zip(*ranks, strict=True), strict=True)
+    ]
+
+
+def _facts(method: str, blocks: str, world_size: int, index: int) -> Row:
+    return {
         "method": method,
         "family": METHODS[method].family,
         "shapes": blocks,
@@ -202,22 +248,10 @@ def launch(
         "round": index,
         "note": "",
     }
-    package = METHODS[method].package
-    if package is not None and version_of(package) is None:
-        return {**row, "note": "not installed"}
-    arguments = {
-        "method": method,
-        "blocks": blocks,
-        "num_steps": 3 if options.quick else STEPS,
-        "check": index == 0,
-        "rehearse": rehearse,
-    }
-    try:
-        ranks = run_ranks("launch.bench.bench_step:measure", arguments, world_size=world_size)
-    except LaunchError as error:
-        print(error, flush=True)
-        return {**row, "note": "failed"}
-    return {**row, **combine(ranks)}
+
+
+def _arguments(index: int, options: Options) -> Row:
+    return {"num_steps": 3 if options.quick else STEPS, "check": index == 0}
 
 
 def run(options: Options) -> Iterator[Row]:

@@ -66,7 +66,7 @@ def tensors_nbytes(tree: Any) -> int:
 
 
 class ByHand:
-    """Separate gradient tensors, set before the clock starts as autograd leaves them.
+    """Separate gradient tensors, set before the clock starts in autograd's order, last first.
 
     Args:
         model: its parameters are trained.
@@ -85,7 +85,7 @@ class ByHand:
     def prepare(self, step: int) -> None:
         for param in self._params:
             param.grad = None
-        for index, param in enumerate(self._params):
+        for index, param in reversed(list(enumerate(self._params))):
             param.grad = fill_(torch.empty_like(param), index, step, self._rank)
 
     def step(self) -> None:

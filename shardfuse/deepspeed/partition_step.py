@@ -69,7 +69,7 @@ class PartitionStep:
         self._comm_device = comm_device
         self._global_norm = global_norm
         self._kernels = Kernels(
-            rule, block=BLOCK, kernel=kernel, device=flat.device, shard_numel=flat.numel()
+            rule, row=BLOCK, kernel=kernel, device=flat.device, shard_numel=flat.numel()
         )
         self._rows: list[int] = []
         num_rows = 0
@@ -106,7 +106,7 @@ class PartitionStep:
                 if cut.is_tail:
                     passes.elementwise_pass(self._rule, flags, h, scale, (grad,), tensors)
                 else:
-                    span = Span(0, cut.num_rows, step)
+                    span = Span(0, cut.stop - cut.start, step)
                     self._kernels.elementwise(flags, h, scale, span, (grad,), tensors)
         return None
 
@@ -130,7 +130,7 @@ class PartitionStep:
                 if cut.is_tail:
                     passes.direction_pass(rule, flags, h, scale, (grad,), tensors)
                 else:
-                    span = Span(0, cut.num_rows, step)
+                    span = Span(0, cut.stop - cut.start, step)
                     self._kernels.direction(flags, h, scale, span, (grad,), tensors)
         ratio = rule.ratio(self._total(self._tree(sums))) if adapted else None
         spread = None if ratio is None else ratio[self._owner]
@@ -145,7 +145,7 @@ class PartitionStep:
                 if cut.is_tail:
                     passes.apply_pass(rule, flags, h, None, (), tensors)
                 else:
-                    self._kernels.apply(flags, h, Span(0, cut.num_rows, step), tensors)
+                    self._kernels.apply(flags, h, Span(0, cut.stop - cut.start, step), tensors)
         return ratio
 
     def _settings(self, group: Mapping[str, Any], policy: str, step: int) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -77,7 +78,9 @@ class Partitioned(ShardedOptimizer):
         self._steps: dict[int, PartitionStep] = {}
         self._positions: dict[int, list[int]] = {}
         self._updater = _Ratios()  # type: ignore[assignment]
-        self.layout = FlatLayout(self.communicator.world_size, 1, tuple(specs), ())
+        # Names only: there are no buffers.
+        empty = FlatLayout.empty(world_size=self.communicator.world_size, bucket_nbytes=1)
+        self.layout = replace(empty, specs=tuple(specs))
         self._built = True
         for group in self.param_groups:
             group.pop("param_names", None)  # names of what DeepSpeed is about to replace

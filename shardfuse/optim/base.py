@@ -22,12 +22,12 @@ from shardfuse.buffers import CombinedBuffers
 from shardfuse.comm import communicator_for
 from shardfuse.config import ShardConfig
 from shardfuse.gradients import FlatParams
-from shardfuse.layout import BLOCK, FlatLayout
+from shardfuse.layout import BLOCK, SLOT_NUMEL, FlatLayout
 from shardfuse.optim import intake
 from shardfuse.optim.flat_state import FlatState, check_params
 from shardfuse.optim.kernels import Kernels
 from shardfuse.optim.memory import MemorySummary
-from shardfuse.optim.rules import RowRule
+from shardfuse.optim.rules import NormRule, RowRule
 from shardfuse.optim.stateful import StatefulOptimizer
 from shardfuse.optim.update import Rule, Updater
 from shardfuse.presynced import PresyncedGrads
@@ -92,7 +92,9 @@ class ShardedOptimizer(StatefulOptimizer):
             # Nothing is sent, and no temporary is as large as a bucket: fewer, larger calls.
             bucket_nbytes = sys.maxsize
         self.layout = FlatLayout.empty(
-            world_size=self.communicator.world_size, bucket_nbytes=bucket_nbytes
+            world_size=self.communicator.world_size,
+            bucket_nbytes=bucket_nbytes,
+            whole_blocks=error is None and isinstance(self._rule, NormRule),
         )
         self._params: list[Tensor] = []
         self._flats: list[FlatState] = []
@@ -178,7 +180,7 @@ class ShardedOptimizer(StatefulOptimizer):
         awake = [state for state in self._flats if self._grads.has(state.flat)]
         kernels = Kernels(
             self._rule,
-            block=BLOCK,
+            row=BLOCK if self.layout.whole_blocks else SLOT_NUMEL,
             kernel=self._config.kernel,
             device=self._device,
             shard_numel=sum(b.shard_numel for state in awake for b in state.flat.buckets),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardfuse.buffers import FlatBuffer, ShardArena, lie_at
-from shardfuse.layout import BLOCK, Bucket, Fragment, ParamSpec, round_up
+from shardfuse.layout import Bucket, Fragment, ParamSpec, round_up
 from shardfuse.optim.kernels import Span
 
 MASTER_DTYPE = torch.float32
@@ -128,7 +128,7 @@ class FlatState:
         self._step = values.pop() if len(values) == 1 else 0
 
     def spans(self, bucket: Bucket, missing: set[int], idle: set[int]) -> list[Span]:
-        """Return what to update in ``bucket``'s shard: runs of blocks at the same step.
+        """Return what to update in ``bucket``'s shard: runs of fragments at the same step.
 
         ``missing`` are parameters with no gradient on this rank; those of them that have none on
         any rank are ``idle`` and left out.
@@ -136,15 +136,14 @@ class FlatState:
         if missing:
             owned = {fragment.param for fragment in self.fragments[bucket.index]}
             self._stepped |= (owned & missing) - idle
-        num_blocks = bucket.shard_numel // BLOCK
         if not idle and self._steps is None:
-            return [Span(0, num_blocks, self._step + 1)]
+            return [Span(0, bucket.shard_numel, self._step + 1)]
         spans: list[Span] = []
         for fragment in self.fragments[bucket.index]:
             if fragment.param in idle:
                 continue
-            start = fragment.shard_start // BLOCK
-            stop = start + round_up(fragment.numel, BLOCK) // BLOCK
+            start = fragment.shard_start
+            stop = start + round_up(fragment.numel, self.flat.align)
             step = self.step_of(fragment.param) + 1
             if spans and spans[-1].stop == start and spans[-1].step == step:
                 start = spans.pop().start

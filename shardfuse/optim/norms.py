@@ -26,6 +26,7 @@ class BlockSums:
         self._starts: dict[int, tuple[int, int]] = {}
         num_blocks = 0
         for state in flats:
+            assert state.flat.align == BLOCK, "a block holds several parameters"
             for bucket in state.flat.buckets:
                 stop = num_blocks + bucket.shard_numel // BLOCK
                 self._starts[bucket.index] = (num_blocks, stop)

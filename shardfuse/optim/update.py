@@ -214,7 +214,7 @@ class Updater:
             state = self._flats[bucket.flat]
             master, low = state.tensors(bucket)
             spans = self._spans(state, bucket, parts)
-            scale = self._scale(scales, bucket)
+            scale = scales[bucket.flat]
             for flags, h, span, states in self._calls(state, bucket, spans):
                 tensors = (master, low, *states)
                 self._kernels.elementwise(flags, h, scale, span, parts, tensors)

@@ -79,16 +79,22 @@ def test_update_targets_are_shares_of_the_triad() -> None:
 
 
 def test_tensor_target_compares_most_with_fewest() -> None:
-    """10,000 tensors against 10, whatever lies between."""
+    """10,000 tensors against 10 of the same launch, whatever lies between; the middle launch."""
 
-    def row(tensors: int, step_ms: float) -> dict[str, Any]:
-        numbers = {"tensors": tensors, "numel": 1e6, "step_ms": step_ms, "ratio": 1.0}
-        return {"axis": "tensors", "method": "shardfuse adam", **numbers}
+    def launch(index: int, **step_ms: float) -> list[dict[str, Any]]:
+        same = {"axis": "tensors", "method": "shardfuse adam", "numel": 1e6, "ratio": 1.0}
+        return [
+            {**same, "round": index, "tensors": name.removeprefix("x"), "step_ms": value}
+            for name, value in step_ms.items()
+        ]
 
-    rows = [row(10, 10.0), row(1000, 50.0), row(10_000, 12.9)]
-    assert list(met(summaries.scaling(rows)).values()) == [True]
-    rows[-1] = row(10_000, 13.1)
-    assert list(met(summaries.scaling(rows)).values()) == [False]
+    slow, odd = launch(0, x10=20.0, x1000=90.0, x10000=25.8), launch(1, x10=10.0, x10000=30.0)
+    assert list(met(summaries.scaling(slow + odd + launch(2, x10=10.0, x10000=12.9))).values()) == [
+        True
+    ]
+    assert list(met(summaries.scaling(slow + odd + launch(2, x10=9.9, x10000=12.9))).values()) == [
+        False
+    ]
 
 
 def test_csv_keeps_rows_of_different_columns(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def random_layout(seed: int) -> FlatLayout:
         random_specs(rng, rng.randrange(1, 12)),
         world_size=rng.choice([1, 2, 3, 4, 7, 8, 16]),
         bucket_nbytes=rng.choice([1, 1 << 14, 1 << 16, 25 << 20]),
+        whole_blocks=rng.random() < 0.5,
     )
 
 
@@ -65,12 +66,12 @@ def test_every_element_has_one_owner(seed: int) -> None:
 
 
 def test_shards_are_whole_blocks_of_one_parameter() -> None:
-    """Slots start on blocks, shards are whole blocks, and no block holds two parameters."""
+    """Shards are whole blocks; so are slots where asked for, and then no block holds two."""
     for seed in SEEDS:
         layout = random_layout(seed)
         for flat in layout.flats:
             taken: dict[int, int] = {}
-            for slot in flat.slots:
+            for slot in flat.slots if layout.whole_blocks else ():
                 assert slot.start % BLOCK == 0
                 for block in range(slot.start // BLOCK, slot.stop // BLOCK):
                     assert taken.setdefault(block, slot.param) == slot.param
@@ -78,6 +79,19 @@ def test_shards_are_whole_blocks_of_one_parameter() -> None:
                 assert bucket.shard_numel % BLOCK == 0
                 assert bucket.shard_numel > 0
                 assert bucket.numel == bucket.shard_numel * layout.world_size
+
+
+def test_slots_follow_one_another() -> None:
+    """Each starts where the one before ends: on a block, or at a multiple of 512 bytes."""
+    for seed in SEEDS:
+        layout = random_layout(seed)
+        for flat in layout.flats:
+            align = BLOCK if layout.whole_blocks else 512 // ITEMSIZE[flat.dtype]
+            start = 0
+            for slot in flat.slots:
+                assert slot.start == start
+                start = slot.start + round_up(slot.numel, align)
+                assert slot.stop == start
 
 
 def test_buckets_tile_the_flats() -> None:
@@ -94,7 +108,7 @@ def test_buckets_tile_the_flats() -> None:
                 nbytes = bucket.numel * ITEMSIZE[flat.dtype]
                 assert nbytes <= layout.bucket_nbytes or bucket.numel == unit
             assert stop == flat.numel
-            used = sum(round_up(slot.numel, BLOCK) for slot in flat.slots)
+            used = max((slot.stop for slot in flat.slots), default=0)
             assert used <= flat.numel < used + unit
             sizes = [bucket.numel for bucket in flat.buckets]
             assert not sizes or max(sizes) - min(sizes) <= unit

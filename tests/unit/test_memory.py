@@ -72,7 +72,8 @@ def test_bytes_held(
     dtype: torch.dtype,
 ) -> None:
     """Per rank: parameters and gradients once, states and masters divided by the world size."""
-    padded = NUMEL + len(SIZES) * BLOCK + world_size * BLOCK
+    slot = BLOCK if cls is ShardedLamb else 512 // dtype.itemsize
+    padded = NUMEL + len(SIZES) * slot + world_size * BLOCK
     low = dtype != torch.float32
     per_element = 4 * (num_states + low)
     for summary, model_nbytes in run_threads(world_size, summarise, cls, options, dtype):

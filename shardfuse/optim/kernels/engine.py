@@ -34,7 +34,7 @@ Pass = Callable[[Any, Any, Any, Scale, Grad, Tensors], None]
 
 
 class Span(NamedTuple):
-    """Blocks [start, stop) of a bucket's shard, all at the same step."""
+    """Elements [start, stop) of a bucket's shard, all at the same step; whole rows of a tile."""
 
     start: int
     stop: int
@@ -44,11 +44,11 @@ class Span(NamedTuple):
 class Kernels:
     """The passes of one rule on one device.
 
-    A ``scale`` is one factor for all blocks or a tensor (blocks, 1), over the bucket's shard.
+    A ``scale`` is one factor; for norm rules also a tensor (rows, 1) over the bucket's shard.
 
     Args:
         rule: the math.
-        block: elements per block.
+        row: elements per row of a tile; of norm rules, a block.
         kernel: "eager", "compile" or "auto".
         device: where the shards are.
         shard_numel: elements of this rank's shards together; "auto" compiles large ones only.
@@ -58,14 +58,14 @@ class Kernels:
         self,
         rule: ElementwiseRule | NormRule | RowRule,
         *,
-        block: int,
+        row: int,
         kernel: str,
         device: torch.device,
         shard_numel: int,
     ) -> None:
         self._rule = rule
-        self._block = block
-        self._tile_rows = (CPU_TILE if device.type == "cpu" else DEVICE_TILE) // block
+        self._row = row
+        self._tile_numel = CPU_TILE if device.type == "cpu" else DEVICE_TILE
         self._device = device
         self.choice, self.reason = _choose(kernel, device, shard_numel)
         logger.info("kernel=%s on %s: %s", self.choice, device, self.reason)
@@ -75,7 +75,6 @@ class Kernels:
         self, flags: Any, h: Floats, scale: Scale, span: Span, grad: Grad, tensors: Tensors
     ) -> None:
         """Run elementwise_pass on ``tensors`` = (p, low, *state), each 1-D, over ``span``."""
-        scale = _narrow(scale, span.start, span.stop - span.start)
         rows = self._rows(span, tensors)
         self._run(passes.elementwise_pass, flags, h, scale, self._parts(span, grad), rows)
 
@@ -84,18 +83,20 @@ class Kernels:
     ) -> None:
         """Run direction_pass on ``tensors`` = (sums (k, blocks) or None, p, low, *state)."""
         sums, *flat = tensors
-        sums = None if sums is None else sums[:, span.start : span.stop]
+        first, last = span.start // self._row, span.stop // self._row
+        sums = None if sums is None else sums[:, first:last]
         rows = (sums, *self._rows(span, flat))
-        scale = _narrow(scale, span.start, span.stop - span.start)
+        scale = _narrow(scale, first, last - first)
         if self.choice == "compile":
-            scale = self._per_row(scale, span.stop - span.start)
+            scale = self._per_row(scale, last - first)
         parts = self._parts(span, grad)
         self._run(passes.direction_pass, flags, h, scale, parts, rows, first_dim=1)
 
     def apply(self, flags: Any, h: Floats, span: Span, tensors: Tensors) -> None:
         """Run apply_pass on ``tensors`` = (ratio (blocks,) or None, p, low, *state)."""
         ratio, *flat = tensors
-        ratio = None if ratio is None else ratio[span.start : span.stop]
+        first, last = span.start // self._row, span.stop // self._row
+        ratio = None if ratio is None else ratio[first:last]
         self._run(passes.apply_pass, flags, h, None, (), (ratio, *self._rows(span, flat)))
 
     def row_direction(
@@ -115,23 +116,20 @@ class Kernels:
     def _with_planes(self, span: Span, tensors: Tensors) -> Tensors:
         planes, *flat = tensors
         if planes is not None:
-            planes = planes[:, span.start * self._block : span.stop * self._block]
-            planes = planes.view(len(planes), -1, self._block)
+            planes = planes[:, span.start : span.stop].view(len(planes), -1, self._row)
         return (planes, *self._rows(span, flat))
 
     def square_sum(self, scale: Scale, sums: Tensor, grad: Grad) -> None:
         """Write the sum of squares of every block of ``grad`` into ``sums`` (blocks,)."""
-        parts = self._parts(Span(0, len(sums), 0), grad)
+        parts = tuple(part.view(len(sums), -1) for part in grad)
         self._run(passes.square_sum_pass, None, (), scale, parts, (sums,))
 
     def _parts(self, span: Span, grad: Grad) -> Grad:
-        start, stop = span.start * self._block, span.stop * self._block
-        return tuple(part[start:stop].view(-1, self._block) for part in grad)
+        return tuple(part[span.start : span.stop].view(-1, self._row) for part in grad)
 
     def _rows(self, span: Span, tensors: Iterable[Tensor | None]) -> Tensors:
-        start, stop = span.start * self._block, span.stop * self._block
         return tuple(
-            None if tensor is None else tensor[start:stop].view(-1, self._block)
+            None if tensor is None else tensor[span.start : span.stop].view(-1, self._row)
             for tensor in tensors
         )
 
@@ -150,9 +148,10 @@ class Kernels:
             function, flags, h, scale, grad, tensors
         ):
             return
-        num_rows = next(t.shape[0] for t in (*grad, *tensors[1:]) if t is not None)
-        for start in range(0, num_rows, self._tile_rows):
-            length = min(self._tile_rows, num_rows - start)
+        num_rows, row = _shape(grad, tensors)
+        tile_rows = max(1, self._tile_numel // row)
+        for start in range(0, num_rows, tile_rows):
+            length = min(tile_rows, num_rows - start)
             tile = tuple(
                 None if t is None else t.narrow(first_dim if i == 0 else 0, start, length)
                 for i, t in enumerate(tensors)
@@ -177,8 +176,9 @@ class Kernels:
         if isinstance(scale, float):
             scale = torch.tensor(scale, dtype=torch.float32, device=self._device)
         scalars = torch.tensor(h, dtype=torch.float32, device=self._device).unbind()
+        row = _shape(grad, tensors)[1]
         for tensor in (*grad, *tensors):
-            if tensor is not None and tensor.shape[-1] == self._block:
+            if tensor is not None and tensor.shape[-1] == row:
                 torch._dynamo.mark_static(tensor, tensor.dim() - 1)
         try:
             compiled(self._rule, flags, scalars, scale, grad, tensors)
@@ -214,10 +214,16 @@ def _copy(function: Pass) -> Pass:
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
+def _shape(grad: Grad, tensors: Tensors) -> tuple[int, int]:
+    """Return (rows, elements per row) of what a pass is run on; the first tensor may be sums."""
+    num_rows, row = next(t.shape for t in (*grad, *tensors[1:]) if t is not None)
+    return num_rows, row
+
+
 def _narrow(scale: Scale, start: int, length: int) -> Scale:
-    """Return the part of ``scale`` for some blocks: itself, unless it has a factor per block."""
-    per_block = isinstance(scale, Tensor) and scale.dim() > 0
-    return scale.narrow(0, start, length) if per_block else scale  # type: ignore[union-attr]
+    """Return the part of ``scale`` for some rows: itself, unless it has a factor per row."""
+    per_row = isinstance(scale, Tensor) and scale.dim() > 0
+    return scale.narrow(0, start, length) if per_row else scale  # type: ignore[union-attr]
 
 
 def _choose(kernel: str, device: torch.device, shard_numel: int) -> tuple[str, str]:

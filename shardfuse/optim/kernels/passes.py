@@ -1,6 +1,6 @@
 """One pass over the tiles of a shard: what is read and written, around the rules' math.
 
-``p`` (rows, BLOCK) is the fp32 master, updated in place. ``low`` is the parameter itself where it
+``p`` (rows, n) is the fp32 master, updated in place. ``low`` is the parameter itself where it
 is of lower precision, else None: an edit made to it since the last step (by a loaded model, say)
 wins over the master, and it is written from the master at the end. ``grad`` are tensors in any
 dtype that add up to the summed gradient, as they came from the ranks: adding them here saves a pass
@@ -91,7 +91,7 @@ def row_direction_pass(
 ) -> None:
     """Update the states of ``tensors`` = (products or None, p, low, *state) by a row rule.
 
-    ``products`` (num_sums, rows, BLOCK) takes the rule's products, element by element.
+    ``products`` (num_sums, rows, n) takes the rule's products, element by element.
     """
     products, p, low, *state = tensors
     assert p is not None

@@ -1,7 +1,7 @@
 """What an update rule is: state names, per-step scalars, and pure in-place math on tiles.
 
-A tile is a contiguous (rows, BLOCK) fp32 tensor; a row is one block, hence of one parameter. The
-scalars of a call, ``h``, are Python floats when it runs eagerly and 0-D fp32 tensors when it is
+A tile is a contiguous (rows, n) fp32 tensor; a NormRule's rows are blocks, each of one parameter.
+The scalars of a call, ``h``, are Python floats when it runs eagerly and 0-D fp32 tensors when it is
 compiled, so that a schedule never recompiles; the same code serves both. ``flags`` holds what
 selects code rather than values and is constant for a flat.
 
@@ -28,8 +28,8 @@ class Clip:
     """Scale gradients by ``max_norm / (norm + eps)`` where that is below 1.
 
     ``scope`` tells whose norm: "global" is all parameters of the optimizer, "group" those of one
-    group, "flat" those of one (group, dtype), as torch_npu's BertAdam does, and "tensor" is each
-    parameter alone.
+    group, "flat" those of one (group, dtype), as torch_npu's BertAdam does, and "tensor", for a
+    NormRule, is each parameter alone.
     """
 
     max_norm: float
@@ -104,7 +104,7 @@ class ElementwiseRule(UpdateRule):
 
     @abstractmethod
     def update(self, flags: Any, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
-        """Update ``p`` and ``state`` in place from the mean gradient ``g``, all (rows, BLOCK)."""
+        """Update ``p`` and ``state`` in place from the mean gradient ``g``, all (rows, n)."""
 
 
 class NormRule(UpdateRule):
@@ -119,15 +119,15 @@ class NormRule(UpdateRule):
 
     @abstractmethod
     def moments(self, flags: Any, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
-        """Update ``state`` in place from the mean gradient ``g``, all (rows, BLOCK)."""
+        """Update ``state`` in place from the mean gradient ``g``, all (rows, n)."""
 
     @abstractmethod
     def direction(self, flags: Any, h: Scalars, p: Tensor, *state: Tensor) -> Tensor:
-        """Return the direction (rows, BLOCK) of the update; zero where all inputs are zero."""
+        """Return the direction (rows, n) of the update; zero where all inputs are zero."""
 
     @abstractmethod
     def products(self, p: Tensor, u: Tensor) -> tuple[Tensor, ...]:
-        """Return ``num_sums`` tensors (rows, BLOCK) to be summed over each parameter."""
+        """Return ``num_sums`` tensors (rows, n) to be summed over each parameter."""
 
     @abstractmethod
     def ratio(self, sums: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class NormRule(UpdateRule):
 
     @abstractmethod
     def apply(self, h: Scalars, p: Tensor, u: Tensor, ratio: Tensor | None) -> None:
-        """Update ``p`` (rows, BLOCK) in place along ``u``; ``ratio`` is (rows, 1) or None for 1."""
+        """Update ``p`` (rows, n) in place along ``u``; ``ratio`` is (rows, 1) or None for 1."""
 
 
 class Rows(NamedTuple):
@@ -166,15 +166,15 @@ class RowRule(UpdateRule):
 
     @abstractmethod
     def moments(self, flags: Any, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
-        """Update ``state`` in place from the mean gradient ``g``, all (rows, BLOCK)."""
+        """Update ``state`` in place from the mean gradient ``g``, all (rows, n)."""
 
     @abstractmethod
     def direction(self, flags: Any, h: Scalars, g: Tensor | None, *state: Tensor) -> Tensor:
-        """Return the direction (rows, BLOCK); ``g`` is None unless keeps_gradient()."""
+        """Return the direction (rows, n); ``g`` is None unless keeps_gradient()."""
 
     @abstractmethod
     def products(self, p: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, ...]:
-        """Return ``num_sums`` tensors (rows, BLOCK) to be summed over rows of parameters."""
+        """Return ``num_sums`` tensors (rows, n) to be summed over rows of parameters."""
 
     @abstractmethod
     def factors(self, group: Group, sums: Tensor, rows: Rows) -> Tensor:
@@ -182,7 +182,7 @@ class RowRule(UpdateRule):
 
     @abstractmethod
     def apply(self, flags: Any, h: Scalars, p: Tensor, u: Tensor, factors: Tensor | None) -> None:
-        """Update ``p`` (rows, BLOCK) in place; ``factors`` (num_factors, rows, BLOCK) or None."""
+        """Update ``p`` (rows, n) in place; ``factors`` (num_factors, rows, n) or None."""
 
 
 def as_float(value: Any) -> float:
