@@ -48,7 +48,7 @@ def check_grad(grad: Tensor, spec: ParamSpec) -> None:
     if grad.numel() != spec.numel:
         raise RuntimeError(
             f"The gradient of {spec.name} has {grad.numel()} elements, the parameter {spec.numel}. "
-            "Assign p.grad, not p.grad.data, for a gradient of another size."
+            "Set p.grad to a tensor of the parameter's shape."
         )
 
 

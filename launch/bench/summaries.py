@@ -251,7 +251,8 @@ def scaling(rows: Sequence[Row]) -> Summary:
         panels.append(Panel(f"over {axis}", "ms per step", lines=curves, x_axis=axis))
     method = (
         "Axes are varied one at a time: ranks and tensors at equal bytes, parameters in 200 "
-        "tensors on two ranks. More ranks than cores share them. Median (min-max) of launches."
+        "tensors on two ranks. More ranks than cores share them. Median (min-max) of launches; "
+        "models of few and of many tensors take turns within each."
     )
     return Summary("Scaling of a step", method, tables, targets, panels)
 

@@ -124,7 +124,7 @@ def test_gradients_handed_around(
 
 def assign_many() -> None:
     generator = torch.Generator().manual_seed(0)
-    numels = [1, 511, 512, 513, 1, 1500, 2000, 70, 0, 30_000]
+    numels = [1, 127, 128, 129, 511, 512, 513, 1, 1500, 2000, 70, 0, 30_000]
     values = [torch.randint(-4, 5, (n,), generator=generator).float() for n in numels]
     params = [nn.Parameter(value.clone()) for value in values]
     optimizer = ShardedSGD(params, 1.0)
@@ -141,7 +141,7 @@ def assign_many() -> None:
         return [torch.randint(-4, 5, (n,), generator=generator).float() for n in numels]
 
     step(fresh())
-    step([grad if i not in (0, 4) else None for i, grad in enumerate(fresh())])
+    step([grad if i not in (0, 7) else None for i, grad in enumerate(fresh())])
     step([torch.ones(1).expand(n) for n in numels])
     step([torch.arange(2.0 * n)[::2] for n in numels])
     optimizer.zero_grad()
@@ -156,16 +156,21 @@ def test_many_short_gradients() -> None:
     everywhere(assign_many)
 
 
-def test_short_gradient_of_another_size() -> None:
-    """`.data` of another size raises, and no parameter changes."""
-    params = [nn.Parameter(torch.zeros(700)) for _ in range(3)]
-    optimizer = ShardedSGD(params, 1.0)
+@pytest.mark.parametrize("shape", [(700,), (20, 35)], ids=str)
+@pytest.mark.parametrize("numel", [1, 1400])
+def test_gradient_of_another_size(numel: int, shape: tuple[int, ...]) -> None:
+    """`.data` of another size raises, of one element too, and no parameter changes."""
+    params = [nn.Parameter(torch.zeros(shape)) for _ in range(3)]
+    optimizer = ShardedSGD([(f"p{i}", param) for i, param in enumerate(params)], 1.0)
     for param in params:
-        param.grad = torch.ones(700)
-    params[1].grad.data = torch.ones(1400)  # type: ignore[union-attr]
-    with pytest.raises(RuntimeError, match="1400"):
+        param.grad = torch.ones(shape)
+    params[1].grad.data = torch.ones(numel)  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match=rf"p1 has {numel} elements, the parameter 700\."):
         optimizer.step()
     assert not any(param.any() for param in params)
+    params[1].grad = torch.ones(shape)
+    optimizer.step()
+    assert all(torch.equal(param.detach(), -torch.ones(shape)) for param in params)
 
 
 def loop_as_usual(build: Callable[..., Any], zero: dict[str, bool], clips: bool) -> None:
