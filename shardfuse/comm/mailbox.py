@@ -81,7 +81,11 @@ class Mailbox:
             RuntimeError: as take().
             OSError: the kernel refuses.
         """
-        memory.read(self._pids[rank], self.take(rank, READY, number), out)
+        address = self.take(rank, READY, number)
+        try:
+            memory.read(self._pids[rank], address, out)
+        except ProcessLookupError as error:
+            raise self._ended(rank) from error
 
     def take(self, rank: int, kind: int, number: int) -> int:
         """Wait for letter ``number`` of ``rank`` and return its value.
@@ -110,15 +114,18 @@ class Mailbox:
     def _check(self, rank: int, is_running: bool, waited_s: float) -> None:
         """Raise if ``rank`` will not write any more."""
         if not is_running:
-            raise RuntimeError(
-                f"[rank {self._rank}] The process of rank {rank} has ended in the middle of a "
-                "collective. Its own output tells why."
-            )
+            raise self._ended(rank)
         if waited_s > self._timeout_s:
             raise RuntimeError(
                 f"[rank {self._rank}] Rank {rank} did not take part in a collective within "
                 f"{self._timeout_s:g} s, the timeout of the process group."
             )
+
+    def _ended(self, rank: int) -> RuntimeError:
+        return RuntimeError(
+            f"[rank {self._rank}] The process of rank {rank} has ended in the middle of a "
+            "collective. Its own output tells why."
+        )
 
     def _index(self, sender: int, receiver: int, kind: int, number: int) -> int:
         """Return which word has the value of a letter; the next has its number + 1."""

@@ -266,6 +266,29 @@ def absent_peer(choice: str, *, ends: bool) -> None:
         time.sleep(4)
 
 
+def peer_that_ends_unread() -> None:
+    comm = communicator_for(dist.group.WORLD, CPU, "auto")
+    pids: list[int] = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    parts = torch.empty(1, 4)
+    comm.exchange(parts, torch.ones(8)).wait()
+    handle = comm.exchange(parts, torch.ones(8))
+    if dist.get_rank() == 1:
+        os._exit(3)
+    while memory.is_running(pids[1]):
+        time.sleep(0.01)
+    handle.wait()
+
+
+def test_a_peer_that_ends_before_it_is_read() -> None:
+    """A rank that has told where its part lies, and ended, is reported as ended."""
+    if not may_read_memory():
+        pytest.skip("processes may not read each other's memory here")
+    with pytest.raises(RanksFailedError) as failed:
+        run_procs(2, peer_that_ends_unread, timeout=30)
+    assert "The process of rank 1 has ended" in failed.value.failures[0]
+
+
 @pytest.mark.parametrize("choice", ["auto", "pairwise"])
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_missing_peer_is_an_error(choice: str, ends: bool) -> None:
