@@ -33,8 +33,8 @@ def points(quick: bool) -> list[Point]:
         counts = tensors if rule == RULES[0] else (tensors[0], tensors[-1])
         shapes = tuple(f"{count}x{numel}" for count in counts)
         found.append(("tensors", f"shardfuse {rule}", shapes, 2))
-        trained = f"shardfuse {rule}, after backward"
-        found.append(("tensors", trained, (shapes[0], shapes[-1]), 2))
+        for grads in ("after backward", "first one first"):
+            found.append(("tensors", f"shardfuse {rule}, {grads}", (shapes[0], shapes[-1]), 2))
     adam = f"shardfuse {RULES[0]}"
     found += [("world size", adam, (f"{_COUNT}x{numel}",), world) for world in worlds]
     found += [("parameters", adam, (f"{_COUNT}x{size}",), 2) for size in numels]
@@ -43,7 +43,7 @@ def points(quick: bool) -> list[Point]:
 
 def run(options: Options) -> Iterator[Row]:
     """Yield a row per launch of every point."""
-    chosen = [point for point in points(options.quick) if options.wants(point[0])]
+    chosen = [p for p in points(options.quick) if options.wants(f"{p[0]}, {p[1]}")]
     for index, point in interleaved(chosen, options.num_rounds(max(ROUNDS.values()))):
         axis, method, shapes, world = point
         if index < options.num_rounds(ROUNDS[axis]):

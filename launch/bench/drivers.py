@@ -82,10 +82,14 @@ class ByHand:
         self._run = run
         self.state_nbytes = state_nbytes
 
+    def _in_order(self) -> list[tuple[int, Tensor]]:
+        """Return (index, parameter) in the order in which gradients are made."""
+        return list(enumerate(self._params))[::-1]
+
     def prepare(self, step: int) -> None:
         for param in self._params:
             param.grad = None
-        for index, param in reversed(list(enumerate(self._params))):
+        for index, param in self._in_order():
             param.grad = fill_(torch.empty_like(param), index, step, self._rank)
 
     def step(self) -> None:
@@ -93,6 +97,13 @@ class ByHand:
 
     def values(self) -> list[Tensor]:
         return [param.detach() for param in self._params]
+
+
+class FirstByHand(ByHand):
+    """As ByHand, but the first parameter's gradient is made first: against the flats' order."""
+
+    def _in_order(self) -> list[tuple[int, Tensor]]:
+        return super()._in_order()[::-1]
 
 
 class WithBackward:

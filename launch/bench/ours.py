@@ -8,7 +8,15 @@ from typing import Any
 import torch
 
 import shardfuse
-from launch.bench.drivers import LR, AfterBackward, ByHand, Driver, Method, WithBackward
+from launch.bench.drivers import (
+    LR,
+    AfterBackward,
+    ByHand,
+    Driver,
+    FirstByHand,
+    Method,
+    WithBackward,
+)
 from launch.bench.references import BertAdamReference, MakeOptimizer, NpuLamb
 from launch.bench.synthetic import Model
 
@@ -30,8 +38,9 @@ REFERENCES: dict[str, MakeOptimizer] = {
 }
 
 
-GRADS: dict[str, type[WithBackward] | None] = {
-    "set by hand": None,
+GRADS: dict[str, type[ByHand | WithBackward]] = {
+    "set by hand": ByHand,
+    "first one first": FirstByHand,
     "real backward": WithBackward,
     "after backward": AfterBackward,
 }
@@ -46,8 +55,8 @@ def _build(rule: str, sharding: dict[str, Any], grads: str, model: Model) -> Dri
         return int(optimizer.memory_summary().state_nbytes)
 
     driver = GRADS[grads]
-    if driver is None:
-        return ByHand(model, optimizer.step, state_nbytes)
+    if issubclass(driver, ByHand):
+        return driver(model, optimizer.step, state_nbytes)
     return driver(model, model, optimizer, state_nbytes)
 
 
@@ -62,7 +71,7 @@ def method(rule: str, remark: str = "", *, grads: str = "set by hand", **shardin
     """
     build = functools.partial(_build, rule)
     return Method(
-        name=f"shardfuse {rule}{remark}" + (f", {grads}" if GRADS[grads] else ""),
+        name=f"shardfuse {rule}{remark}" + ("" if grads == "set by hand" else f", {grads}"),
         family=rule,
         build=functools.partial(build, sharding, grads),
         reference=REFERENCES[rule],
@@ -79,5 +88,9 @@ METHODS = [
     method("lamb", ", sockets only", collectives="pairwise"),
 ]
 
-FOR_SCALING = [method(rule, grads="after backward") for rule in ("adam", "lamb")]
+FOR_SCALING = [
+    method(rule, grads=grads)
+    for rule in ("adam", "lamb")
+    for grads in ("after backward", "first one first")
+]
 """Timed by bench_scaling alone: what thousands of backward functions take would hide a step."""
