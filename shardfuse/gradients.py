@@ -23,6 +23,9 @@ _SHORT_NUMEL = 64 << 10
 Parts = tuple[Tensor, ...]
 """A shard of the summed gradient, as tensors (shard_numel,) that the update adds up in passing."""
 
+_get_grad = operator.attrgetter("grad")
+_get_nbytes = operator.attrgetter("nbytes")
+
 
 class FlatParams(NamedTuple):
     """What gradients are taken of: the parameters of one flat, in slot order."""
@@ -61,7 +64,7 @@ class FlatGrads:
     specs: Sequence[ParamSpec]
     fragments: Mapping[int, Sequence[Fragment]]  # this rank's, by bucket
     starts: list[int] = field(default_factory=list)
-    numels: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # in bytes
     views: list[Tensor] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
     retained: ShardArena | None = None  # reduced shards, when they must outlive one bucket
@@ -76,7 +79,7 @@ class FlatGrads:
         self.views = [self.buffer.view(i, spec) for i, spec in enumerate(self.specs)]
         self.addresses = [view.data_ptr() for view in self.views]
         self.starts = [slot.start for slot in self.flat.slots]
-        self.numels = [slot.numel for slot in self.flat.slots]
+        self.sizes = [view.nbytes for view in self.views]
         self.is_joined = self.buffer.data.device.type == "cpu" and all(
             spec.stride == (1,) and spec.numel <= _SHORT_NUMEL for spec in self.specs
         )
@@ -138,31 +141,50 @@ class FlatGrads:
         No list is made: what backward has freed, thousands of pieces, malloc puts in order at the
         next request of 1 KiB or more, which takes milliseconds.
         """
-        grads = map(operator.attrgetter("grad"), self.params)
+        grads = map(_get_grad, self.params)
         return all(map(operator.is_, grads, self.views)) and lie_at(self.views, self.addresses)
 
     def _note_outside(self) -> None:
         """Do what pack() does, where some gradients are not in their slots."""
+        grads = list(map(_get_grad, self.params))
         absent: list[int] = []
-        views, addresses, numels = self.views, self.addresses, self.numels
-        outside, arrived, strided = self.outside, self.arrived, torch.strided
-        # One loop, with everything of a gradient while it is in the cache, and no calls that need
-        # not be: there may be thousands.
-        for position, param in enumerate(self.params):
-            grad = param.grad
+        if self._are_new(grads):
+            self.outside, self.arrived = list(range(len(grads))), grads
+        else:
+            absent = self._sort(grads)
+        if self.is_lent:
+            self._move_held(itertools.chain(absent, self.outside))
+        for position in absent:
+            self.view(position).fill_(-0.0)
+            self.missing.add(self.flat.slots[position].param)
+
+    def _are_new(self, grads: Sequence[Tensor | None]) -> bool:
+        """Return whether ``grads`` are all there, of their slots' sizes, and none is a view of one.
+
+        As they are where the caller sets them. There may be thousands, so no loop in Python.
+        """
+        if any(map(operator.is_, grads, self.views)):
+            return False
+        try:
+            return all(map(operator.eq, map(_get_nbytes, grads), self.sizes))
+        except (AttributeError, RuntimeError):  # of None; of a sparse one
+            return False
+
+    def _sort(self, grads: Sequence[Tensor | None]) -> list[int]:
+        """Note which of ``grads`` are outside their slots; return the positions of those absent."""
+        views, addresses, sizes, strided = self.views, self.addresses, self.sizes, torch.strided
+        absent = []
+        # No calls that need not be: there may be thousands.
+        for position, grad in enumerate(grads):
             if grad is None:
                 absent.append(position)
             # As holds() has it.
             elif grad is not views[position] or grad.data_ptr() != addresses[position]:
-                if grad.layout is not strided or grad.numel() != numels[position]:
+                if grad.layout is not strided or grad.nbytes != sizes[position]:
                     check_grad(grad, self.specs[position])
-                outside.append(position)
-                arrived.append(grad)
-        if self.is_lent:
-            self._move_held(itertools.chain(absent, outside))
-        for position in absent:
-            self.view(position).fill_(-0.0)
-            self.missing.add(self.flat.slots[position].param)
+                self.outside.append(position)
+                self.arrived.append(grad)
+        return absent
 
     def _move_held(self, positions: Iterable[int]) -> None:
         """Give memory of its own to what lies in a slot and is to be kept.

@@ -13,7 +13,8 @@ built for thousands of ranks on a laptop.
   in that order; it is the same on every rank by construction.
 * A shard is whole blocks. So is a slot where norms of tensors are taken (``whole_blocks``): every
   block then belongs to exactly one parameter (or to the tail padding) and to exactly one rank.
-  Elsewhere slots start at multiples of SLOT_NBYTES, which pads small tensors less.
+  Elsewhere slots start at multiples of SLOT_NBYTES, which pads small tensors less; on the CPU at
+  the next cache line.
 * A bucket is a range of a flat, not a set of parameters: buckets are equal in size, a large tensor
   is cut, and only the last one carries tail padding.
 """
@@ -31,11 +32,11 @@ BLOCK = 512
 SLOT_NBYTES = 512
 """Slots that need not be whole blocks start at multiples of so many bytes (Ascend)."""
 
+CPU_SLOT_NBYTES = 64
+"""The same on the CPU: a cache line, where torch's allocator starts tensors, too."""
+
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element of the parameter dtypes that a flat may have."""
-
-SLOT_NUMEL = SLOT_NBYTES // max(ITEMSIZE.values())
-"""Every slot starts at a multiple of so many elements, whatever its dtype."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -209,7 +210,8 @@ class FlatLayout:
         self, specs: Sequence[ParamSpec], members: list[int], index: int, first_bucket: int
     ) -> Flat:
         spec = specs[members[0]]
-        align = BLOCK if self.whole_blocks else SLOT_NBYTES // ITEMSIZE[spec.dtype]
+        slot_nbytes = CPU_SLOT_NBYTES if spec.device == "cpu" else SLOT_NBYTES
+        align = BLOCK if self.whole_blocks else slot_nbytes // ITEMSIZE[spec.dtype]
         slots = []
         used = 0
         for param in reversed(members):
@@ -242,6 +244,11 @@ class FlatLayout:
     def buckets(self) -> tuple[Bucket, ...]:
         """All buckets in the order in which their collectives are launched."""
         return tuple(bucket for flat in self.flats for bucket in flat.buckets)
+
+    @property
+    def align(self) -> int:
+        """All slots start at multiples of so many elements, a power of two."""
+        return min((flat.align for flat in self.flats), default=BLOCK)
 
     def fragments(self, flat: Flat, rank: int) -> Iterator[Fragment]:
         """Yield ``rank``'s fragments of ``flat`` in buffer order; empty parameters have none."""

@@ -22,7 +22,7 @@ from shardfuse.buffers import CombinedBuffers
 from shardfuse.comm import communicator_for
 from shardfuse.config import ShardConfig
 from shardfuse.gradients import FlatParams
-from shardfuse.layout import BLOCK, SLOT_NUMEL, FlatLayout
+from shardfuse.layout import FlatLayout
 from shardfuse.optim import intake
 from shardfuse.optim.flat_state import FlatState, check_params
 from shardfuse.optim.kernels import Kernels
@@ -180,7 +180,7 @@ class ShardedOptimizer(StatefulOptimizer):
         awake = [state for state in self._flats if self._grads.has(state.flat)]
         kernels = Kernels(
             self._rule,
-            row=BLOCK if self.layout.whole_blocks else SLOT_NUMEL,
+            row=self.layout.align,
             kernel=self._config.kernel,
             device=self._device,
             shard_numel=sum(b.shard_numel for state in awake for b in state.flat.buckets),

@@ -131,13 +131,13 @@ def test_norms_carry_two_floats_per_parameter() -> None:
     ],
 )
 def test_bytes_on_the_wire(dtype: torch.dtype, grad_sync_dtype: torch.dtype | None) -> None:
-    """A step moves the parameters once and the gradients once, plus padding to 512 bytes."""
+    """A step moves the parameters once and the gradients once, plus padding to 64 bytes."""
     world_size = 3
     entries = many(40)
     case = Case(ShardedAdam, {}, dtype=dtype, entries=entries, overrides=({},))
     sharding = {"grad_sync_dtype": grad_sync_dtype, "bucket_cap_mb": 0.05}
     calls, _ = run_threads(world_size, calls_of_step, case, sharding)[0]
-    align = 512 // dtype.itemsize
+    align = 64 // dtype.itemsize
     numel = sum(-(-torch.Size(entry.shape).numel() // align) * align for entry in entries)
     for op, wire in (("reduce_scatter", grad_sync_dtype or dtype), ("all_gather", dtype)):
         nbytes = sum(call.nbytes for call in calls if call.op == op)

@@ -22,11 +22,13 @@ def make_spec(name: str, shape: tuple[int, ...], **changes: Any) -> ParamSpec:
 
 def random_specs(rng: random.Random, num_params: int) -> list[ParamSpec]:
     numels = [0, 1, 3, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 7, 12_345]
+    device = rng.choice(["cpu", "npu:0"])
     return [
         make_spec(
             f"p{index}",
             (rng.choice(numels),),
             dtype=rng.choice(DTYPES),
+            device=device,
             group=rng.randrange(3),
             frozen=rng.random() < 0.1,
         )
@@ -82,11 +84,13 @@ def test_shards_are_whole_blocks_of_one_parameter() -> None:
 
 
 def test_slots_follow_one_another() -> None:
-    """Each starts where the one before ends: on a block, or at a multiple of 512 bytes."""
+    """Each starts where the one before ends: on a block, or at the next 512 bytes (CPU: 64)."""
     for seed in SEEDS:
         layout = random_layout(seed)
         for flat in layout.flats:
-            align = BLOCK if layout.whole_blocks else 512 // ITEMSIZE[flat.dtype]
+            nbytes = 64 if flat.device == "cpu" else 512
+            align = BLOCK if layout.whole_blocks else nbytes // ITEMSIZE[flat.dtype]
+            assert align % layout.align == 0
             start = 0
             for slot in flat.slots:
                 assert slot.start == start

@@ -72,7 +72,7 @@ def test_bytes_held(
     dtype: torch.dtype,
 ) -> None:
     """Per rank: parameters and gradients once, states and masters divided by the world size."""
-    slot = BLOCK if cls is ShardedLamb else 512 // dtype.itemsize
+    slot = BLOCK if cls is ShardedLamb else 64 // dtype.itemsize
     padded = NUMEL + len(SIZES) * slot + world_size * BLOCK
     low = dtype != torch.float32
     per_element = 4 * (num_states + low)

@@ -336,14 +336,13 @@ def test_3_10_deleting_the_optimizer_leaves_a_healthy_model(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_3_10_every_parameter_starts_aligned(dtype: torch.dtype) -> None:
-    """At a multiple of 512 bytes of its buffer; its gradient too."""
+    """At a multiple of 64 bytes on the CPU; of 512 elsewhere, which test_layout.py shows."""
     params = [nn.Parameter(torch.ones(n, dtype=dtype)) for n in (3, 1, 2000, 7, 1024, 1025)]
     optimizer = npu.NpuFusedAdam([{"params": params[:3]}, {"params": params[3:]}])
     torch.autograd.backward([p.sum() for p in params])
     optimizer.step()
     for tensor in [t for p in params for t in (p.detach(), p.grad)]:
-        offset = tensor.data_ptr() - tensor.untyped_storage().data_ptr()
-        assert offset % 512 == 0
+        assert tensor.data_ptr() % 64 == 0
     starts = {p.data_ptr() for p in params}
     assert len(starts) == len(params)
     assert len({p.untyped_storage().data_ptr() for p in params}) == 1
