@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,15 @@ from shardfuse.gradients import FlatParams, GradVersions, Parts, check_grad
 from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec
 
 
+class _Piece(NamedTuple):
+    """Where a parameter's gradient goes, or a fragment of it."""
+
+    param: Tensor
+    spec: ParamSpec
+    fragment: Fragment | None  # None is the whole
+    into: Tensor  # of the parameter's shape; a fragment (numel,)
+
+
 @dataclass
 class _FlatGrads:
     """This rank's shards of the gradients of one flat, and where they come from."""
@@ -20,9 +30,23 @@ class _FlatGrads:
     flat: Flat
     arena: ShardArena
     params: dict[int, Tensor]
-    specs: dict[int, ParamSpec]
-    fragments: Mapping[int, Sequence[Fragment]]  # by bucket
+    pieces: list[_Piece]
     missing: set[int] = field(default_factory=set)
+
+    def pack(self) -> None:
+        """Copy this rank's fragments of every gradient; see PresyncedGrads."""
+        self.missing = {p for p, param in self.params.items() if param.grad is None}
+        into, out_of = [], []
+        for param, spec, fragment, part in self.pieces:
+            grad = param.grad
+            if grad is None:
+                part.zero_()
+                continue
+            check_grad(grad, spec)
+            into.append(part)
+            out_of.append(grad if fragment is None else _cut(grad, spec, fragment))
+        if into:
+            torch._foreach_copy_(into, out_of)  # one call: there may be thousands
 
 
 class PresyncedGrads:
@@ -49,13 +73,18 @@ class PresyncedGrads:
     def attach(self, members: Sequence[FlatParams], device: torch.device) -> None:
         """Read the gradients of flats from now on."""
         for flat, params, specs, fragments in members:
-            numbers = [slot.param for slot in flat.slots]
+            arena = ShardArena(flat, device, params[0].dtype)
+            of_slots = zip(flat.slots, params, specs, strict=True)
+            by_number = {slot.param: (param, spec) for slot, param, spec in of_slots}
             self._flats[flat.index] = _FlatGrads(
                 flat,
-                ShardArena(flat, device, params[0].dtype),
-                dict(zip(numbers, params, strict=True)),
-                dict(zip(numbers, specs, strict=True)),
-                fragments,
+                arena,
+                {number: param for number, (param, _) in by_number.items()},
+                [
+                    _piece(*by_number[fragment.param], fragment, arena.segment(bucket))
+                    for bucket in flat.buckets
+                    for fragment in fragments[bucket.index]
+                ],
             )
 
     def has(self, flat: Flat) -> bool:
@@ -84,18 +113,7 @@ class PresyncedGrads:
             return
         self._kept_from = None
         for grads in self._flats.values():
-            grads.missing = {p for p, param in grads.params.items() if param.grad is None}
-            for bucket in grads.flat.buckets:
-                segment = grads.arena.segment(bucket)
-                for fragment in grads.fragments[bucket.index]:
-                    grad = grads.params[fragment.param].grad
-                    part = segment[fragment.shard_start : fragment.shard_start + fragment.numel]
-                    if grad is None:
-                        part.zero_()
-                        continue
-                    stop = fragment.param_start + fragment.numel
-                    flat = _in_storage_order(grad, grads.specs[fragment.param])
-                    part.copy_(flat[fragment.param_start : stop])
+            grads.pack()
 
     def multiply(self, factor: Tensor) -> None:
         """Refuse to treat ranks' gradients differently: they are one mean already."""
@@ -150,10 +168,20 @@ class PresyncedGrads:
                 yield bucket, (grads.arena.segment(bucket),)
 
 
-def _in_storage_order(grad: Tensor, spec: ParamSpec) -> Tensor:
-    """Return ``grad`` as (numel,), its elements in the order of the parameter's slot."""
-    check_grad(grad, spec)
+def _piece(param: Tensor, spec: ParamSpec, fragment: Fragment, segment: Tensor) -> _Piece:
+    """Return where ``fragment`` of a gradient goes in ``segment``, its bucket's shard."""
+    part = segment[fragment.shard_start : fragment.shard_start + fragment.numel]
+    if fragment.numel < spec.numel:
+        return _Piece(param, spec, fragment, part)
+    return _Piece(
+        param, spec, None, part.as_strided(spec.shape, spec.stride, part.storage_offset())
+    )
+
+
+def _cut(grad: Tensor, spec: ParamSpec, fragment: Fragment) -> Tensor:
+    """Return (fragment.numel,) of ``grad``, its elements in the order of the parameter's slot."""
     if tuple(grad.stride()) != spec.stride:
         ordered = torch.empty_strided(spec.shape, spec.stride, dtype=grad.dtype, device=grad.device)
         grad = ordered.copy_(grad)
-    return grad.detach().as_strided((spec.numel,), (1,), grad.storage_offset())
+    start = grad.storage_offset() + fragment.param_start
+    return grad.as_strided((fragment.numel,), (1,), start)
