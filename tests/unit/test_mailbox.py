@@ -1,0 +1,34 @@
+"""Letters between ranks: what waiting for one does meanwhile."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from shardfuse.comm import mailbox, memory
+from shardfuse.comm.mailbox import READY, Mailbox
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the system shares no such memory")
+@pytest.mark.parametrize(("late_s", "num_looks"), [(0.0, 0), (0.09, 0), (0.35, 3)])
+def test_the_sender_is_looked_for_every_tenth_of_a_second(
+    late_s: float, num_looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at once: looking opens a file, for which malloc may need 5 ms after a backward."""
+    descriptor = mailbox.create(2)
+    sender, receiver = (Mailbox(rank, [os.getpid()] * 2, descriptor, 1.0) for rank in (0, 1))
+    os.close(descriptor)
+    start = 1000.0
+    clock, looks = [start], []
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+        if clock[0] - start >= late_s:
+            sender.put(1, READY, 7, 42)
+
+    monkeypatch.setattr(mailbox, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0]))
+    monkeypatch.setattr(memory, "is_running", lambda pid: looks.append(pid) or True)
+    assert receiver.take(0, READY, 7) == 42
+    assert looks == [os.getpid()] * num_looks
