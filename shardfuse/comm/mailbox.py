@@ -96,7 +96,7 @@ class Mailbox:
         words, index = self._words, self._index(rank, self._rank, kind, number)
         polls, start = 0, time.monotonic()
         # Not before it takes long: to open a file needs memory, and after a backward that freed
-        # thousands of pieces malloc is 5 ms at its first larger request.
+        # thousands of pieces malloc takes 5 ms for its first larger request.
         checked = start
         while words[index + 1] != number + 1:
             polls += 1
