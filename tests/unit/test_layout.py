@@ -90,12 +90,13 @@ def test_slots_follow_one_another() -> None:
         for flat in layout.flats:
             nbytes = 64 if flat.device == "cpu" else 512
             align = BLOCK if layout.whole_blocks else nbytes // ITEMSIZE[flat.dtype]
-            assert align % layout.align == 0
+            assert flat.align == align
             start = 0
             for slot in flat.slots:
                 assert slot.start == start
                 start = slot.start + round_up(slot.numel, align)
                 assert slot.stop == start
+        assert layout.align == min(flat.align for flat in layout.flats)
 
 
 def test_buckets_tile_the_flats() -> None:
