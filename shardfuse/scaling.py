@@ -149,5 +149,7 @@ class ShardedGradScaler(GradScaler):
         total = torch.zeros(1, dtype=torch.float32, device=device)
         for value in found.values():
             total += value.to(device)
-        communicator_for(self._process_group, device, "native").all_reduce(total, "max").wait()
+        comm = communicator_for(self._process_group, device, "native")
+        with comm.call("unscaling by ShardedGradScaler"):
+            comm.all_reduce(total, "max").wait()
         return {device: total.clamp_(max=1.0).reshape(())}

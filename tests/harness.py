@@ -232,6 +232,22 @@ class CountingCommunicator:
         """Number of ranks in the group."""
         return int(self.inner.world_size)
 
+    def call(self, name: str) -> Any:
+        """Pass on: it is no collective."""
+        return self.inner.call(name)
+
+    def declare(self, lines: Any, **options: Any) -> None:
+        """Pass on: it is no collective."""
+        self.inner.declare(lines, **options)
+
+    def tell(self, topic: str, text: str) -> None:
+        """Pass on: it is no collective."""
+        self.inner.tell(topic, text)
+
+    def told(self, topic: str) -> Any:
+        """Pass on: it is no collective."""
+        return self.inner.told(topic)
+
     def reduce_scatter(self, output: Tensor, input: Tensor) -> Any:
         """Record and pass on."""
         self.calls.append(Call("reduce_scatter", input.numel(), input.dtype))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, Protocol
 
 import torch
 
 ReduceOp = Literal["sum", "max"]
+
+
+class PeerError(RuntimeError):
+    """Another rank failed, or does something else than this one; raised on all of them."""
 
 
 class Handle(Protocol):
@@ -30,6 +36,29 @@ class Communicator(Protocol):
     @property
     def world_size(self) -> int:
         """Number of ranks in the group."""
+
+    def call(self, name: str) -> AbstractContextManager[None]:
+        """Make a call ``name`` of all ranks: an error inside it is raised on every rank.
+
+        Inside another call it is a part of that. See [Note: calls] in board.py.
+
+        Raises:
+            PeerError: on entry, where the ranks are out of step since an earlier error.
+        """
+
+    def declare(self, lines: Sequence[str], *, is_new: bool = False) -> None:
+        """Say what all ranks must hold in common in this call, before it communicates.
+
+        Where they do not, the collectives that follow raise PeerError on every rank, naming the
+        first line that differs. ``is_new``: this decides which collectives follow, so that it is
+        made sure of at once where messages carry no mark of it.
+        """
+
+    def tell(self, topic: str, text: str) -> None:
+        """Leave a text for the other ranks. Local, and slow: through the group's store."""
+
+    def told(self, topic: str) -> list[str | None]:
+        """Return what each rank has told of ``topic`` so far; None where nothing. Local."""
 
     @property
     def can_exchange(self) -> bool:
@@ -74,6 +103,20 @@ class SingleRank:
     rank = 0
     world_size = 1
     can_exchange = False
+
+    def call(self, name: str) -> AbstractContextManager[None]:
+        """Do nothing: there is no other rank."""
+        return nullcontext()
+
+    def declare(self, lines: Sequence[str], *, is_new: bool = False) -> None:
+        """Do nothing: there is no other rank."""
+
+    def tell(self, topic: str, text: str) -> None:
+        """Do nothing: there is no other rank."""
+
+    def told(self, topic: str) -> list[str | None]:
+        """Return one None: nothing was told."""
+        return [None]
 
     def exchange(self, received: torch.Tensor, input: torch.Tensor) -> Handle:
         """Do nothing: there is no other rank."""

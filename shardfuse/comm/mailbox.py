@@ -1,7 +1,7 @@
 """Letters between the ranks of one host, in memory that they share.
 
 A message through gloo passes a thread on either side, which has to get a core that a rank is
-computing on: about a millisecond each, four times a bucket. Here a rank writes two words, and the
+computing on: about a millisecond each, four times a bucket. Here a rank writes three words, and the
 one that they are for sees them.
 """
 
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from shardfuse.comm import memory
+from shardfuse.comm.board import PATIENCE_S, Board
 
 READY, DONE = 0, 1
 """Kinds of letters: a part is at this address; it has been read."""
@@ -23,26 +24,42 @@ READY, DONE = 0, 1
 SLOTS = 256
 """Room for letters of a kind from one rank to another; one more replaces the first."""
 
-_WORDS = 2  # of a letter: value, number + 1
+_WORDS = 3  # of a letter: value, mark, number + 1
+_HEAD = 1  # words before the letters: the nonce
 _WORD_NBYTES = 8
 _SPINS = 1000
 _SLEEP_S = 50e-6
-_CHECK_S = 0.1
 
 
-def _numel(world_size: int) -> int:
-    return world_size**2 * 2 * SLOTS * _WORDS
+def _num_words(world_size: int) -> int:
+    return _HEAD + world_size**2 * 2 * SLOTS * _WORDS
 
 
-def create(world_size: int) -> int:
-    """Return a descriptor of new shared memory with room for all letters.
+def create(world_size: int) -> tuple[int, int]:
+    """Return a descriptor of new shared memory with room for all letters, and the nonce in it.
 
     Raises:
         OSError: the system has none.
     """
+    if not hasattr(os, "memfd_create"):
+        raise OSError("the system has no memfd_create")
     descriptor = os.memfd_create("shardfuse")
-    os.ftruncate(descriptor, _numel(world_size) * _WORD_NBYTES)
-    return descriptor
+    nonce = int.from_bytes(os.urandom(_WORD_NBYTES), "little") >> 1
+    os.ftruncate(descriptor, _num_words(world_size) * _WORD_NBYTES)
+    os.pwrite(descriptor, nonce.to_bytes(_WORD_NBYTES, "little"), 0)
+    return descriptor, nonce
+
+
+def _check(path: str, nonce: int, nbytes: int) -> None:
+    """Raise OSError unless ``path`` is the memory with ``nonce``. Changes nothing there."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        head = os.pread(descriptor, _WORD_NBYTES, 0)
+        size = os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
+    if size != nbytes or head != nonce.to_bytes(_WORD_NBYTES, "little"):
+        raise OSError(f"{path} is not what rank 0 shares")
 
 
 class Mailbox:
@@ -51,66 +68,85 @@ class Mailbox:
     Args:
         rank: of this process.
         pids: of all ranks.
-        descriptor: what create() gave to rank 0.
+        shared: what create() gave to rank 0.
         timeout_s: how long ``take()`` waits.
+        board: looked at while waiting.
 
     Raises:
-        OSError: the kernel refuses.
+        OSError: the kernel refuses, or what is found is not what rank 0 shares.
     """
 
-    def __init__(self, rank: int, pids: Sequence[int], descriptor: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        pids: Sequence[int],
+        shared: tuple[int, int],
+        timeout_s: float,
+        board: Board,
+    ) -> None:
         self._rank = rank
         self._pids = pids
         self._timeout_s = timeout_s
-        numel = _numel(len(pids))
-        with open(f"/proc/{pids[0]}/fd/{descriptor}", "r+b") as file:
-            shared = mmap.mmap(file.fileno(), numel * _WORD_NBYTES)
-        self._words = (ctypes.c_int64 * numel).from_buffer(shared)
+        self._board = board
+        descriptor, nonce = shared
+        path = f"/proc/{pids[0]}/fd/{descriptor}"
+        numel = _num_words(len(pids))
+        _check(path, nonce, numel * _WORD_NBYTES)
+        with open(path, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), numel * _WORD_NBYTES)
+        self._words = (ctypes.c_int64 * numel).from_buffer(self._map)
+        if self._words[0] != nonce:
+            raise OSError(f"{path} was replaced")
 
-    def put(self, rank: int, kind: int, number: int, value: int = 0) -> None:
-        """Send letter ``number`` to ``rank``."""
+    def put(self, rank: int, kind: int, number: int, mark: int, value: int = 0) -> None:
+        """Send letter ``number`` to ``rank``; it is about what ``mark`` says."""
         index = self._index(self._rank, rank, kind, number)
-        # The value first: who sees the number reads it.
+        # The number last: who sees it reads the others.
         self._words[index] = value
-        self._words[index + 1] = number + 1
+        self._words[index + 1] = mark
+        self._words[index + 2] = number + 1
 
-    def fetch(self, rank: int, number: int, out: torch.Tensor) -> None:
+    def fetch(self, rank: int, number: int, mark: int, out: torch.Tensor) -> None:
         """Overwrite ``out`` by what letter ``number`` of ``rank`` says to be READY there.
 
         Raises:
             RuntimeError: as take().
             OSError: the kernel refuses.
         """
-        address = self.take(rank, READY, number)
+        address = self.take(rank, READY, number, mark)
         try:
             memory.read(self._pids[rank], address, out)
         except ProcessLookupError as error:
             raise self._ended(rank) from error
 
-    def take(self, rank: int, kind: int, number: int) -> int:
-        """Wait for letter ``number`` of ``rank`` and return its value.
+    def take(self, rank: int, kind: int, number: int, mark: int) -> int:
+        """Wait for letter ``number`` of ``rank``, which has to have ``mark``; return its value.
 
         Raises:
             RuntimeError: that process has ended, or the timeout is over.
+            PeerError: a rank failed, or the letter is about something else.
         """
         words, index = self._words, self._index(rank, self._rank, kind, number)
         polls, start = 0, time.monotonic()
         # Not before it takes long: to open a file needs memory, and after a backward that freed
         # thousands of pieces malloc takes 5 ms for its first larger request.
         checked = start
-        while words[index + 1] != number + 1:
+        while words[index + 2] != number + 1:
             polls += 1
             if polls < _SPINS:
                 os.sched_yield()
                 continue
             time.sleep(_SLEEP_S)
             now = time.monotonic()
-            if now - checked > _CHECK_S:
+            if now - checked > PATIENCE_S:
                 checked = now
                 is_running = memory.is_running(self._pids[rank])
-                # A rank may end after its last letter, so this comes second.
-                if words[index + 1] != number + 1:
+                # A rank may end after its last letter, or its alarm, so these come second.
+                if words[index + 2] != number + 1:
+                    self._board.look()
                     self._check(rank, is_running, now - start)
+        if words[index + 1] != mark:
+            self._board.resolve(rank)
         return words[index]
 
     def _check(self, rank: int, is_running: bool, waited_s: float) -> None:
@@ -130,6 +166,6 @@ class Mailbox:
         )
 
     def _index(self, sender: int, receiver: int, kind: int, number: int) -> int:
-        """Return which word has the value of a letter; the next has its number + 1."""
+        """Return which word has the value of a letter; its mark and its number + 1 follow."""
         pair = receiver * len(self._pids) + sender
-        return ((pair * 2 + kind) * SLOTS + number % SLOTS) * _WORDS
+        return _HEAD + ((pair * 2 + kind) * SLOTS + number % SLOTS) * _WORDS

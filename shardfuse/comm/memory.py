@@ -38,15 +38,22 @@ _process_vm_readv = _find()
 
 
 def host_id() -> int:
-    """Return a number that processes share only if they see the same processes; -1 is none."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = int(file.read().strip().replace("-", ""), 16)
-        namespace = os.stat("/proc/self/ns/pid").st_ino
-    except (OSError, ValueError):
-        return -1
-    usable = _process_vm_readv is not None and _keeps_order()
-    return (boot ^ namespace) % (1 << 62) if usable else -1
+    """Return a number that processes share only if they see the same processes.
+
+    Raises:
+        OSError: the system cannot tell, or has no such call.
+    """
+    if _process_vm_readv is None:
+        raise OSError("the system has no process_vm_readv")
+    if not _keeps_order():
+        raise OSError(f"the order of writes is not kept on {platform.machine()}")
+    # In a process namespace that still has the /proc of another, process ids name strangers there.
+    if os.readlink("/proc/self") != str(os.getpid()):
+        raise OSError("/proc is that of another process namespace")
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = int(file.read().strip().replace("-", ""), 16)
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    return (boot ^ namespace) % (1 << 62)
 
 
 def _keeps_order() -> bool:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from shardfuse.comm.base import Handle, ReduceOp
+from shardfuse.comm.board import Board
 from shardfuse.comm.traits import traits_of
+from shardfuse.comm.watch import Watch
+
+_UNBLOCK_TAG = 0x5EFFFFFF
+"""Of a message that nobody sends."""
 
 # torch 2.13 renamed these and warns on the old names; the C++ entry points are the same.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or getattr(
@@ -20,19 +29,74 @@ all_gather_single = getattr(dist, "all_gather_single", None) or getattr(
 )
 
 
-class _WorkHandle:
-    """A torch Work, waited for once, that keeps its tensors alive until then."""
+class WorkHandle:
+    """Works of torch, waited for once, that keep their tensors alive until then."""
 
-    def __init__(self, work: Any, *tensors: torch.Tensor) -> None:
-        self._work = work
+    def __init__(self, watch: Watch | None, works: Sequence[Any], *tensors: torch.Tensor) -> None:
+        self._watch = watch
+        self._works = works
         self._tensors: tuple[torch.Tensor, ...] = tensors
 
     def wait(self) -> None:
+        """Wait for all of them; see Handle."""
         # Never polled: gloo fills the output of a reduce-scatter inside wait().
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()
+        works, self._works = self._works, ()
+        for work in works:
+            if self._watch is None:
+                work.wait()
+            else:
+                self._watch.wait(work)
         self._tensors = ()
+
+
+class _Post(NamedTuple):
+    """What the communicators of one process group share."""
+
+    board: Board
+    watch: Watch | None  # None where the backend's waits need none, or cannot be ended
+
+
+_posts: weakref.WeakKeyDictionary[Any, _Post] = weakref.WeakKeyDictionary()
+
+
+def _post_of(group: Any, device: torch.device, backend: str) -> _Post:
+    """Return the board of ``group``, the same for all its communicators, and who watches it."""
+    if group not in _posts:
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        store = PrefixStore("shardfuse", dist.distributed_c10d._get_process_group_store(group))
+        # A group may be destroyed and made again under the same name, in the same store.
+        life = store.add(f"lives/{rank}", 1)
+        board = Board(PrefixStore(str(life), store), rank, world_size)
+        unblock = _UNBLOCKERS.get(backend)
+        group_ref = weakref.ref(group)
+        watch = None
+        if unblock is not None:
+            watch = Watch(board, lambda: unblock(group_ref(), device), blocks=device.type == "cpu")
+        _posts[group] = _Post(board, watch)
+    return _posts[group]
+
+
+def _close_gloo(group: Any, device: torch.device) -> None:
+    """Close all connections of a gloo group: what waits for them raises, here and elsewhere.
+
+    gloo closes them when a wait times out, and has no other call that does.
+    """
+    if group is not None:
+        other = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+        with suppress(RuntimeError):
+            work = dist.irecv(torch.empty(1), group=group, group_src=other, tag=_UNBLOCK_TAG)
+            assert work is not None
+            work.wait(timedelta(milliseconds=1))
+
+
+def _abort(group: Any, device: torch.device) -> None:
+    """Abort what a group of NCCL or HCCL has in flight. (Not run on hardware.)"""
+    if group is not None:
+        with suppress(RuntimeError, AttributeError):
+            group._get_backend(device).abort()
+
+
+_UNBLOCKERS = {"gloo": _close_gloo, "nccl": _abort, "hccl": _abort}
 
 
 class ProcessGroupCommunicator:
@@ -61,6 +125,9 @@ class ProcessGroupCommunicator:
         self._group_ref: weakref.ref[Any] = weakref.ref(group)
         self.backend = backend_for(group, device)
         self._traits = traits_of(self.backend)
+        self._board, self._watch = _post_of(group, device, self.backend)
+        self._board.num_communicators += 1
+        self._number = self._board.num_communicators  # the same on all ranks
 
     @property
     def rank(self) -> int:
@@ -71,6 +138,46 @@ class ProcessGroupCommunicator:
     def world_size(self) -> int:
         """Number of ranks in the group."""
         return self._world_size
+
+    @contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        """Make a call of all ranks; see Communicator."""
+        self._check_group()
+        with self._board.call(name):
+            yield
+
+    def declare(self, lines: Sequence[str], *, is_new: bool = False) -> None:
+        """Say what all ranks must hold in common; see Communicator."""
+        self._board.present.declare([f"number {self._number} of this process group", *lines])
+        if is_new and self._watch is not None:
+            self._confirm()
+
+    def tell(self, topic: str, text: str) -> None:
+        """Leave a text for the other ranks; see Communicator."""
+        self._board.tell(f"{self._number}/{topic}", text)
+
+    def told(self, topic: str) -> list[str | None]:
+        """Return what each rank has told; see Communicator."""
+        return self._board.told(f"{self._number}/{topic}")
+
+    def _confirm(self) -> None:
+        """Have the ranks compare what they declared, where messages cannot tell."""
+        self._board.confirm()
+
+    def _note(self, kind: str, tensor: torch.Tensor) -> None:
+        """Count a collective of the backend's own, which must be alike on all ranks."""
+        if self._traits.aborts_on_mismatch:
+            self._board.confirm()
+        self._board.present.note(kind, tensor.numel(), tensor.dtype)
+
+    def _launch(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Return ``function(...)`` of this group, a Work in flight."""
+        try:
+            return function(*args, group=self._group, **options)
+        except RuntimeError as error:
+            if self._watch is None:
+                raise
+            raise self._board.explain(error) from error
 
     @property
     def can_exchange(self) -> bool:
@@ -83,8 +190,16 @@ class ProcessGroupCommunicator:
 
     @property
     def _group(self) -> Any:
+        return self._check_group()
+
+    def _check_group(self) -> Any:
+        """Return the process group.
+
+        Raises:
+            RuntimeError: it was destroyed; it may be alive all the same, held by somebody.
+        """
         group: Any = self._group_ref()
-        if group is None:
+        if group is None or group not in dist.distributed_c10d._world.pg_map:
             raise RuntimeError(
                 "The optimizer's process group was destroyed. Build a new optimizer after "
                 "init_process_group()."
@@ -94,28 +209,32 @@ class ProcessGroupCommunicator:
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
         """Sum ``input`` (world_size * n,) over ranks; write part ``rank`` into ``output`` (n,)."""
         assert reduce_scatter_single is not None
-        work = reduce_scatter_single(output, input, group=self._group, async_op=True)
-        return _WorkHandle(work, output, input)
+        self._note("reduce_scatter", input)
+        work = self._launch(reduce_scatter_single, output, input, async_op=True)
+        return WorkHandle(self._watch, [work], output, input)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
         """Write every rank's ``input`` (n,) into ``output`` (world_size * n,), in rank order."""
         assert all_gather_single is not None
         if not self._traits.in_place_all_gather and _overlaps(output, input):
             input = input.clone()
-        work = all_gather_single(output, input, group=self._group, async_op=True)
-        return _WorkHandle(work, output, input)
+        self._note("all_gather", output)
+        work = self._launch(all_gather_single, output, input, async_op=True)
+        return WorkHandle(self._watch, [work], output, input)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
         """Reduce ``tensor`` (n,) over ranks, in place."""
+        self._note(f"all_reduce by {op}", tensor)
         reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-        work = dist.all_reduce(tensor, reduce_op, group=self._group, async_op=True)
-        return _WorkHandle(work, tensor)
+        work = self._launch(dist.all_reduce, tensor, reduce_op, async_op=True)
+        return WorkHandle(self._watch, [work], tensor)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Handle:
         """Overwrite ``tensor`` (n,) by that of group rank ``src``, in place."""
+        self._note("broadcast", tensor)
         global_src = dist.get_global_rank(self._group, src)
-        work = dist.broadcast(tensor, global_src, group=self._group, async_op=True)
-        return _WorkHandle(work, tensor)
+        work = self._launch(dist.broadcast, tensor, global_src, async_op=True)
+        return WorkHandle(self._watch, [work], tensor)
 
 
 def _overlaps(output: torch.Tensor, input: torch.Tensor) -> bool:

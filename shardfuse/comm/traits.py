@@ -15,9 +15,12 @@ class BackendTraits:
     prefers_pairwise: bool = False
     """Sends and receives beat its own reduce-scatter and all-gather of CPU tensors."""
 
+    aborts_on_mismatch: bool = False
+    """The process is ended by a signal where ranks give a collective different sizes."""
+
 
 _TRAITS = {
-    "gloo": BackendTraits(in_place_all_gather=True, prefers_pairwise=True),
+    "gloo": BackendTraits(in_place_all_gather=True, prefers_pairwise=True, aborts_on_mismatch=True),
     "nccl": BackendTraits(in_place_all_gather=True),
 }
 

@@ -29,6 +29,7 @@ from shardfuse.optim.kernels import Kernels
 from shardfuse.optim.memory import MemorySummary
 from shardfuse.optim.rules import NormRule, RowRule
 from shardfuse.optim.stateful import StatefulOptimizer
+from shardfuse.optim.terms import Terms
 from shardfuse.optim.update import Rule, Updater
 from shardfuse.presynced import PresyncedGrads
 from shardfuse.scaling import Overflow, OverflowReport
@@ -86,6 +87,11 @@ class ShardedOptimizer(StatefulOptimizer):
             )
         except Exception as failure:
             raise error or failure from None
+        with self.communicator.call("building an optimizer"):
+            self._build(error)
+
+    def _build(self, error: Exception | None) -> None:
+        """Lay out and adopt the parameters; ``error`` is what went wrong on this rank before."""
         bucket_nbytes = max(1, int(self._config.bucket_cap_mb * (1 << 20)))
         alone = self.communicator.world_size == 1
         if alone and error is None and not isinstance(self._rule, RowRule):
@@ -107,6 +113,8 @@ class ShardedOptimizer(StatefulOptimizer):
         self._gather = ParamSync(self.communicator)
         self._overflows = OverflowReport(self.communicator, self._config.report_overflow)
         self._clip_coefficient: Tensor | None = None
+        are_reduced = self._config.grads_are_reduced
+        self._terms = Terms(self.communicator, self.param_groups, are_reduced)
         self._consolidated: dict[str, Any] | None = None
         self._is_fresh = True
         self._adopt(first_group=0, error=error)
@@ -122,15 +130,16 @@ class ShardedOptimizer(StatefulOptimizer):
             return
         error: Exception | None = None
         first_group = len(self.param_groups)
-        try:
-            super().add_param_group(self._read_group(param_group))
-        except Exception as failure:
-            error = failure
-        try:
-            self._adopt(first_group, error)
-        except Exception:
-            del self.param_groups[first_group:]
-            raise
+        with self.communicator.call("add_param_group()"):
+            try:
+                super().add_param_group(self._read_group(param_group))
+            except Exception as failure:
+                error = failure
+            try:
+                self._adopt(first_group, error)
+            except Exception:
+                del self.param_groups[first_group:]
+                raise
 
     def _read_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return a group as torch and the rule have it. What this raises, all ranks hear of."""
@@ -246,13 +255,14 @@ class ShardedOptimizer(StatefulOptimizer):
         gradients are reduced for this alone: ``clip_grad_norm(math.inf)`` gives the norm and lets
         step() use what was reduced.
         """
-        norm = self._grad_norm()
+        with self.communicator.call("grad_norm()"):
+            norm = self._grad_norm()
         if self._clip_coefficient is None:
             self._grads.release()
         return norm
 
-    def _grad_norm(self) -> Tensor:
-        self._begin()
+    def _grad_norm(self, max_norm: float | None = None) -> Tensor:
+        self._begin(f"max_norm = {max_norm}")
         return self._clipped(self._updater.square_norms().sum().sqrt())
 
     def _clipped(self, norm: Tensor) -> Tensor:
@@ -277,9 +287,10 @@ class ShardedOptimizer(StatefulOptimizer):
         Raises:
             ValueError: ``max_norm`` is not above 0.
         """
-        if not max_norm > 0:
-            raise ValueError(f"Invalid max_norm: {max_norm}. Must be > 0.")
-        norm = self._grad_norm()
+        with self.communicator.call("clip_grad_norm()"):
+            if not max_norm > 0:
+                raise ValueError(f"Invalid max_norm: {max_norm}. Must be > 0.")
+            norm = self._grad_norm(max_norm)
         coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         self._clip_by(coefficient)
         return norm
@@ -301,14 +312,17 @@ class ShardedOptimizer(StatefulOptimizer):
             RuntimeError: parameters were re-allocated or replaced, a gradient is sparse, or
                 gradients changed between clip_grad_norm() and step().
         """
-        return self._step(closure)
+        with self.communicator.call("step()"):
+            return self._step(closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._begin()
+        scaler = "without" if self.__dict__.get("found_inf") is None else "under"
+        clipped = "without" if self._clip_coefficient is None else "with"
+        self._begin(f"{scaler} a gradient scaler, {clipped} clipped gradients")
         if self._clip_coefficient is not None and not self._grads.is_reduced:
             self._clip_coefficient = None
             raise RuntimeError(
@@ -333,8 +347,8 @@ class ShardedOptimizer(StatefulOptimizer):
         """(parameter name, rank) of the last skipped step, with ``report_overflow``; else None."""
         return self._overflows.last
 
-    def _begin(self) -> None:
-        """Check and pack what the next collectives need."""
+    def _begin(self, *lines: str) -> None:
+        """Check and pack what the next collectives need; ``lines`` are what ranks must agree on."""
         prefix = on_rank(self.communicator)
         check_params(self.param_groups, self._params, self._flats, prefix)
         woken = []
@@ -347,6 +361,8 @@ class ShardedOptimizer(StatefulOptimizer):
             if state.allocate(values) and not self._rule.counts_steps:
                 # Momentum was set above 0 later: its first update comes now.
                 state.set_steps({slot.param: 0 for slot in state.flat.slots})
+        self._terms.declare(lines, woken, self._updater.named_grads)
+        self._terms.warn(self._params)
         if woken:
             self._wake(woken)
         self._grads.pack()

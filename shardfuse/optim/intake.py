@@ -105,10 +105,10 @@ def warn(
     before = rule.warnings([member for group, member in members if group < first_group])
     for kind, text in rule.warnings([member for _, member in members]).items():
         if kind not in before:
-            warnings.warn(text, UserWarning, stacklevel=_levels_to_caller())
+            warnings.warn(text, UserWarning, stacklevel=levels_to_caller())
 
 
-def _levels_to_caller() -> int:
+def levels_to_caller() -> int:
     """Return the stacklevel, in the function that calls this, of the first frame not of ours."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("shardfuse."):

@@ -78,7 +78,8 @@ class _NpuFused(ShardedOptimizer):
             raise ValueError(f"Invalid max_norm: {max_norm}. Must be >= 0.")
         if not norm_type > 0:
             raise ValueError(f"Invalid norm_type: {norm_type}. Must be > 0, or inf.")
-        norm = self._grad_norm() if norm_type == 2 else self._p_norm(norm_type)
+        with self.communicator.call("clip_grad_norm_fused_()"):
+            norm = self._grad_norm(max_norm) if norm_type == 2 else self._p_norm(norm_type)
         coefficient = max_norm / (norm + 1e-6)
         coefficient = torch.where(coefficient < 1, coefficient, torch.ones_like(coefficient))
         self._clip_by(coefficient)
@@ -86,7 +87,7 @@ class _NpuFused(ShardedOptimizer):
 
     def _p_norm(self, norm_type: float) -> Tensor:
         """Return the p-norm of the mean gradient, clipped where it is already, () fp32."""
-        self._begin()
+        self._begin(f"norm_type = {norm_type}")
         self._grads.retain()
         largest = norm_type == math.inf
         total = torch.zeros(2, dtype=torch.float32, device=self._device)
@@ -148,11 +149,11 @@ class _NpuFused(ShardedOptimizer):
         self._begin()
         self._grads.combined(shared=False)
 
-    def _begin(self) -> None:
+    def _begin(self, *lines: str) -> None:
         if self._padding_is_shared:
             for state in self._flats:
                 state.params_buffer.clear_padding()
-        super()._begin()
+        super()._begin(*lines)
 
     # The step
 
@@ -173,8 +174,10 @@ class _NpuFused(ShardedOptimizer):
         scaler = kwargs.pop("grad_scaler", None)
         if kwargs:
             raise TypeError(f"step() got an unexpected keyword argument '{next(iter(kwargs))}'.")
-        if scaler is None:
-            return self._step(closure)
+        with self.communicator.call("step()"):
+            return self._step(closure) if scaler is None else self._scaled_step(closure, scaler)
+
+    def _scaled_step(self, closure: Callable[[], Any] | None, scaler: Any) -> Any:
         if closure is not None:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         found_inf = self._unscale(scaler)

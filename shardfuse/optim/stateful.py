@@ -61,9 +61,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"Invalid rank to: {to}. The group has {self.communicator.world_size} ranks."
             )
-        self._consolidated = state_io.consolidate(
-            self.communicator, self.layout, self._flats, self.param_groups, self._rule, to
-        )
+        with self.communicator.call("consolidate_state_dict()"):
+            self.communicator.declare([f"to = {to}"])
+            self._consolidated = state_io.consolidate(
+                self.communicator, self.layout, self._flats, self.param_groups, self._rule, to
+            )
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -91,7 +93,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Its tensors alias the state: save them before the next step(). To load, at any world size,
         pass it to ``torch.distributed.checkpoint.load``, then call load_sharded_state_dict().
         """
-        return state_io.sharded(self.communicator, self.layout, self._flats, self.param_groups)
+        with self.communicator.call("sharded_state_dict()"):
+            return state_io.sharded(self.communicator, self.layout, self._flats, self.param_groups)
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Finish loading a sharded_state_dict() that torch.distributed.checkpoint has filled."""

@@ -96,7 +96,7 @@ class Updater:
         """
         scaled = agree_on_step(self._comm, found_inf, grad_scale)
         if scaled.skip:
-            self._overflows.note(self._named_grads(), self._flats[0].device)
+            self._overflows.note(self.named_grads(), self._flats[0].device)
             return
         if scaled.inverse is not None and scaled.is_equal:
             coefficient = scaled.inverse if coefficient is None else coefficient * scaled.inverse
@@ -118,7 +118,7 @@ class Updater:
         for state in self._awake:
             state.advance(self._grads.missing(state.flat))
 
-    def _named_grads(self) -> list[tuple[str, Tensor | None]]:
+    def named_grads(self) -> list[tuple[str, Tensor | None]]:
         """Return (name, gradient on this rank) of every parameter, in order of registration."""
         members = [
             (slot.param, spec.name, param.grad)

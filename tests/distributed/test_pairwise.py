@@ -160,14 +160,18 @@ def step_and_count(collectives: str) -> tuple[list[Tensor], int]:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_bytes_on_the_wire(world_size: int) -> None:
-    """A step sends 2 (W - 1) / W of the parameters' bytes, and equals one by gloo's collectives."""
+    """A step sends 2 (W - 1) / W of the parameters' bytes, and equals one by gloo's collectives.
+
+    LAMB's norms, two floats of each of three parameters, go to every other rank besides.
+    """
     padded = sum(-(-size // 512) * 512 for size in (70_000, 3, 5_000))
     padded = -(-padded // (512 * world_size)) * 512 * world_size
     native = run_procs(world_size, step_and_count, "native")
     for (params, sent), (expected, none) in zip(
         run_procs(world_size, step_and_count, "pairwise"), native, strict=True
     ):
-        assert sent == 2 * padded * 4 * (world_size - 1) // world_size
+        norms = 2 * len(params) * 4 * (world_size - 1)
+        assert sent == 2 * padded * 4 * (world_size - 1) // world_size + norms
         assert none == 0
         for param, value in zip(params, expected, strict=True):
             torch.testing.assert_close(param, value, rtol=1e-6, atol=0)

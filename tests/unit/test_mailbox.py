@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,18 +18,19 @@ def test_the_sender_is_looked_for_every_tenth_of_a_second(
     late_s: float, num_looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not at once: looking opens a file, for which malloc may need 5 ms after a backward."""
-    descriptor = mailbox.create(2)
-    sender, receiver = (Mailbox(rank, [os.getpid()] * 2, descriptor, 1.0) for rank in (0, 1))
-    os.close(descriptor)
+    shared = mailbox.create(2)
+    board: Any = SimpleNamespace(look=lambda: None)
+    sender, receiver = (Mailbox(rank, [os.getpid()] * 2, shared, 1.0, board) for rank in (0, 1))
+    os.close(shared[0])
     start = 1000.0
     clock, looks = [start], []
 
     def sleep(seconds: float) -> None:
         clock[0] += seconds
         if clock[0] - start >= late_s:
-            sender.put(1, READY, 7, 42)
+            sender.put(1, READY, 7, 5, 42)
 
     monkeypatch.setattr(mailbox, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0]))
     monkeypatch.setattr(memory, "is_running", lambda pid: looks.append(pid) or True)
-    assert receiver.take(0, READY, 7) == 42
+    assert receiver.take(0, READY, 7, 5) == 42
     assert looks == [os.getpid()] * num_looks

@@ -1,0 +1,284 @@
+"""What every rank is doing, told in the process group's store where a rank doubts it.
+
+[Note: calls] A *call* is what all ranks of a process group do together, such as a step(). Each has
+a number, counted over all optimizers of the group, a name, and lines of text that the ranks hold in
+common (the hyper-parameters, what is trained). A digest of these goes with every message between
+pairs of ranks, so that ranks which do different things never take each other's data.
+
+The usual step touches no store. A rank that has waited for a tenth of a second looks there for
+
+* an alarm: a rank that failed in the middle of a call tells the others before it raises;
+* what the others are doing: where that is not what this rank does, it raises the alarm itself.
+
+So one rank's fault becomes an error on all of them, and none waits for the group's timeout. Before
+the next call all ranks meet in the store, and number their calls and messages anew: a caller may
+mend what was wrong, or save what it has. Where a transport had to be closed to end a wait (sockets,
+and what a backend does by itself), every later call raises that error again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from shardfuse.comm.base import PeerError
+from shardfuse.comm.calls import Call, compare
+
+logger = logging.getLogger("shardfuse")
+
+PATIENCE_S = 0.1
+"""How long a rank waits before it looks into the store, and then between two looks."""
+
+_RESOLVE_S = 1.5
+_MEET_S = 30.0
+_NUM_REMEMBERED = 4
+_MAX_NEIGHBOURS = 8
+_MAX_TEXT = 4000
+
+
+@dataclass
+class Board:
+    """The calls of one rank in one process group, and its view of the others'.
+
+    Args:
+        store: of the process group; keys of this board have a prefix of their own.
+        rank, world_size: of the group.
+    """
+
+    store: Any
+    rank: int
+    world_size: int
+    num_communicators: int = 0
+    epoch: int = 0  # how often the ranks have met again after an error
+    _error: str | None = None  # what the last call that failed died of
+    _closed: str | None = None  # why no call can be made any more
+    _calls: deque[Call] = field(default_factory=lambda: deque(maxlen=_NUM_REMEMBERED))
+    _depth: int = 0
+    _told: str = ""
+
+    def __post_init__(self) -> None:
+        self._calls.append(Call(0, "nothing yet"))
+
+    # What this rank does
+
+    @property
+    def present(self) -> Call:
+        """The call that this rank is in, or was in last."""
+        return self._calls[-1]
+
+    @contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        """Make a call, or a part of one; an error inside it reaches the other ranks.
+
+        Raises:
+            PeerError: the ranks are out of step since an earlier error.
+        """
+        if self._depth:
+            yield
+            return
+        self._begin(name)
+        self._depth = 1
+        try:
+            yield
+        except BaseException as error:
+            self.present.is_failed = True
+            if isinstance(error, PeerError):
+                raise
+            self.alarm(f"failed in {name}: {type(error).__name__}: {error}")
+            raise
+        finally:
+            self._depth = 0
+            self.present.is_over = True
+
+    def _begin(self, name: str) -> None:
+        last = self.present
+        self._calls.append(Call(last.number + 1, name))
+        if last.is_failed:
+            self._meet()
+        self.present.declare(())
+
+    def _meet(self) -> None:
+        """Number the calls anew, together with all ranks, after one that failed here.
+
+        Raises:
+            PeerError: a rank cannot go on, or does not come.
+        """
+        mine = self._closed or str(self.present.number)
+        key = f"again/{self.epoch}"
+        deadline = time.monotonic() + _MEET_S
+        told = [mine]
+        try:
+            self.store.set(f"{key}/{self.rank}", mine)
+            for rank in range(self.world_size):
+                while not self.store.check([f"{key}/{rank}"]) and self._closed is None:
+                    if time.monotonic() > deadline:
+                        self._closed = f"rank {rank} has not come back after an error."
+                    time.sleep(0.002)
+                if self._closed is None:
+                    told.append(_text(self.store.get(f"{key}/{rank}")))
+        except RuntimeError as error:
+            raise self.explain(error) from error
+        reason = next((text for text in told if not text.isdigit()), self._closed)
+        if reason is not None:
+            self._closed = reason
+            self.stop(
+                f"the ranks are out of step since an earlier error: {reason} Start again from the "
+                "last checkpoint."
+            )
+        self.epoch += 1
+        self._error = None
+        number = max(int(text) for text in told) + 1
+        self._calls = deque([Call(number, self.present.name)], _NUM_REMEMBERED)
+
+    def tell(self, topic: str, text: str) -> None:
+        """Leave a text for the other ranks."""
+        with suppress(RuntimeError):
+            self.store.set(f"told/{topic}/{self.rank}", text)
+
+    def told(self, topic: str) -> list[str | None]:
+        """Return what each rank has told of ``topic``; None where nothing."""
+        keys = [f"told/{topic}/{rank}" for rank in range(self.world_size)]
+        try:
+            return [_text(self.store.get(k)) if self.store.check([k]) else None for k in keys]
+        except RuntimeError:
+            return [None] * self.world_size
+
+    # What others do
+
+    def alarm(self, text: str) -> None:
+        """Tell all ranks that this one will not go on with the present call, and why."""
+        message = f"rank {self.rank} {text}"
+        with suppress(RuntimeError):  # the process that keeps the store may have ended
+            self.store.compare_set(f"alarm/{self.present.number}", "", message[:_MAX_TEXT])
+
+    def look(self) -> None:
+        """Look for an alarm, tell the others what this rank does, and compare.
+
+        Raises:
+            PeerError: a rank failed, or does something else than this one.
+        """
+        try:
+            found = self._find_alarm() or self._find_difference()
+        except RuntimeError:
+            return  # the store is gone; whoever waits will learn that from its own transport
+        if found is not None:
+            self.stop(found)
+
+    def stop(self, text: str) -> None:
+        """Raise PeerError."""
+        self.present.is_failed = True
+        self._error = text
+        raise PeerError(f"[rank {self.rank}] {self.present.name}: {text}")
+
+    def explain(self, error: Exception) -> PeerError:
+        """Return the error to raise where a transport failed with ``error``."""
+        text = self._error
+        if text is None:
+            with suppress(RuntimeError):
+                text = self._find_alarm() or self._find_difference()
+        if text is None:
+            text = f"the connection to another rank failed: {error}{self._absent()}"
+            self.alarm(f"failed in {self.present.name}: {text}")
+        self.present.is_failed = True
+        self._closed = text
+        return PeerError(f"[rank {self.rank}] {self.present.name}: {text}")
+
+    def resolve(self, rank: int) -> None:
+        """Raise PeerError: ``rank`` has sent something that does not belong here."""
+        deadline = time.monotonic() + _RESOLVE_S
+        while time.monotonic() < deadline:
+            self.look()
+            time.sleep(0.01)
+        text = (
+            f"rank {rank} is in another collective than rank {self.rank}, which is in "
+            f"{(self.present.ops or ['none'])[-1]}."
+        )
+        self.alarm(f"stopped: {text}")
+        self.stop(text)
+
+    def confirm(self) -> None:
+        """Wait until the neighbours are known to make the present call alike.
+
+        For collectives whose messages carry no mark: a backend may end the process where sizes
+        differ.
+
+        Raises:
+            PeerError: they do not.
+        """
+        call = self.present
+        if call.is_confirmed:
+            return
+        mine = str(call.digest)
+        before = (self.rank - 1) % self.world_size
+        try:
+            self.store.set(f"confirm/{call.number}/{self.rank}", mine)
+            theirs = self._await(f"confirm/{call.number}/{before}")
+            self.store.delete_key(f"confirm/{call.number - 2}/{self.rank}")
+        except PeerError:
+            raise
+        except RuntimeError as error:
+            raise self.explain(error) from error
+        if theirs != mine:
+            self.resolve(before)
+        call.is_confirmed = True
+
+    def _await(self, key: str) -> str:
+        """Return the text of ``key`` as soon as it is there."""
+        while not self.store.check([key]):
+            with suppress(RuntimeError):
+                self.store.wait([key], timedelta(seconds=PATIENCE_S))
+                break
+            self.look()
+        return _text(self.store.get(key))
+
+    def _find_alarm(self) -> str | None:
+        """Return the text of an alarm in the present call, or the one before it."""
+        # A call that failed here too is one that all ranks have left.
+        for call in [call for call in list(self._calls)[-2:] if not call.is_failed]:
+            key = f"alarm/{call.number}"
+            if self.store.check([key]):
+                text = _text(self.store.get(key))
+                return text if text.endswith(".") else f"{text}."
+        return None
+
+    def _find_difference(self) -> str | None:
+        """Tell others what this rank does; return how a neighbour's doings differ from that."""
+        mine = [call.describe() for call in self._calls]
+        text = json.dumps(mine)
+        if text != self._told:
+            self.store.set(f"doing/{self.rank}", text)
+            self._told = text
+        for distance in range(1, min(self.world_size, _MAX_NEIGHBOURS + 1)):
+            rank = (self.rank + distance) % self.world_size
+            if not self.store.check([f"doing/{rank}"]):
+                continue
+            theirs = json.loads(_text(self.store.get(f"doing/{rank}")))
+            difference = compare(self.rank, mine, rank, theirs)
+            if difference is not None:
+                self.alarm(f"stopped: {difference}")
+                return difference
+        return None
+
+    def _absent(self) -> str:
+        """Return, for an error, which ranks have not been seen waiting in the present call."""
+        number, missing = self.present.number, []
+        try:
+            for rank in range(min(self.world_size, 64)):
+                key = f"doing/{rank}"
+                told = json.loads(_text(self.store.get(key))) if self.store.check([key]) else []
+                if rank != self.rank and all(call["number"] != number for call in told):
+                    missing.append(str(rank))
+        except RuntimeError:
+            return ""
+        return f" Not seen in this call: rank {', '.join(missing)}." if missing else ""
+
+
+def _text(value: bytes) -> str:
+    return value.decode(errors="replace")

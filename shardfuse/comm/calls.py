@@ -1,0 +1,115 @@
+"""One call of a rank, and what two ranks' calls differ in. No store, no transport."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_MAX_OPS = 100
+"""Collectives of a call, the last ones, that other ranks are told of."""
+
+
+@dataclass
+class Call:
+    """One call, as this rank makes it."""
+
+    number: int
+    name: str
+    lines: tuple[str, ...] = ()
+    digest: int = 0
+    ops: list[str] = field(default_factory=list)
+    is_confirmed: bool = False
+    is_over: bool = False
+    is_failed: bool = False
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the other ranks are told of it."""
+        return {
+            "number": self.number,
+            "name": self.name,
+            "lines": self.lines,
+            "digest": self.digest,
+            "ops": self.ops[-_MAX_OPS:],
+            "num_ops": len(self.ops),
+            "is_over": self.is_over,
+        }
+
+    def declare(self, lines: Sequence[str]) -> None:
+        """Set what all ranks hold in common."""
+        self.lines = tuple(lines)
+        self.digest = digest("\n".join((str(self.number), self.name, *lines)))
+        self.is_confirmed = False
+
+    def note(self, kind: str, numel: int, dtype: torch.dtype) -> int:
+        """Count a collective; return the mark of its messages.
+
+        Equal on two ranks only if they do the same: call, lines, number of the collective in it,
+        kind, size and dtype.
+        """
+        name = f"{kind} of {numel} {str(dtype).removeprefix('torch.')}"
+        self.ops.append(name)
+        return digest(f"{self.digest} {len(self.ops)} {name}")
+
+
+def digest(text: str) -> int:
+    """Return a number of 56 bits, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+def compare(
+    rank: int, mine: list[dict[str, Any]], other: int, theirs: list[dict[str, Any]]
+) -> str | None:
+    """Return the first thing that two ranks do differently; None if that cannot be told yet."""
+    by_number = {call["number"]: call for call in theirs}
+    for call in mine:
+        match = by_number.get(call["number"])
+        if match is None or call["number"] == 0:
+            continue
+        if call["name"] != match["name"]:
+            return (
+                f"rank {rank} is in {call['name']}, rank {other} in {match['name']}. Every rank "
+                "has to make the same calls in the same order."
+            )
+        if call["digest"] != match["digest"]:
+            if call["lines"] and match["lines"]:
+                return _first_difference(call["name"], rank, call["lines"], other, match["lines"])
+            continue  # one of them has not declared its lines yet
+        difference = _first_other_op(call, match)
+        if difference is not None:
+            number, op, other_op = difference
+            return (
+                f"in {call['name']}, collective {number} of rank {rank} is {op}, that of rank "
+                f"{other} is {other_op}. Every rank has to make the same calls in the same order."
+            )
+    return None
+
+
+def _first_other_op(mine: dict[str, Any], theirs: dict[str, Any]) -> tuple[int, str, str] | None:
+    """Return (number, mine, theirs) of the first collective of a call that is not the same."""
+    ops, others = (
+        dict(enumerate(call["ops"], call["num_ops"] - len(call["ops"]) + 1))
+        for call in (mine, theirs)
+    )
+    is_over = mine["is_over"] and theirs["is_over"]
+    for number in sorted(ops.keys() | others.keys() if is_over else ops.keys() & others.keys()):
+        op, other = ops.get(number, "none"), others.get(number, "none")
+        if op != other:
+            return number, op, other
+    return None
+
+
+def _first_difference(
+    name: str, rank: int, mine: Sequence[str], other: int, theirs: Sequence[str]
+) -> str:
+    """Return the first line that two ranks do not have in common."""
+    only_mine = next((line for line in mine if line not in theirs), "nothing of the kind")
+    only_theirs = next((line for line in theirs if line not in mine), "nothing of the kind")
+    first, second = sorted([(rank, only_mine), (other, only_theirs)])
+    return (
+        f"the ranks disagree in {name}: rank {first[0]} has {first[1]}; rank {second[0]} has "
+        f"{second[1]}. Set it alike on every rank."
+    )

@@ -1,0 +1,97 @@
+"""Memory that ranks share is looked at twice before anything is written to it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from shardfuse.comm import communicator_for, mailbox, memory
+from shardfuse.comm.mailbox import Mailbox
+from tests.harness import run_procs
+
+pytestmark = pytest.mark.timeout(120)
+
+CPU = torch.device("cpu")
+HOST_ID = "from shardfuse.comm import memory; print(memory.host_id())"
+
+
+@pytest.mark.parametrize("is_same_size", [True, False])
+def test_a_strangers_file_is_not_written(is_same_size: bool, tmp_path: Path) -> None:
+    """Where the descriptor is of another file, as with the /proc of strangers, that stays as is."""
+    shared = mailbox.create(2)
+    size = os.fstat(shared[0]).st_size if is_same_size else 100
+    os.close(shared[0])
+    path = tmp_path / "of another program"
+    path.write_bytes(b"x" * size)
+    board: Any = SimpleNamespace()
+    with path.open("r+b") as file, pytest.raises(OSError, match="not what rank 0 shares"):
+        Mailbox(1, [os.getpid()] * 2, (file.fileno(), shared[1]), 1.0, board)
+    assert path.read_bytes() == b"x" * size
+
+
+def test_the_proc_of_another_namespace_is_not_used() -> None:
+    """In a process namespace that has the host's /proc, process ids name others there."""
+    unshare = shutil.which("unshare")
+    command = [sys.executable, "-c", HOST_ID]
+    root = Path(__file__).parents[2]
+    if unshare is None:
+        pytest.skip("there is no unshare")
+    options: Any = {"capture_output": True, "text": True, "cwd": root, "timeout": 60}
+    if subprocess.run([unshare, "--pid", "--fork", "true"], **options).returncode:
+        pytest.skip("process namespaces are not allowed here")
+    assert subprocess.run(command, **options).returncode == 0
+    inside = subprocess.run([unshare, "--pid", "--fork", *command], **options)
+    assert "OSError: /proc is that of another process namespace" in inside.stderr
+
+
+def train_with(fault: str) -> tuple[bool, list[str], list[float]]:
+    """All-gather after a trial in which ``fault`` strikes rank 1; return what the log says."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logging.getLogger("shardfuse").addHandler(Keep())
+    logging.getLogger("shardfuse").setLevel(logging.INFO)
+    comm: Any = communicator_for(None, CPU)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if fault == "no descriptors" and comm.rank == 1:
+        used = len(os.listdir("/proc/self/fd")) - 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used, limits[1]))
+    elif fault == "odd error" and comm.rank == 1:
+
+        def broken(*args: Any) -> None:
+            raise ValueError("mmap length is greater than file size")
+
+        memory.read = broken
+    result = torch.empty(2 * comm.world_size)
+    try:
+        comm.all_gather(result, torch.full((2,), float(comm.rank))).wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    return comm._mailbox is not None, lines, result.tolist()
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [("no descriptors", "Too many open files"), ("odd error", "mmap length is greater")],
+)
+def test_every_surprise_means_sockets_on_all_ranks(fault: str, text: str) -> None:
+    """Whatever one rank meets in the trial, all use sockets; its log tells what it was."""
+    results = run_procs(2, train_with, fault)
+    for uses_memory, lines, values in results:
+        assert not uses_memory
+        assert values == [0.0, 0.0, 1.0, 1.0]
+        assert not any("several hosts" in line for line in lines)
+    assert any(text in line for line in results[1][1])

@@ -1,0 +1,83 @@
+"""Run faults by collectives, optimizer and world size; print and write the table.
+
+python -m tests.faults                    everything, about 15 minutes on two cores
+python -m tests.faults --only unfreeze killed --worlds 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import os
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.faults.programs import FAULTS
+from tests.faults.runner import Ending, Setting, run
+
+COLLECTIVES = ("auto", "pairwise", "native")
+HEADER = (
+    "| fault | collectives | optimizer | world | seconds to the error on each survivor "
+    "| exit codes | what the first survivor says |\n|---|---|---|---|---|---|---|"
+)
+
+
+def row(name: str, setting: Setting, endings: list[Ending]) -> str:
+    """Return a line of the table."""
+    survivors = endings[:-1]
+    seconds = ", ".join("-" if e.seconds is None else f"{e.seconds:.2f}" for e in survivors)
+    codes = ", ".join(str(ending.exit_code) for ending in endings)
+    message = (survivors[0].message or "nothing").replace("|", "/").replace("\n", " ")
+    short = message if len(message) <= 160 else message[:157] + "..."
+    where = f"{setting.collectives} | {setting.optimizer} | {setting.world_size}"
+    return f"| {name} | {where} | {seconds} | {codes} | {short} |"
+
+
+def problems(name: str, endings: list[Ending]) -> list[str]:
+    """Return what is wrong with how the ranks ended."""
+    fault, bad = FAULTS[name], len(endings) - 1
+    verdicts = [e.verdict(fault, is_bad=e.rank == bad, bound_s=fault.bound_s) for e in endings]
+    return [f"rank {rank} {text}" for rank, text in enumerate(verdicts) if text != "ok"]
+
+
+def main() -> int:
+    """Return the exit code: 1 if any row is silent, late or does not name the fault."""
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.faults")
+    parser.add_argument("--only", nargs="*", default=list(FAULTS), choices=list(FAULTS))
+    parser.add_argument("--worlds", nargs="*", type=int, default=[2, 3])
+    parser.add_argument("--collectives", nargs="*", default=list(COLLECTIVES))
+    parser.add_argument("--optimizers", nargs="*", default=["adam", "lamb"])
+    parser.add_argument("--write", type=Path, help="file for the table")
+    options = parser.parse_args()
+    rows, wrong = [], 0
+    settings = itertools.product(
+        options.only, options.collectives, options.optimizers, options.worlds
+    )
+    print(HEADER)
+    for name, collectives, optimizer, world_size in settings:
+        setting = Setting(collectives, optimizer, world_size)
+        endings = run(name, setting)
+        rows.append(row(name, setting, endings))
+        print(rows[-1], flush=True)
+        for problem in problems(name, endings):
+            wrong += 1
+            print(f"WRONG: {name} {setting}: {problem}", flush=True)
+    summary = f"{len(rows)} runs of {len(options.only)} faults, {wrong} wrong"
+    if options.write is not None:
+        about = (
+            "# Faults of one rank, and what the others learn\n\n"
+            f"`python -m tests.faults --write FILE`, {datetime.date.today()}, torch "
+            f"{torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores. "
+            f"The last rank has the fault; its exit code comes last.\n\n{summary}.\n\n"
+        )
+        options.write.write_text(about + "\n".join([HEADER, *rows]) + "\n")
+    print(summary)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
