@@ -126,8 +126,7 @@ class ProcessGroupCommunicator:
         self.backend = backend_for(group, device)
         self._traits = traits_of(self.backend)
         self._board, self._watch = _post_of(group, device, self.backend)
-        self._board.num_communicators += 1
-        self._number = self._board.num_communicators  # the same on all ranks
+        self._number = 0  # the same on all ranks, from the first call on
 
     @property
     def rank(self) -> int:
@@ -143,12 +142,15 @@ class ProcessGroupCommunicator:
     def call(self, name: str) -> Iterator[None]:
         """Make a call of all ranks; see Communicator."""
         self._check_group()
+        if self._number == 0:
+            self._board.num_communicators += 1
+            self._number = self._board.num_communicators
         with self._board.call(name):
             yield
 
     def declare(self, lines: Sequence[str], *, is_new: bool = False) -> None:
         """Say what all ranks must hold in common; see Communicator."""
-        self._board.present.declare([f"number {self._number} of this process group", *lines])
+        self._board.present.declare([f"optimizer {self._number} of its process group", *lines])
         if is_new and self._watch is not None:
             self._confirm()
 

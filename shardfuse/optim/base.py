@@ -87,7 +87,9 @@ class ShardedOptimizer(StatefulOptimizer):
             )
         except Exception as failure:
             raise error or failure from None
-        with self.communicator.call("building an optimizer"):
+        with self.communicator.call(
+            f"building an optimizer with collectives={self._config.collectives}"
+        ):
             self._build(error)
 
     def _build(self, error: Exception | None) -> None:
