@@ -15,8 +15,9 @@ from pretraining.errors import UsageError
 
 _READ_NBYTES = 1 << 20
 
+_MORE_SPACE = "free some space, or name a folder elsewhere"
 _REMEDIES = {
-    "free some space, or name a folder elsewhere": (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    _MORE_SPACE: (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
     "name a folder that can be written to": (errno.EACCES, errno.EPERM, errno.EROFS),
     "a file is in the way; name another folder": (errno.ENOTDIR, errno.EEXIST),
 }
@@ -33,8 +34,10 @@ def blaming(option: str, path: Path) -> Iterator[None]:
 
 def describe(error: OSError) -> str:
     """Say in one line what the file system refused, with the remedy where there is one."""
-    # Some libraries put the system's message into the text only.
-    reason = error.strerror or " ".join(str(error).split())
+    if error.errno is None:
+        # numpy and tokenizers tell no more than that a file was not written to its end.
+        return f"{' '.join(str(error).split())}; {_MORE_SPACE}"
+    reason = error.strerror
     remedies = [remedy for remedy, numbers in _REMEDIES.items() if error.errno in numbers]
     place = f" ({error.filename})" if error.filename is not None else ""
     return f"{reason}{place}; {remedies[0] if remedies else 'mend it, or name another'}"

@@ -53,7 +53,7 @@ def refuse(error: UsageError, launch: Launch | None, program: str = "pretrain.py
     rank 0 has spoken, and rank 0 until they have got here; ended early, they report the same code.
     """
     line = f"{program}: error: {error}"
-    if launch is None or launch.is_main:
+    if launch is None or launch.is_main or error.is_local:
         print(line, file=sys.stderr, flush=True)
         _tell_launcher(line)
         if launch is not None and launch.world_size > 1:
