@@ -187,9 +187,11 @@ class _NotedFiles:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return describe(error)
     # torch's zip writer only reports that it is not where it should be.
-    cause = error if isinstance(error, OSError) else error.__context__
-    return describe(cause) if isinstance(cause, OSError) else " ".join(str(error).split())
+    text = " ".join(str(error).split())
+    return describe(OSError(f"torch could not write a file to its end ({text})"))
 
 
 def _train(
