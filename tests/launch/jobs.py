@@ -32,6 +32,9 @@ SMALL = (
 )
 """Options of a run of a second or two; later options override earlier ones."""
 
+RUN = (*SMALL, "--steps", "10", "--save-every", "4", "--run-dir", "run")
+RESUME = ("--resume", "--run-dir", "run")
+
 
 @dataclasses.dataclass
 class Job:
@@ -202,3 +205,9 @@ def wait_until(condition: Any, what: str, timeout: float = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
         time.sleep(0.01)
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Return the contents of all files below, but for the lock's."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
