@@ -10,25 +10,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from pretraining.config import parse_config
+from pretraining.config import check_options
 from pretraining.errors import UsageError
 from pretraining.launch import Launch, refuse
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the job; return the exit code: 0, or 2 where the request cannot be met."""
-    is_main = True
+    launch: Launch | None = None
     try:
         launch = Launch.from_environment()
-        is_main = launch.is_main
-        config = parse_config(argv)
-        config.micro_batches(launch.world_size)
+        check_options(argv, launch.world_size)
         # Only now: torch and transformers take seconds to import, a wrong option should not.
         from pretraining.session import run
 
-        run(config, launch)
+        run(argv, launch)
     except UsageError as error:
-        return refuse(error, is_main)
+        return refuse(error, launch)
     return 0
 
 

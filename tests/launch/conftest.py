@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from pretraining.prepared import PreparedCorpus, prepare_corpus
+
+from tests.launch import jobs
 
 SUBJECTS = (
     "the cat",
@@ -63,3 +69,37 @@ def corpus(text_file: Path, data_dir: Path) -> PreparedCorpus:
 def inputs(text_file: Path, data_dir: Path) -> list[str]:
     """Options that name the small text and where its prepared form is shared between tests."""
     return ["--corpus", str(text_file), "--data-dir", str(data_dir)]
+
+
+@pytest.fixture(scope="session")
+def finished(
+    tmp_path_factory: pytest.TempPathFactory, text_file: Path, corpus: PreparedCorpus
+) -> Path:
+    """Return the folder of a run of ten steps by two ranks, with checkpoints of steps 8 and 10."""
+    cwd = tmp_path_factory.mktemp("finished")
+    inputs = ["--corpus", str(text_file), "--data-dir", str(corpus.folder.parent)]
+    jobs.run(cwd, [*inputs, *jobs.RUN], 2)
+    return cwd / "run"
+
+
+@pytest.fixture
+def copied(finished: Path, tmp_path: Path) -> Path:
+    shutil.copytree(finished, tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mount a tmpfs of the size asked for; skipped where that is not allowed."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(size: str) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
+        if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("a file system cannot be mounted here")
+        return folder
+
+    yield mount
+    if os.path.ismount(folder):
+        subprocess.run(["umount", "-l", str(folder)], check=True)

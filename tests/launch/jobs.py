@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ SMALL = (
     *("--eval-samples", "12", "--eval-every", "1000", "--save-every", "1000", "--steps", "8"),
 )
 """Options of a run of a second or two; later options override earlier ones."""
+
+RUN = (*SMALL, "--steps", "10", "--save-every", "4", "--run-dir", "run")
+RESUME = ("--resume", "--run-dir", "run")
 
 
 @dataclasses.dataclass
@@ -63,8 +66,16 @@ class Job:
         return "".join(log.read_text() for log in self.logs)
 
 
-def start(cwd: Path, arguments: Sequence[str], world_size: int) -> Job:
-    """Start the job's ranks in `cwd`; a world size of 0 is a process that no launcher started."""
+def start(
+    cwd: Path,
+    arguments: Sequence[str],
+    world_size: int,
+    fault: Callable[[int], object] | None = None,
+) -> Job:
+    """Start the job's ranks in `cwd`; a world size of 0 is a process that no launcher started.
+
+    `fault` is called with each rank's number in its process, before the job begins.
+    """
     # Import once, before the fork.
     import pretraining.session  # noqa: F401
 
@@ -79,7 +90,7 @@ def start(cwd: Path, arguments: Sequence[str], world_size: int) -> Job:
     context = multiprocessing.get_context("fork")
     logs = [cwd / f"rank-{rank}.log" for rank in range(len(environ))]
     ranks = [
-        context.Process(target=_rank_main, args=(cwd, list(arguments), env, log))
+        context.Process(target=_rank_main, args=(cwd, list(arguments), env, log, fault))
         for env, log in zip(environ, logs, strict=True)
     ]
     for rank in ranks:
@@ -95,7 +106,24 @@ def run(cwd: Path, arguments: Sequence[str], world_size: int, timeout: float = 6
     return job.output()
 
 
-def _rank_main(cwd: Path, arguments: list[str], environ: dict[str, str], log: Path) -> None:
+def refused(job: Job, timeout: float = 60) -> str:
+    """Return the one line of a job that every rank must end with code 2."""
+    codes = job.wait(timeout)
+    assert codes == [2] * len(codes), f"exit codes {codes}\n{job.output()}"
+    errors = [line for line in job.output().splitlines() if "error" in line.lower()]
+    assert len(errors) == 1, job.output()
+    assert "Traceback" not in job.output()
+    assert errors[0].startswith("pretrain.py: error: ")
+    return errors[0]
+
+
+def _rank_main(
+    cwd: Path,
+    arguments: list[str],
+    environ: dict[str, str],
+    log: Path,
+    fault: Callable[[int], object] | None,
+) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -108,6 +136,8 @@ def _rank_main(cwd: Path, arguments: list[str], environ: dict[str, str], log: Pa
     try:
         import pretrain
 
+        if fault is not None:
+            fault(int(environ.get("RANK", 0)))
         code = pretrain.main(arguments)
     except BaseException:
         traceback.print_exc()
@@ -175,3 +205,9 @@ def wait_until(condition: Any, what: str, timeout: float = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
         time.sleep(0.01)
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Return the contents of all files below, but for the lock's."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}

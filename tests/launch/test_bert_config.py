@@ -105,9 +105,10 @@ def test_a_used_run_directory_is_refused_without_resume(tmp_path: Path) -> None:
     """An empty folder is fine; one with anything in it, and a file, are not."""
     assert parse_config(["--run-dir", str(tmp_path)]).run_dir == tmp_path
     (tmp_path / "file").touch()
-    for path in (tmp_path, tmp_path / "file"):
-        with pytest.raises(UsageError, match="is not empty; pass --resume"):
-            parse_config(["--run-dir", str(path)])
+    with pytest.raises(UsageError, match="is not empty; pass --resume"):
+        parse_config(["--run-dir", str(tmp_path)])
+    with pytest.raises(UsageError, match="file is a file; name a folder"):
+        parse_config(["--run-dir", str(tmp_path / "file")])
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pretraining import docstrings
-from pretraining.corpus import check_corpus_files, corpus_digest, read_documents
+from pretraining.corpus import check_corpus_file, corpus_digest, read_documents
 from pretraining.docstrings import Source, build_docstring_corpus, docstring_sentences
 from pretraining.errors import UsageError
 from pretraining.prepared import (
@@ -59,7 +59,7 @@ def test_an_unusable_file_is_refused_before_anything_starts(tmp_path: Path, kind
     elif kind == "folder":
         path.mkdir()
     with pytest.raises(UsageError, match="is empty" if kind == "empty" else "is not a file"):
-        check_corpus_files([path])
+        check_corpus_file(path, "name an existing text file")
 
 
 DOCSTRING = """Return the *size* of ``queue``, see :class:`~queue.Queue`. It may be out of date.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 from pathlib import Path
 
@@ -137,8 +138,9 @@ def test_resume_before_the_first_checkpoint_starts_over(tmp_path: Path, inputs: 
     arguments = [*inputs, *SMALL, "--run-dir", "run"]
     jobs.run(tmp_path, arguments, 1)
     before = jobs.losses(tmp_path / "run")
-    (tmp_path / "run" / "checkpoints" / "latest").unlink()
-    jobs.run(tmp_path, ["--resume", "--run-dir", "run"], 1)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    output = jobs.run(tmp_path, ["--resume", "--run-dir", "run"], 1)
+    assert "has no checkpoint yet: starting from step 0" in output
     assert jobs.losses(tmp_path / "run") == before
     assert len(jobs.records(tmp_path / "run", "eval")) == 2
 

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
-from pretraining.corpus import check_corpus_files
+from pretraining.corpus import check_corpus_file
 from pretraining.errors import UsageError
+from pretraining.files import blaming, write_whole
+from pretraining.rundir import CONFIG_FILE, check_unused, newest_run_dir, next_run_dir
 
 ModelSizeName = Literal["tiny", "mini", "small", "base", "large"]
 OptimizerName = Literal["lamb", "adamw", "adam", "bertadam", "sgd"]
@@ -26,8 +28,6 @@ DEFAULT_LR: dict[str, float] = {
     "sgd": 0.5,
 }
 """Peak learning rates that learn with the default model, batch and number of steps."""
-
-CONFIG_FILE = "config.json"
 
 _IDENTITY = (
     "vocab_size",
@@ -51,6 +51,8 @@ _IDENTITY = (
 """Options that decide the losses: `--resume` takes them from the run and lets none change."""
 
 _MIN_SEQ_LEN = 8
+_MAX_SEQ_LEN = 512
+"""Positions that Google's models have."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,6 +85,8 @@ class RunConfig:
     device: Literal["auto", "cpu"]
     bucket_cap_mb: float
     run_dir: Path
+    is_numbered: bool
+    """The run directory was not named: any other number does as well."""
     resume: bool
     save_every: int
     eval_every: int
@@ -98,11 +102,12 @@ class RunConfig:
         for name in ("weight_decay", "max_grad_norm", "decay_power", "micro_batch_size", "seed"):
             self._require(name, getattr(self, name) >= 0, "0 or greater")
         self._require("seq_len", self.seq_len >= _MIN_SEQ_LEN, f"at least {_MIN_SEQ_LEN}")
+        wanted = f"at most {_MAX_SEQ_LEN}, the positions that BERT has"
+        self._require("seq_len", self.seq_len <= _MAX_SEQ_LEN, wanted)
         self._require("lr", 0 < self.lr < math.inf, "a number greater than 0")
         self._require("dropout", 0 <= self.dropout < 1, "from 0 to below 1")
         self._require("warmup", 0 <= self.warmup <= 1, "a share of the steps from 0 to 1")
         self._require("betas", all(0 <= beta < 1 for beta in self.betas), "from 0 to below 1")
-        check_corpus_files(self.corpus)
 
     def _require(self, name: str, is_valid: bool, wanted: str) -> None:
         if not is_valid:
@@ -210,72 +215,120 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
     add("--timeout-seconds", type=float, default=120, help="of a collective")
 
 
+def check_options(argv: Sequence[str], world_size: int) -> None:
+    """Raise `UsageError` for what is wrong with the options themselves.
+
+    No file is looked at, so every rank comes to the same verdict, and at once.
+    """
+    arguments = _new_parser().parse_args(argv)
+    if not arguments.resume:
+        _to_config(arguments, Path(), is_numbered=False).micro_batches(world_size)
+
+
 def parse_config(argv: Sequence[str], runs_dir: Path = Path("runs")) -> RunConfig:
     """Parse the command line; raise `UsageError` where it cannot make a run.
 
-    With `--resume`, options that are not given come from the run that is continued.
+    With `--resume`, options that are not given come from the run that is continued. What files and
+    folders there are is for one rank to find out, before it tells the others.
     """
     parser = _new_parser()
     first = parser.parse_args(argv)
-    run_dir = first.run_dir or _default_run_dir(runs_dir, resume=first.resume)
-    if not first.resume:
-        if run_dir.is_file() or (run_dir.is_dir() and any(run_dir.iterdir())):
-            raise UsageError(
-                f"--run-dir {run_dir} is not empty; pass --resume to continue the run in it, "
-                "or name another folder"
-            )
-        return _to_config(first, run_dir)
+    if first.resume:
+        run_dir = first.run_dir or newest_run_dir(runs_dir)
+        config = _resumed_config(parser, argv, run_dir)
+        remedy = f"restore it, as {run_dir} was made with it, or name a copy"
+    else:
+        run_dir = first.run_dir or next_run_dir(runs_dir)
+        with blaming("--run-dir", run_dir):
+            check_unused(run_dir)
+        config = _to_config(first, run_dir, is_numbered=first.run_dir is None)
+        remedy = "name an existing text file"
+    for path in config.corpus:
+        with blaming("--corpus", path):
+            check_corpus_file(path, remedy)
+    return config
+
+
+def _resumed_config(
+    parser: argparse.ArgumentParser, argv: Sequence[str], run_dir: Path
+) -> RunConfig:
     stored = read_stored_config(run_dir)
-    parser.set_defaults(**{name: value for name, value in stored.items() if hasattr(first, name)})
-    config = _to_config(parser.parse_args(argv), run_dir)
+    known = {action.dest for action in parser._actions}
+    parser.set_defaults(**{name: value for name, value in stored.items() if name in known})
+    try:
+        config = _to_config(parser.parse_args(argv), run_dir, is_numbered=False)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise _damaged(run_dir, str(error)) from error
     _check_same_run(config, stored)
     return config
 
 
-def _to_config(arguments: argparse.Namespace, run_dir: Path) -> RunConfig:
-    values = vars(arguments) | {"run_dir": run_dir}
-    values["corpus"] = tuple(Path(path) for path in arguments.corpus)
-    values["data_dir"] = Path(arguments.data_dir)
-    values["betas"] = tuple(arguments.betas)
+def _to_config(arguments: argparse.Namespace, run_dir: Path, *, is_numbered: bool) -> RunConfig:
+    values = vars(arguments) | {"run_dir": run_dir, "is_numbered": is_numbered}
     if values["lr"] is None:
         values["lr"] = DEFAULT_LR[arguments.optimizer]
-    return RunConfig(**values)
+    return _from_values(values)
 
 
-def _default_run_dir(runs_dir: Path, resume: bool) -> Path:
-    numbers = [int(path.name[5:]) for path in runs_dir.glob("bert-*") if path.name[5:].isdigit()]
-    if resume and not numbers:
-        raise UsageError(f"--resume: {runs_dir} holds no run; name one with --run-dir")
-    return runs_dir / f"bert-{max(numbers, default=0) + (not resume):03d}"
+def _from_values(values: dict[str, Any]) -> RunConfig:
+    """Build a configuration from JSON's types."""
+    paths = {name: Path(values[name]) for name in ("data_dir", "run_dir")}
+    corpus = tuple(Path(path) for path in values["corpus"])
+    return RunConfig(**values | paths | {"corpus": corpus, "betas": tuple(values["betas"])})
+
+
+def to_json(config: RunConfig) -> dict[str, Any]:
+    """Return the fields in JSON's types; paths are absolute, as others may work elsewhere."""
+    values = dataclasses.asdict(config)
+    for name in ("data_dir", "run_dir"):
+        values[name] = str(values[name].absolute())
+    return values | {"corpus": [str(path.absolute()) for path in config.corpus]}
+
+
+def from_json(values: dict[str, Any]) -> RunConfig:
+    """Return what `to_json` was given."""
+    return _from_values(values)
+
+
+def identity(config: RunConfig) -> dict[str, Any]:
+    """Return the options that decide the losses, in JSON's types."""
+    values = {name: getattr(config, name) for name in _IDENTITY}
+    return values | {"betas": list(config.betas)}
 
 
 def read_stored_config(run_dir: Path) -> dict[str, Any]:
-    """Return what `write_stored_config` wrote."""
+    """Return what `write_stored_config` wrote; raises `UsageError`."""
     try:
-        stored: dict[str, Any] = json.loads((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        stored: Any = json.loads((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+    except OSError as error:
         raise UsageError(
             f"--resume: {run_dir / CONFIG_FILE} cannot be read; name the folder of a run"
         ) from error
+    except ValueError as error:
+        raise _damaged(run_dir, str(error)) from error
+    if not isinstance(stored, dict) or "corpus_digest" not in stored:
+        raise _damaged(run_dir, "it has no corpus_digest")
     return stored
+
+
+def _damaged(run_dir: Path, reason: str) -> UsageError:
+    return UsageError(
+        f"--resume: {run_dir / CONFIG_FILE} cannot be read as that of a run "
+        f"({' '.join(reason.split())}); restore it from a copy"
+    )
 
 
 def write_stored_config(config: RunConfig, texts: Sequence[Path], corpus_digest: str) -> None:
     """Write what `--resume` needs to know: options, text files and the prepared text's digest."""
-    stored: dict[str, Any] = dataclasses.asdict(config) | {"corpus_digest": corpus_digest}
-    for name in ("run_dir", "resume"):
+    stored = to_json(dataclasses.replace(config, corpus=tuple(texts)))
+    stored["corpus_digest"] = corpus_digest
+    for name in ("run_dir", "is_numbered", "resume"):
         del stored[name]
-    # The run may be resumed from another working directory.
-    stored["corpus"] = [str(path.absolute()) for path in texts]
-    stored["data_dir"] = str(config.data_dir.absolute())
-    text = json.dumps(stored, indent=2)
-    (config.run_dir / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+    write_whole(config.run_dir / CONFIG_FILE, json.dumps(stored, indent=2) + "\n")
 
 
 def _check_same_run(config: RunConfig, stored: dict[str, Any]) -> None:
-    for name in _IDENTITY:
-        asked = getattr(config, name)
-        asked = list(asked) if isinstance(asked, tuple) else asked
+    for name, asked in identity(config).items():
         if name not in stored or asked != stored[name]:
             raise UsageError(
                 f"--run-dir {config.run_dir} was made with {option(name)} {stored.get(name)}, "

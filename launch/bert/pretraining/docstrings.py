@@ -20,6 +20,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from pretraining.files import sync, unfinished
+
 SKIPPED_FOLDERS = frozenset({"site-packages", "test", "tests", "testing", "idlelib", "__pycache__"})
 PREFERRED_PACKAGES = ("torch", "numpy")
 """Read right after the standard library, so that the word limit never cuts them off."""
@@ -90,11 +92,12 @@ def build_docstring_corpus(folder: Path, max_words: int) -> Path:
     path = folder / f"docstrings-{hashlib.sha256(key.encode()).hexdigest()[:12]}.txt"
     if path.exists():
         return path
-    unfinished = folder / f".{path.name}.{os.getpid()}"
-    with unfinished.open("w", encoding="utf-8") as file:
-        for document in _documents(sources, max_words):
-            file.write("\n".join(document) + "\n\n")
-    unfinished.replace(path)
+    with unfinished(path) as temporary:
+        with temporary.open("w", encoding="utf-8") as file:
+            for document in _documents(sources, max_words):
+                file.write("\n".join(document) + "\n\n")
+        sync(temporary)
+        temporary.replace(path)
     return path
 
 

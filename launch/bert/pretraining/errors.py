@@ -4,4 +4,11 @@ from __future__ import annotations
 
 
 class UsageError(Exception):
-    """What the user asked for cannot be done; the message is one line and names the remedy."""
+    """What the user asked for cannot be done; the message is one line and names the remedy.
+
+    Every rank raises the same, and rank 0 prints it, unless it `is_local` to the rank that met it.
+    """
+
+    def __init__(self, message: str, *, is_local: bool = False) -> None:
+        super().__init__(message)
+        self.is_local = is_local

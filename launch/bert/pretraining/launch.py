@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from pretraining.errors import UsageError
 
 EXIT_USAGE = 2
 _SECONDS_FOR_RANK_0_TO_SPEAK = 3.0
+_SECONDS_FOR_OTHERS_TO_COME = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,15 +46,31 @@ class Launch:
         return cls(rank, local_rank, world_size, is_distributed=True)
 
 
-def refuse(error: UsageError, is_main: bool) -> int:
+def refuse(error: UsageError, launch: Launch | None, program: str = "pretrain.py") -> int:
     """Print the error once for all ranks and return the exit code of a wrong request.
 
     The launcher ends every process as soon as one has failed, so the other ranks hold back until
-    rank 0 has spoken; ended early, they still report the same code.
+    rank 0 has spoken, and rank 0 until they have got here; ended early, they report the same code.
     """
-    if is_main:
-        print(f"pretrain.py: error: {error}", file=sys.stderr, flush=True)
+    line = f"{program}: error: {error}"
+    if launch is None or launch.is_main or error.is_local:
+        print(line, file=sys.stderr, flush=True)
+        _tell_launcher(line)
+        if launch is not None and launch.world_size > 1:
+            time.sleep(_SECONDS_FOR_OTHERS_TO_COME)
     else:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_USAGE))
+        _tell_launcher(line)
         time.sleep(_SECONDS_FOR_RANK_0_TO_SPEAK)
     return EXIT_USAGE
+
+
+def _tell_launcher(line: str) -> None:
+    """Have torchrun's report end with `line`, where it would say how to get a traceback."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        detail = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        unfinished = Path(f"{path}.unfinished")
+        with contextlib.suppress(OSError):
+            unfinished.write_text(json.dumps({"message": detail}))
+            unfinished.replace(path)

@@ -10,6 +10,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from pretraining.errors import UsageError
+from pretraining.files import blaming, write_whole
+
 Record = dict[str, Any]
 """One line: "kind" is "train", "eval" or "run"; "step" counts finished optimizer steps."""
 
@@ -22,14 +25,15 @@ class MetricsFile:
         # From the start, the evaluation before the first step is repeated too.
         earlier = read_records(path) if first_step else []
         kept = [record for record in earlier if record["step"] <= first_step]
-        unfinished = path.with_suffix(".tmp")
-        unfinished.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        unfinished.replace(path)
-        self._file = path.open("a", encoding="utf-8")
+        write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
+        # Without a buffer: what did not fit on the disk is not tried again when it is closed.
+        self._file = path.open("ab", buffering=0)
 
     def write(self, record: Record) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        """Append a record; raises `OSError`."""
+        line = json.dumps(record).encode() + b"\n"
+        while line:
+            line = line[self._file.write(line) :]
 
     def close(self) -> None:
         self._file.close()
@@ -40,11 +44,13 @@ def read_records(path: Path) -> list[Record]:
     if not path.exists():
         return []
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except json.JSONDecodeError:
             continue
+        if isinstance(record, dict) and {"kind", "step"} <= record.keys():
+            records.append(record)
     return records
 
 
@@ -88,3 +94,37 @@ class Progress:
             self._bar.write(line)
         else:
             print(line, flush=True)
+
+
+class Report:
+    """What rank 0 says and writes while the run goes; a file that takes no more is its `fault`."""
+
+    def __init__(self, path: Path, first_step: int, num_steps: int, log_every: int) -> None:
+        """Open the metrics file; raises `UsageError`."""
+        self.fault: UsageError | None = None
+        self._path = path
+        with blaming("--run-dir", path):
+            self._metrics = MetricsFile(path, first_step)
+        self._progress = Progress(first_step, num_steps, log_every)
+
+    def add(self, record: Record) -> None:
+        """Write and show a record; never raises."""
+        try:
+            with blaming("--run-dir", self._path):
+                self._metrics.write(record)
+        except UsageError as error:
+            self.fault = self.fault or error
+        if record["kind"] == "train":
+            self._progress.advance(record)
+        else:
+            self._progress.say(
+                f"held out after {record['step']} steps: MLM loss {record['mlm_loss']:.4f}, "
+                f"accuracy {record['mlm_accuracy']:.1%}, NSP loss {record['nsp_loss']:.4f}"
+            )
+
+    def close(self) -> None:
+        """Close the file and the bar; raises the fault."""
+        self._metrics.close()
+        self._progress.close()
+        if self.fault is not None:
+            raise self.fault

@@ -15,8 +15,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from tokenizers import BertWordPieceTokenizer
 
 from pretraining.corpus import corpus_digest, read_documents
 from pretraining.errors import UsageError
+from pretraining.files import sync_tree, unfinished
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD_ID, UNK_ID, CLS_ID, SEP_ID, MASK_ID = range(len(SPECIAL_TOKENS))
@@ -64,7 +63,11 @@ class DocumentSet:
         names = [field.name for field in dataclasses.fields(cls)]
         maps = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in names)
         # Same memory without np.memmap's cost per slice, which would double the sampling time.
-        return cls(*(np.asarray(array).view(np.ndarray) for array in maps))
+        documents = cls(*(np.asarray(array).view(np.ndarray) for array in maps))
+        ends = documents.sentence_starts[-1], documents.document_starts[-1]
+        if ends != (len(documents.tokens), documents.num_sentences):
+            raise ValueError(f"the arrays of {folder} are not of one text")
+        return documents
 
     def save(self, folder: Path) -> None:
         folder.mkdir()
@@ -94,8 +97,15 @@ class PreparedCorpus:
 
     @classmethod
     def open(cls, folder: Path) -> PreparedCorpus:
-        summary = PreparedSummary(**json.loads((folder / "summary.json").read_text()))
-        train, held_out = (DocumentSet.open(folder / name) for name in ("train", "held_out"))
+        """Open what `prepare_corpus` built; raises `UsageError` where that is damaged."""
+        try:
+            summary = PreparedSummary(**json.loads((folder / "summary.json").read_text()))
+            train, held_out = (DocumentSet.open(folder / name) for name in ("train", "held_out"))
+        except (OSError, ValueError, TypeError, EOFError, IndexError) as error:
+            raise UsageError(
+                f"--data-dir: {folder} cannot be read ({' '.join(str(error).split())}); "
+                "remove it, and a new run prepares the text again"
+            ) from error
         return cls(folder, summary, train, held_out)
 
 
@@ -112,38 +122,45 @@ def prepare_corpus(
     counts = [(len(doc), sum(len(text.split()) for text in doc)) for doc in read_documents(paths)]
     is_held_out = _choose_held_out([num_sentences for num_sentences, _ in counts])
     data_dir.mkdir(parents=True, exist_ok=True)
-    unfinished = data_dir / f".{folder.name}.{os.getpid()}"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
-    tokenizer = _train_vocabulary(_select(read_documents(paths), ~is_held_out), vocab_size)
-    tokenizer.save_model(str(unfinished))
-    say(f"vocabulary: {tokenizer.get_vocab_size():,} WordPiece tokens")
-    for name, wanted in (("train", ~is_held_out), ("held_out", is_held_out)):
-        documents = _encode(tokenizer, _select(read_documents(paths), wanted))
-        documents.save(unfinished / name)
-        say(f"{name}: {documents.num_documents:,} documents, {len(documents.tokens):,} tokens")
-    # Ties between word pieces are broken at random: the same text may give another vocabulary.
-    vocabulary = hashlib.sha256((unfinished / "vocab.txt").read_bytes()).hexdigest()[:12]
-    summary = PreparedSummary(
-        digest=f"{folder.name.removeprefix('prepared-')}-{vocabulary}",
-        vocab_size=tokenizer.get_vocab_size(),
-        num_words=sum(num_words for _, num_words in counts),
-        num_documents=len(counts),
-        num_held_out_documents=int(is_held_out.sum()),
-    )
-    (unfinished / "summary.json").write_text(json.dumps(dataclasses.asdict(summary), indent=2))
-    _publish(unfinished, folder)
+    with unfinished(folder) as temporary:
+        temporary.mkdir()
+        tokenizer = _train_vocabulary(_select(read_documents(paths), ~is_held_out), vocab_size)
+        _save_vocabulary(tokenizer, temporary)
+        say(f"vocabulary: {tokenizer.get_vocab_size():,} WordPiece tokens")
+        for name, wanted in (("train", ~is_held_out), ("held_out", is_held_out)):
+            documents = _encode(tokenizer, _select(read_documents(paths), wanted))
+            documents.save(temporary / name)
+            say(f"{name}: {documents.num_documents:,} documents, {len(documents.tokens):,} tokens")
+        # Ties between word pieces are broken at random: one text may give two vocabularies.
+        vocabulary = hashlib.sha256((temporary / "vocab.txt").read_bytes()).hexdigest()[:12]
+        summary = PreparedSummary(
+            digest=f"{folder.name.removeprefix('prepared-')}-{vocabulary}",
+            vocab_size=tokenizer.get_vocab_size(),
+            num_words=sum(num_words for _, num_words in counts),
+            num_documents=len(counts),
+            num_held_out_documents=int(is_held_out.sum()),
+        )
+        (temporary / "summary.json").write_text(json.dumps(dataclasses.asdict(summary), indent=2))
+        _publish(temporary, folder)
     return folder
 
 
-def _publish(unfinished: Path, folder: Path) -> None:
+def _save_vocabulary(tokenizer: BertWordPieceTokenizer, folder: Path) -> None:
     try:
-        unfinished.rename(folder)
+        tokenizer.save_model(str(folder))
+    except Exception as error:
+        # It has one class for all errors, and the system's message as text.
+        raise OSError(str(error)) from error
+
+
+def _publish(temporary: Path, folder: Path) -> None:
+    sync_tree(temporary)
+    try:
+        temporary.rename(folder)
     except OSError:
         # Another job prepared the same corpus meanwhile; its folder is as good as ours.
         if not folder.exists():
             raise
-        shutil.rmtree(unfinished)
 
 
 def _choose_held_out(sentence_counts: Sequence[int]) -> npt.NDArray[np.bool_]:

@@ -1,13 +1,14 @@
-"""The ranks of a run: device, process group, agreement on data, sums, and requests to stop."""
+"""The ranks of a run: device, process group, decisions and errors in common, sums, stopping."""
 
 from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from types import FrameType
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,14 @@ from torch.distributed.rendezvous import rendezvous
 from pretraining.errors import UsageError
 from pretraining.launch import Launch
 
-_PREPARED_KEY = "shardfuse/bert/prepared"
 _PREPARATION_LIMIT = timedelta(days=1)
+_LEAST_ANSWER_LIMIT = timedelta(minutes=10)
 _GOODBYE_LIMIT = timedelta(seconds=10)
+_MOST_RANKS_NAMED = 8
+
+T = TypeVar("T")
+Answer = dict[str, Any]
+"""What a rank has to say: {"value": ...} or {"error": text}."""
 
 
 def choose_device(choice: str, launch: Launch) -> torch.device:
@@ -38,56 +44,73 @@ def choose_device(choice: str, launch: Launch) -> torch.device:
 
 
 class Ranks:
-    """The data-parallel ranks; every method but `sum_` is for one rank or all alike.
+    """The data-parallel ranks; all call the same methods in the same order.
 
     Two phases, because preparing a large corpus may take longer than a collective is given: first
     the ranks share only the launcher's key-value store, then `connect` builds the process group.
+
+    A `UsageError` inside `once`, `together` or `gather` is raised on every rank, whichever it came
+    from. Any other error is raised where it occurred, and is a `UsageError` on the others.
     """
 
-    def __init__(self, launch: Launch, device: torch.device) -> None:
+    def __init__(self, launch: Launch) -> None:
         self.launch = launch
-        self.device = device
+        self.device = torch.device("cpu")
         self._store: Store | None = None
+        self._num_talks = 0
+        self._spent: list[str] = []
+        self._answer_limit = _PREPARATION_LIMIT
         # Kept: where gloo's thread drops a tensor last, while the group is being destroyed, that
         # thread and this one (in torch 2.7) wait for each other for ever.
         self._last_summed: torch.Tensor | None = None
         if launch.is_distributed:
             self._store, _, _ = next(iter(rendezvous("env://")))
 
-    def once(self, build: Callable[[], str]) -> str:
-        """Return what `build` returns on rank 0; a `UsageError` there is raised on every rank."""
+    def once(self, build: Callable[[], T]) -> T:
+        """Return on every rank what `build` returns on rank 0, which is of JSON's types."""
         if self._store is None:
             return build()
+        talk = self._next_talk()
         if not self.launch.is_main:
-            self._store.wait([_PREPARED_KEY], _PREPARATION_LIMIT)
-            answer = json.loads(self._store.get(_PREPARED_KEY))
-            self._store.set(_heard_key(self.launch.rank), "")
-            if "error" in answer:
-                raise UsageError(answer["error"])
-            return str(answer["value"])
-        try:
-            value = build()
-        except UsageError as error:
-            self._store.set(_PREPARED_KEY, json.dumps({"error": str(error)}))
-            # Without torchrun the store lives in this process: leave only once all have heard.
-            others = [_heard_key(rank) for rank in range(1, self.launch.world_size)]
-            with suppress(RuntimeError):
-                self._store.wait(others, _GOODBYE_LIMIT)
-            raise
-        self._store.set(_PREPARED_KEY, json.dumps({"value": value}))
-        return value
+            return cast(T, _value(self._hear(self._store, talk)))
+        outcome = _Outcome(build)
+        self._tell(self._store, talk, outcome.answer)
+        return cast(T, outcome.value())
 
-    def connect(self, timeout_seconds: float) -> None:
+    def gather(self, report: Callable[[], T]) -> list[T]:
+        """Return what `report` returns on each rank, of JSON's types, in rank order."""
+        if self._store is None:
+            return [report()]
+        talk = self._next_talk()
+        outcome = _Outcome(report)
+        if self.launch.is_main:
+            verdict = self._collect(self._store, talk, outcome.answer)
+            self._tell(self._store, talk, verdict)
+        else:
+            self._store.set(f"{talk}/{self.launch.rank}", json.dumps(outcome.answer))
+            verdict = self._hear(self._store, talk)
+        outcome.raise_if_unexpected()
+        return cast(list[T], _value(verdict))
+
+    def together(self, act: Callable[[], T]) -> T:
+        """Return what `act` returns on this rank, of any type, once it has returned on all."""
+        values: list[T] = []
+        self.gather(lambda: values.append(act()))
+        return values[0]
+
+    def connect(self, device: torch.device, timeout_seconds: float) -> None:
         """Create the process group with the backend of the device's kind."""
+        self.device = device
+        self._answer_limit = max(_LEAST_ANSWER_LIMIT, timedelta(seconds=timeout_seconds))
         if self._store is None:
             return
         dist.init_process_group(
-            backend=dist.get_default_backend_for_device(self.device),
+            backend=dist.get_default_backend_for_device(device),
             store=self._store,
             rank=self.launch.rank,
             world_size=self.launch.world_size,
             timeout=timedelta(seconds=timeout_seconds),
-            device_id=None if self.device.type == "cpu" else self.device,
+            device_id=None if device.type == "cpu" else device,
         )
 
     def sum_(self, values: torch.Tensor) -> torch.Tensor:
@@ -97,18 +120,95 @@ class Ranks:
             self._last_summed = values
         return values
 
-    def barrier(self) -> None:
-        """Wait for all ranks. Collective."""
-        self.sum_(torch.zeros(1, device=self.device)).item()
-
     def disconnect(self) -> None:
         """Destroy the process group; safe to call at any time."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    def _next_talk(self) -> str:
+        self._num_talks += 1
+        return f"shardfuse/bert/{self._num_talks}"
 
-def _heard_key(rank: int) -> str:
-    return f"{_PREPARED_KEY}/heard/{rank}"
+    def _hear(self, store: Store, talk: str) -> Answer:
+        """Return rank 0's verdict."""
+        store.wait([f"{talk}/verdict"], _PREPARATION_LIMIT)
+        verdict: Answer = json.loads(store.get(f"{talk}/verdict"))
+        if "error" in verdict:
+            store.set(f"{talk}/heard/{self.launch.rank}", "")
+        return verdict
+
+    def _tell(self, store: Store, talk: str, verdict: Answer) -> None:
+        store.set(f"{talk}/verdict", json.dumps(verdict))
+        self._spent.append(f"{talk}/verdict")
+        if "error" in verdict:
+            # Without torchrun the store lives in this process: leave only once all have heard.
+            others = [f"{talk}/heard/{rank}" for rank in range(1, self.launch.world_size)]
+            with suppress(RuntimeError):
+                store.wait(others, _GOODBYE_LIMIT)
+
+    def _collect(self, store: Store, talk: str, own: Answer) -> Answer:
+        """Return all ranks' values as one answer, or their errors as one."""
+        keys = [f"{talk}/{rank}" for rank in range(1, self.launch.world_size)]
+        with suppress(RuntimeError):
+            store.wait(keys, self._answer_limit)
+        answers = [own]
+        for rank, key in enumerate(keys, start=1):
+            if store.check([key]):
+                answers.append(json.loads(store.get(key)))
+            else:
+                answers.append({"error": f"rank {rank} does not answer; see what it reported"})
+        # All have heard the verdicts of all earlier talks.
+        for key in (*self._spent, *keys):
+            store.delete_key(key)
+        self._spent.clear()
+        return _merged(answers)
+
+
+class _Outcome:
+    """What an action returned or raised."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        self._unexpected: BaseException | None = None
+        try:
+            self.answer: Answer = {"value": act()}
+        except UsageError as error:
+            self.answer = {"error": str(error)}
+        except BaseException as error:
+            self.answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+            self._unexpected = error
+
+    def raise_if_unexpected(self) -> None:
+        """Raise what was not a `UsageError` once more, where it was raised."""
+        if self._unexpected is not None:
+            raise self._unexpected
+
+    def value(self) -> Any:
+        """Return what was returned, or raise what was raised."""
+        self.raise_if_unexpected()
+        return _value(self.answer)
+
+
+def _value(answer: Answer) -> Any:
+    if "error" in answer:
+        raise UsageError(answer["error"])
+    return answer["value"]
+
+
+def _merged(answers: Sequence[Answer]) -> Answer:
+    """Return the list of all values or, if there are errors, each with the ranks that had it."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, answer in enumerate(answers):
+        if "error" in answer:
+            ranks_of.setdefault(answer["error"], []).append(rank)
+    if not ranks_of:
+        return {"value": [answer["value"] for answer in answers]}
+    errors = []
+    for error, ranks in ranks_of.items():
+        shown = ", ".join(map(str, ranks[:_MOST_RANKS_NAMED]))
+        more = ", ..." if len(ranks) > _MOST_RANKS_NAMED else ""
+        is_all = len(ranks) == len(answers)
+        errors.append(error if is_all else f"{error} (rank {shown}{more})")
+    return {"error": "; ".join(errors)}
 
 
 class StopRequest:

@@ -12,7 +12,7 @@ from pretraining.checkpoint import Checkpoints
 from pretraining.config import RunConfig
 from pretraining.errors import UsageError
 from pretraining.evaluation import HeldOutEvaluation
-from pretraining.metrics import MetricsFile, Progress, Record
+from pretraining.metrics import Record, Report
 from pretraining.model import build_model, loss_sums
 from pretraining.optimizers import build_optimizer, clips_itself, lr_at, set_lr
 from pretraining.prepared import PreparedCorpus
@@ -48,24 +48,23 @@ class Trainer:
         self.model = model.to(ranks.device).train()
         self.optimizer = build_optimizer(config, self.model)
         self.scaler = ShardedGradScaler(ranks.device.type, enabled=config.dtype == "fp16")
-        self.checkpoints = Checkpoints(
-            config.run_dir / "checkpoints", ranks, self.model, self.optimizer, self.scaler
-        )
+        self.checkpoints = Checkpoints(config, ranks, self.model, self.optimizer, self.scaler)
         self._autocast = torch.autocast(
             ranks.device.type,
             dtype=AUTOCAST_DTYPES.get(config.dtype),
             enabled=config.dtype in AUTOCAST_DTYPES,
         )
         self._samples_per_second = 0.0
+        # Of rank 0, while it runs.
+        self._report: Report | None = None
 
     def run(self, first_step: int, stop: StopRequest) -> int:
         """Train from `first_step` on; return how many steps are finished when it stops."""
-        is_main, config = self.ranks.launch.is_main, self.config
-        metrics = MetricsFile(config.run_dir / METRICS_FILE, first_step) if is_main else None
-        progress = Progress(first_step, config.steps, config.log_every) if is_main else None
+        config = self.config
+        self.ranks.once(lambda: self._open_report(first_step))
         saved_step = first_step
         if first_step == 0:
-            self._report(self._evaluate(0), metrics, progress)
+            self._add(self._evaluate(0))
         step = first_step
         while step < config.steps:
             started = time.monotonic()
@@ -75,18 +74,28 @@ class Trainer:
                 break
             record = self._train_step(step, batch, num_masked)
             step += 1
-            self._report(self._with_speed(record, started), metrics, progress)
+            self._add(self._with_speed(record, started))
             if step % config.eval_every == 0 or step == config.steps:
-                self._report(self._evaluate(step), metrics, progress)
+                self._add(self._evaluate(step))
             if step % config.save_every == 0:
                 self.checkpoints.save(step)
                 saved_step = step
         if step != saved_step:
             self.checkpoints.save(step)
-        if metrics is not None and progress is not None:
-            metrics.close()
-            progress.close()
+        self.ranks.once(self._close_report)
         return step
+
+    def _open_report(self, first_step: int) -> None:
+        path = self.config.run_dir / METRICS_FILE
+        self._report = Report(path, first_step, self.config.steps, self.config.log_every)
+
+    def _close_report(self) -> None:
+        if self._report is not None:
+            self._report.close()
+
+    def _add(self, record: Record) -> None:
+        if self._report is not None:
+            self._report.add(record)
 
     def _draw(self, step: int) -> Batch:
         """Draw this rank's share of the global batch of `step`."""
@@ -95,9 +104,13 @@ class Trainer:
         return self.stream.batch(step, range(first, first + share))
 
     def _agree(self, batch: Batch, stop: StopRequest) -> tuple[int, bool]:
-        """Return the masked tokens of the global batch, and whether any rank is to stop."""
+        """Return the masked tokens of the global batch, and whether any rank is to stop.
+
+        A report that cannot be written is a reason to save and stop too, while that is possible.
+        """
         num_masked = int((batch.labels != IGNORED_LABEL).sum())
-        values = torch.tensor([num_masked, stop.is_requested], dtype=torch.float32)
+        has_fault = self._report is not None and self._report.fault is not None
+        values = torch.tensor([num_masked, stop.is_requested or has_fault], dtype=torch.float32)
         total, num_requests = self.ranks.sum_(values.to(self.ranks.device)).tolist()
         return max(1, int(total)), num_requests > 0
 
@@ -159,19 +172,6 @@ class Trainer:
         keep = _SPEED_SMOOTHING if self._samples_per_second else 0.0
         self._samples_per_second = keep * self._samples_per_second + (1 - keep) * speed
         return record | {"seconds": seconds, "samples_per_second": self._samples_per_second}
-
-    @staticmethod
-    def _report(record: Record, metrics: MetricsFile | None, progress: Progress | None) -> None:
-        if metrics is None or progress is None:
-            return
-        metrics.write(record)
-        if record["kind"] == "train":
-            progress.advance(record)
-        else:
-            progress.say(
-                f"held out after {record['step']} steps: MLM loss {record['mlm_loss']:.4f}, "
-                f"accuracy {record['mlm_accuracy']:.1%}, NSP loss {record['nsp_loss']:.4f}"
-            )
 
 
 def _dropout_seed(seed: int, rank: int, step: int) -> int:
