@@ -67,6 +67,7 @@ class GradSync:
         self._is_shared = False  # whether others may write to the padding
         self._staging = _Staging()
         self._is_reduced = False
+        self._factor: float | None = None  # what multiply() asked for
         self._reduced_from: GradVersions | None = None
 
     @property
@@ -129,17 +130,23 @@ class GradSync:
         """
         if self._is_reduced and self._reduced_from == GradVersions(self._params()):
             return
-        self._is_reduced = False
-        for grads in self._flats.values():
-            grads.pack()
+        self._is_reduced, self._factor = False, None
+        flats = self._flats.values()
+        for grads in flats:
+            grads.note()
+        if any(grads.is_lent for grads in flats):
+            # Before any slot is written: a gradient may lie in that of another flat.
+            extents = self._buffers.extents()
+            for grads in flats:
+                grads.keep(extents)
+        for grads in flats:
+            grads.clear_absent()
             if self._is_shared:
                 grads.buffer.clear_padding()
 
     def multiply(self, factor: Tensor) -> None:
-        """Multiply the packed gradients of this rank by ``factor`` (), in place."""
-        for grads in self._flats.values():
-            grads.flush()
-            grads.buffer.data.mul_(factor)
+        """Multiply what this rank sends next by ``factor`` (); its gradients stay as they are."""
+        self._factor = float(factor)
 
     def combined(self, *, shared: bool) -> list[Tensor | None]:
         """Return the tensors that the gradient buffers lie in, every gradient a view of them.
@@ -199,7 +206,7 @@ class GradSync:
 
     def release(self) -> None:
         """Forget shards kept by ``retain()``, and what pack() noted; the next step begins anew."""
-        self._is_reduced = False
+        self._is_reduced, self._factor = False, None
         self._reduced_from = None
         for grads in self._flats.values():
             grads.forget()
@@ -245,15 +252,8 @@ class GradSync:
         # Others may read what exchange() sends until the one after it has been launched.
         send_slot, slot = index % (_IN_FLIGHT + 1), index % _IN_FLIGHT
         grads.flush(bucket.start + bucket.numel)
-        send = grads.buffer.bucket(bucket)
-        dtype = self._wire(grads)
-        like = torch.empty(0, dtype=dtype, device=send.device)
-        if dtype == torch.float16:
-            # Divided before the sum, which would overflow at 65504.
-            staged = self._staging.take("send", send_slot, bucket.numel, like)
-            send = torch.mul(send, 1.0 / self._comm.world_size, out=staged)
-        elif send.dtype != dtype:
-            send = self._staging.take("send", send_slot, bucket.numel, like).copy_(send)
+        like = torch.empty(0, dtype=self._wire(grads), device=grads.buffer.data.device)
+        send = self._outgoing(grads.buffer.bucket(bucket), send_slot, like)
         with record_function(f"shardfuse::reduce_scatter b{bucket.index}"):
             if self._comm.can_exchange:
                 others = self._comm.world_size - 1
@@ -267,6 +267,21 @@ class GradSync:
             else:
                 shard = self._staging.take("receive", slot, bucket.shard_numel, like)
             return self._comm.reduce_scatter(shard, send), (shard,)
+
+    def _outgoing(self, send: Tensor, slot: int, like: Tensor) -> Tensor:
+        """Return ``send`` (numel,) as it is sent, in ``like``'s dtype: itself, or a staged copy."""
+        factor = self._factor
+        if like.dtype == torch.float16:
+            # Divided before the sum, which would overflow at 65504.
+            factor = (1.0 if factor is None else factor) / self._comm.world_size
+        if factor is None and send.dtype == like.dtype:
+            return send
+        staged = self._staging.take("send", slot, send.numel(), like)
+        if factor is None:
+            return staged.copy_(send)
+        if like.dtype.itemsize > send.dtype.itemsize:
+            return staged.copy_(send).mul_(factor)
+        return torch.mul(send, factor, out=staged)
 
     def _wire(self, grads: FlatGrads) -> torch.dtype:
         return self._wire_dtype or grads.buffer.data.dtype
