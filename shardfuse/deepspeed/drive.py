@@ -124,6 +124,8 @@ class _Plan:
         self._params = params
         self._options = options
         self._instance = instance
+        if instance is not None:
+            refusals.check_scheduler(instance, engine, cls.__name__)
 
     def run_at_stage_0(self, active: Registration) -> None:
         """Let shardfuse shard, and the engine drive it."""

@@ -25,6 +25,8 @@ ENGINE_METHODS = {
     "optimizer_name": "name in the JSON",
     "optimizer_params": "params in the JSON",
     "zero_optimization_stage": "0 to 3",
+    "zero_elastic_checkpoint": "whether checkpoints of stages 1 and 2 hold states alone",
+    "scheduler_name": "the scheduler block",
     "gradient_clipping": "1.0 by default since 0.19.3",
     "fp16_enabled": "the fp16 block",
     "bfloat16_enabled": "the bf16 block",

@@ -149,3 +149,28 @@ def check_rule(rule: Any, engine: Any, name: str) -> None:
             f"{name} with use_global_grad_norm clips by the norm that DeepSpeed takes of all "
             'gradients. Remove "zero_optimization": {"compute_grad_norm": false}.'
         )
+
+
+def check_scheduler(optimizer: Any, engine: Any, name: str) -> None:
+    """Raise where the scheduler that ``optimizer`` reads its learning rate from cannot work.
+
+    Raises:
+        ValueError: DeepSpeed would write the rate too, or leave the scheduler out of checkpoints.
+    """
+    if getattr(optimizer, "_scheduler", None) is None:
+        return
+    other = engine.client_lr_scheduler is not None or engine.scheduler_name() is not None
+    if other:
+        raise ValueError(
+            f"{name} reads its learning rate from the scheduler it was given, at every step, and "
+            "what DeepSpeed's lr_scheduler writes would be lost. Remove lr_scheduler and "
+            '"scheduler": {...}, or give the optimizer a number as learning_rate.'
+        )
+    if engine.zero_optimization_stage() > 0 and (
+        engine.zero_elastic_checkpoint() or engine.load_universal_checkpoint()
+    ):
+        raise ValueError(
+            f"The scheduler that {name} was given would be missing from DeepSpeed's elastic and "
+            'universal checkpoints. Remove "elastic_checkpoint" and "load_universal", or give the '
+            "optimizer a number as learning_rate and DeepSpeed the lr_scheduler."
+        )

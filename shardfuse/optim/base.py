@@ -302,6 +302,9 @@ class ShardedOptimizer(StatefulOptimizer):
         """
         return self._step(closure)
 
+    def _refresh_groups(self) -> None:
+        """Write what is read anew at every step() into ``param_groups``: nothing here."""
+
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
