@@ -139,6 +139,7 @@ class _Plan:
             "_configure_basic_optimizer": lambda params: optimizer,
             "_do_optimizer_sanity_check": lambda basic: None,
         }
+        refusals.check_ranks(optimizer, engine, self.cls.__name__)
         bridge = EngineBridge(engine, optimizer)
         with _overridden(engine, overrides):
             active.original(engine, self._instance, self._params)

@@ -47,6 +47,7 @@ ENGINE_ATTRIBUTES = {
     "param_names": "{parameter: name in the model}",
     "has_moe_layers": "mixture of experts",
     "pipeline_parallelism": "a PipelineModule",
+    "dp_world_size": "ranks that share the data",
     "mp_world_size": "ranks that a tensor is split over",
     "sequence_parallel_size": "ranks that a sequence is split over",
     "gradient_average": "mean, not sum, over ranks",

@@ -174,3 +174,19 @@ def check_scheduler(optimizer: Any, engine: Any, name: str) -> None:
             'universal checkpoints. Remove "elastic_checkpoint" and "load_universal", or give the '
             "optimizer a number as learning_rate and DeepSpeed the lr_scheduler."
         )
+
+
+def check_ranks(optimizer: Any, engine: Any, name: str) -> None:
+    """Raise where the engine is to leave gradients to ``optimizer``, and that has other ranks.
+
+    Raises:
+        ValueError: some ranks would train apart.
+    """
+    num_ranks = optimizer.communicator.world_size
+    if num_ranks != engine.dp_world_size and not optimizer._config.grads_are_reduced:
+        raise ValueError(
+            f"{name} was built for {num_ranks} rank{'s' * (num_ranks > 1)}, the engine has "
+            f"{engine.dp_world_size}: gradients would not be averaged over all. Call "
+            "deepspeed.init_distributed() before the optimizer is built, and give it no "
+            "process_group."
+        )

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardfuse import ShardedSGD
 from shardfuse.optim.paddle import ClipGradByGlobalNorm, ClipGradByNorm, ClipGradByValue, Lamb
 from tests import deepspeed_runs as runs
 from tests.deepspeed_runs import Job
@@ -254,6 +255,9 @@ def refused() -> dict[str, str]:
         found[name] = error_of(lambda: engine_of(job, model, optimizer, **kwargs))  # noqa: B023
     _, model, optimizer = build(runs.ENTRIES, "none", own=False)
     engine_of(Job(how="instance", stage=1), model, optimizer)
+    model = runs.Weights(runs.ENTRIES)
+    apart = ShardedSGD(model.groups(), 0.1, sharding={"process_group": "alone"})
+    found["apart"] = error_of(lambda: engine_of(Job(how="instance"), model, apart))
     found["minimize"] = error_of(lambda: optimizer.minimize(torch.zeros(())))
     return found
 
@@ -327,6 +331,8 @@ def test_what_cannot_be_right_is_refused(seen: list[dict[str, Any]]) -> None:
         for name, text in found.items():
             if name == "minimize":
                 assert text.startswith("RuntimeError: minimize() is not there"), text
+            elif name == "apart":
+                assert text.startswith("ValueError: ShardedSGD was built for 1 rank, the"), text
             elif name in ("elastic", "universal"):
                 assert text.startswith("ValueError: The scheduler that Lamb was given"), text
             else:
