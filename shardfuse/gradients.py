@@ -113,16 +113,19 @@ class FlatGrads:
         One that the caller sees elsewhere too, or that has a graph, stays: flush() will copy it.
         """
         self.cleared.pop(position, None)
-        grad = self.params[position].grad
+        param = self.params[position]
+        grad = param.grad
         if grad is None or grad.layout != torch.strided or self.holds(position, grad):
             return
-        if grad.requires_grad or _is_seen(self.params[position], grad._version):
+        # What was never written in place is new: only another hook can have seen it.
+        is_new = grad._version == 0 and len(param._post_accumulate_grad_hooks) == 1
+        if grad.requires_grad or not (is_new or _is_unseen(param)):
             return
         with torch.no_grad():
             if _is_held(self.views, position):
                 _move_out(self.views[position])
             view = self.view(position).copy_(grad)
-        self.params[position].grad = view
+        param.grad = view
         self.is_lent = True
 
     def note(self) -> None:
@@ -335,15 +338,11 @@ def _counts_where_unseen() -> tuple[int, int]:
 _UNSEEN, _UNSEEN_STORAGE = _counts_where_unseen()
 
 
-def _is_seen(param: Tensor, version: int) -> bool:
-    """Return whether anybody else has ``param.grad``, which one variable refers to, or a view.
-
-    ``version`` is the gradient's: what was never written in place since it was made is autograd's
-    own, and its memory is not looked at.
-    """
+def _is_unseen(param: Tensor) -> bool:
+    """Return whether nobody else has ``param.grad``, which a variable refers to, or its memory."""
     if _count_references_of_grad(param) > _UNSEEN:
-        return True
-    return version > 0 and _count_storage_references(param) > _UNSEEN_STORAGE
+        return False
+    return _count_storage_references(param) <= _UNSEEN_STORAGE
 
 
 def _move_out(grad: Tensor) -> None:

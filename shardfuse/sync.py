@@ -47,6 +47,17 @@ class _Staging:
             buffer = self._buffers[key] = like.new_empty(numel)
         return buffer[:numel]
 
+    def scaled(self, send: Tensor, factor: float | None, slot: int, like: Tensor) -> Tensor:
+        """Return ``send`` (numel,) times ``factor`` in ``like``'s dtype; itself, if that is it."""
+        if factor is None and send.dtype == like.dtype:
+            return send
+        staged = self.take("send", slot, send.numel(), like)
+        if factor is None:
+            return staged.copy_(send)
+        if like.dtype.itemsize > send.dtype.itemsize:
+            return staged.copy_(send).mul_(factor)
+        return torch.mul(send, factor, out=staged)
+
 
 class GradSync:
     """Packs gradients into flat buffers and reduce-scatters them, one collective per bucket.
@@ -253,7 +264,11 @@ class GradSync:
         send_slot, slot = index % (_IN_FLIGHT + 1), index % _IN_FLIGHT
         grads.flush(bucket.start + bucket.numel)
         like = torch.empty(0, dtype=self._wire(grads), device=grads.buffer.data.device)
-        send = self._outgoing(grads.buffer.bucket(bucket), send_slot, like)
+        factor = self._factor
+        if like.dtype == torch.float16:
+            # Divided before the sum, which would overflow at 65504.
+            factor = (1.0 if factor is None else factor) / self._comm.world_size
+        send = self._staging.scaled(grads.buffer.bucket(bucket), factor, send_slot, like)
         with record_function(f"shardfuse::reduce_scatter b{bucket.index}"):
             if self._comm.can_exchange:
                 others = self._comm.world_size - 1
@@ -267,21 +282,6 @@ class GradSync:
             else:
                 shard = self._staging.take("receive", slot, bucket.shard_numel, like)
             return self._comm.reduce_scatter(shard, send), (shard,)
-
-    def _outgoing(self, send: Tensor, slot: int, like: Tensor) -> Tensor:
-        """Return ``send`` (numel,) as it is sent, in ``like``'s dtype: itself, or a staged copy."""
-        factor = self._factor
-        if like.dtype == torch.float16:
-            # Divided before the sum, which would overflow at 65504.
-            factor = (1.0 if factor is None else factor) / self._comm.world_size
-        if factor is None and send.dtype == like.dtype:
-            return send
-        staged = self._staging.take("send", slot, send.numel(), like)
-        if factor is None:
-            return staged.copy_(send)
-        if like.dtype.itemsize > send.dtype.itemsize:
-            return staged.copy_(send).mul_(factor)
-        return torch.mul(send, factor, out=staged)
 
     def _wire(self, grads: FlatGrads) -> torch.dtype:
         return self._wire_dtype or grads.buffer.data.dtype

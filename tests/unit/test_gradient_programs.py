@@ -174,6 +174,24 @@ def test_gradients_in_memory_of_the_caller(kind: str) -> None:
     everywhere(accumulate_in_own_memory, BUILDS[kind])
 
 
+def look_in_a_hook(build: Callable[..., Any]) -> None:
+    param, seen = nn.Parameter(torch.zeros(40)), []
+    param.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    optimizer = build([param])
+    for _ in range(2):
+        param.sum().backward()
+    assert seen[0] is seen[1] is param.grad
+    assert torch.equal(seen[0], torch.full((40,), 2.0))
+    optimizer.step()
+    assert torch.equal(param.detach(), torch.full((40,), -2.0))
+
+
+@pytest.mark.parametrize("kind", BUILDS)
+def test_gradients_that_a_hook_has_kept(kind: str) -> None:
+    """A hook that came before the optimizer's has p.grad itself, not what it was at first."""
+    everywhere(look_in_a_hook, BUILDS[kind])
+
+
 def test_backward_leaves_gradients_in_their_slots() -> None:
     """The usual ones, those of weights used twice included: step() copies nothing."""
     model = TiedModel()
