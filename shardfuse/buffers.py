@@ -162,6 +162,11 @@ class CombinedBuffers:
                 self.combined.append(None)
         return [buffers[flat.index] for flat in flats]
 
+    def extents(self) -> list[tuple[int, int]]:
+        """Return the first and last address of every tensor."""
+        tensors = [tensor for tensor in self.combined if tensor is not None]
+        return [(t.data_ptr(), t.data_ptr() + max(t.nbytes, 1) - 1) for t in tensors]
+
 
 class ShardArena:
     """This rank's part of one state of a flat: a segment of (shard_numel,) per bucket.

@@ -30,7 +30,8 @@ class ShardConfig:
     """ZeRO stage. 1: moments and fp32 masters are sharded, gradients live in a full flat buffer."""
 
     process_group: Any = None
-    """Ranks to shard over; None is the default group, or this process alone where there is none."""
+    """Ranks to shard over; None is the default group, or this process alone where there is none and
+    no launcher has started several; "alone" is this process alone in any case."""
 
     bucket_cap_mb: float = 25.0
     """Upper bound of one collective's payload in MiB; 25 was the fastest measured on gloo.
@@ -61,6 +62,11 @@ class ShardConfig:
     def __post_init__(self) -> None:
         if self.stage != 1:
             raise ValueError(f"Invalid stage: {self.stage}. Only stage=1 is implemented.")
+        if isinstance(self.process_group, str) and self.process_group != "alone":
+            raise ValueError(
+                f"Invalid process_group: {self.process_group!r}. Give a ProcessGroup, None for the "
+                'default group, or "alone".'
+            )
         if isinstance(self.bucket_cap_mb, bool) or not isinstance(self.bucket_cap_mb, int | float):
             raise TypeError(f"bucket_cap_mb must be a number of MiB, got {self.bucket_cap_mb!r}.")
         if not 0 < self.bucket_cap_mb < float("inf"):

@@ -71,6 +71,7 @@ class FlatGrads:
     missing: set[int] = field(default_factory=set)  # params with no gradient on this rank
     outside: list[int] = field(default_factory=list)  # positions whose slots flush() is to fill
     arrived: list[Tensor] = field(default_factory=list)  # with these gradients
+    absent: list[int] = field(default_factory=list)  # positions that have none
     cleared: dict[int, Tensor] = field(default_factory=dict)  # -0.0 since zero(), by position
     is_joined: bool = False  # whether neighbours are copied together
     is_lent: bool = False  # whether anybody may hold a view, or a view of one
@@ -107,30 +108,47 @@ class FlatGrads:
                 param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def collect(self, position: int) -> None:
-        """Move a gradient that autograd has just made into its slot, and free it."""
+        """Move a gradient that autograd has just made into its slot, and free it.
+
+        One that the caller sees elsewhere too, or that has a graph, stays: flush() will copy it.
+        """
         self.cleared.pop(position, None)
-        grad = self.params[position].grad
+        param = self.params[position]
+        grad = param.grad
         if grad is None or grad.layout != torch.strided or self.holds(position, grad):
+            return
+        # What was never written in place is new: only another hook can have seen it.
+        is_new = grad._version == 0 and len(param._post_accumulate_grad_hooks) == 1
+        if grad.requires_grad or not (is_new or _is_unseen(param)):
             return
         with torch.no_grad():
             if _is_held(self.views, position):
                 _move_out(self.views[position])
             view = self.view(position).copy_(grad)
-        self.params[position].grad = view
+        param.grad = view
         self.is_lent = True
 
-    def pack(self) -> None:
+    def note(self) -> None:
         """Note which gradients are not in their slots, for flush(), and which do not exist.
-
-        The slots of those that do not exist are filled with -0.0.
 
         Raises:
             RuntimeError: a gradient is sparse.
         """
         self.missing.clear()
         self.forget()
-        if not self._is_in_place():
-            self._note_outside()
+        if self._is_in_place():
+            return
+        grads = list(map(_get_grad, self.params))
+        if self._are_new(grads):
+            self.outside, self.arrived = list(range(len(grads))), grads
+        else:
+            self.absent = self._sort(grads)
+
+    def clear_absent(self) -> None:
+        """Fill the slots of gradients that do not exist with -0.0, after keep()."""
+        for position in self.absent:
+            self.view(position).fill_(-0.0)
+            self.missing.add(self.flat.slots[position].param)
         for position, grad in self.cleared.items():
             if self.params[position].grad is grad and is_absent(grad):
                 self.missing.add(self.flat.slots[position].param)
@@ -143,20 +161,6 @@ class FlatGrads:
         """
         grads = map(_get_grad, self.params)
         return all(map(operator.is_, grads, self.views)) and lie_at(self.views, self.addresses)
-
-    def _note_outside(self) -> None:
-        """Do what pack() does, where some gradients are not in their slots."""
-        grads = list(map(_get_grad, self.params))
-        absent: list[int] = []
-        if self._are_new(grads):
-            self.outside, self.arrived = list(range(len(grads))), grads
-        else:
-            absent = self._sort(grads)
-        if self.is_lent:
-            self._move_held(itertools.chain(absent, self.outside))
-        for position in absent:
-            self.view(position).fill_(-0.0)
-            self.missing.add(self.flat.slots[position].param)
 
     def _are_new(self, grads: Sequence[Tensor | None]) -> bool:
         """Return whether ``grads`` are all there, of their slots' sizes, and none is a view of one.
@@ -186,17 +190,20 @@ class FlatGrads:
                 self.arrived.append(grad)
         return absent
 
-    def _move_held(self, positions: Iterable[int]) -> None:
-        """Give memory of its own to what lies in a slot and is to be kept.
+    def keep(self, extents: Sequence[tuple[int, int]]) -> None:
+        """Give memory of its own to what lies in a slot that is to be written, and is to be kept.
 
-        That is, to gradients outside their slots, and to views of ``positions`` that somebody has.
+        That is, to gradients outside their slots, and to views of slots that somebody has.
+
+        Args:
+            extents: first and last address of the memory that slots of any flat lie in.
         """
-        storage = self.buffer.data.untyped_storage()
-        first, last = storage.data_ptr(), storage.data_ptr() + storage.nbytes() - 1
-        for grad in self.arrived:
-            if first <= grad.data_ptr() <= last:
+        addresses = list(map(Tensor.data_ptr, self.arrived))
+        for first, last in extents:
+            pairs = zip(self.arrived, addresses, strict=True)
+            for grad in [grad for grad, address in pairs if first <= address <= last]:
                 _move_out(grad)
-        for position in positions:
+        for position in itertools.chain(self.absent, self.outside) if self.is_lent else ():
             if _is_held(self.views, position):
                 _move_out(self.views[position])
 
@@ -221,8 +228,8 @@ class FlatGrads:
         torch._foreach_copy_(views, grads)  # one call: there may be thousands
 
     def forget(self) -> None:
-        """Drop what pack() noted for flush(), so that gradients are not kept alive."""
-        self.outside, self.arrived = [], []
+        """Drop what note() noted, so that gradients are not kept alive."""
+        self.outside, self.arrived, self.absent = [], [], []
 
     def adopt(self) -> None:
         """Make every gradient a view of the buffer, where flush() has brought its values."""
@@ -241,21 +248,56 @@ class FlatGrads:
             param.grad = None
 
     def zero(self, *, absent: bool) -> None:
-        """Set every gradient to zero; with ``absent`` to -0.0, noting which they are."""
+        """Set every gradient to zero; with ``absent`` to -0.0, noting which they are.
+
+        Nothing else is written: a slot whose gradient was moved, or let go, may be in use.
+        """
         value = -0.0 if absent else 0.0
         self.cleared.clear()
-        self.buffer.data.fill_(value)  # -0.0 does in the padding too
-        for position, param in enumerate(self.params):
-            grad = param.grad
-            if grad is None:
-                continue
-            if grad.layout != torch.strided:
-                grad.detach().zero_()
-                continue
-            if not self.holds(position, grad):
-                grad.detach().fill_(value)
+        if self._is_in_place():
+            self.buffer.data.fill_(value)  # -0.0 does in the padding too
             if absent:
+                self.cleared.update(enumerate(self.views))
+            return
+        run: list[int] = []  # neighbours in their slots, which are filled together
+        for position, grad in enumerate(map(_get_grad, self.params)):
+            if grad is not None and self.holds(position, grad):
+                run.append(position)
+            else:
+                self._fill(run, value)
+                run = []
+                if grad is not None:
+                    clear_grad(grad, value)
+            if absent and grad is not None and grad.layout == torch.strided:
                 self.cleared[position] = grad
+        self._fill(run, value)
+
+    def _fill(self, run: Sequence[int], value: float) -> None:
+        """Fill the slots of neighbours, and the padding between them, with ``value``."""
+        if run:
+            last = self.flat.slots[run[-1]]
+            self.buffer.data[self.starts[run[0]] : last.start + last.numel].fill_(value)
+
+
+def clear_grads(params: Iterable[Tensor], set_to_none: bool) -> None:
+    """Clear gradients that lie in no buffer, to None or to zero."""
+    for param in params:
+        if set_to_none:
+            param.grad = None
+        elif param.grad is not None:
+            clear_grad(param.grad)
+
+
+def clear_grad(grad: Tensor, value: float = 0.0) -> None:
+    """Fill a gradient in place, out of its graph if it has one, as torch's zero_grad() does."""
+    if grad.grad_fn is not None:
+        grad.detach_()
+    elif grad.requires_grad:
+        grad.requires_grad_(False)
+    if grad.layout == torch.strided:
+        grad.fill_(value)
+    else:
+        grad.zero_()
 
 
 def _count_references(tensors: Sequence[Tensor], position: int) -> int:
@@ -271,6 +313,36 @@ _NOT_HELD = _count_references([torch.empty(0)], 0)
 def _is_held(tensors: Sequence[Tensor], position: int) -> bool:
     """Return whether anything but the list refers to one of its tensors."""
     return _count_references(tensors, position) > _NOT_HELD
+
+
+def _count_references_of_grad(param: Tensor) -> int:
+    return sys.getrefcount(param.grad) + int(param.grad._use_count())  # type: ignore[union-attr]
+
+
+def _count_storage_references(param: Tensor) -> int:
+    assert param.grad is not None
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return sys.maxsize if count is None else int(count(param.grad.untyped_storage()._cdata))
+
+
+def _counts_where_unseen() -> tuple[int, int]:
+    """Return both counts, of a gradient that its parameter and one variable refer to."""
+    param = torch.empty(1, requires_grad=True)
+    param.grad = torch.empty(1)
+    grad = param.grad
+    counts = _count_references_of_grad(param), _count_storage_references(param)
+    del grad
+    return counts
+
+
+_UNSEEN, _UNSEEN_STORAGE = _counts_where_unseen()
+
+
+def _is_unseen(param: Tensor) -> bool:
+    """Return whether nobody else has ``param.grad``, which a variable refers to, or its memory."""
+    if _count_references_of_grad(param) > _UNSEEN:
+        return False
+    return _count_storage_references(param) <= _UNSEEN_STORAGE
 
 
 def _move_out(grad: Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardfuse.buffers import ShardArena
-from shardfuse.gradients import FlatParams, GradVersions, Parts, check_grad
+from shardfuse.gradients import FlatParams, GradVersions, Parts, check_grad, clear_grads
 from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec
 
 
@@ -144,11 +144,7 @@ class PresyncedGrads:
         """
         self.release()
         for grads in self._flats.values():
-            for param in grads.params.values():
-                if set_to_none:
-                    param.grad = None
-                elif param.grad is not None:
-                    param.grad.detach().zero_()
+            clear_grads(grads.params.values(), set_to_none)
 
     def retain(self) -> None:
         """Keep the shards for the next step, unless a gradient changes."""

@@ -113,7 +113,7 @@ class ShardedGradScaler(GradScaler):
     Args:
         device: device type of the gradients, "cuda", "npu", "cpu", ...
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
-        process_group: the ranks that share the optimizer; None is the default group.
+        process_group: the ranks that share the optimizer, as in ShardConfig.
     """
 
     def __init__(

@@ -47,6 +47,17 @@ class _Staging:
             buffer = self._buffers[key] = like.new_empty(numel)
         return buffer[:numel]
 
+    def scaled(self, send: Tensor, factor: float | None, slot: int, like: Tensor) -> Tensor:
+        """Return ``send`` (numel,) times ``factor`` in ``like``'s dtype; itself, if that is it."""
+        if factor is None and send.dtype == like.dtype:
+            return send
+        staged = self.take("send", slot, send.numel(), like)
+        if factor is None:
+            return staged.copy_(send)
+        if like.dtype.itemsize > send.dtype.itemsize:
+            return staged.copy_(send).mul_(factor)
+        return torch.mul(send, factor, out=staged)
+
 
 class GradSync:
     """Packs gradients into flat buffers and reduce-scatters them, one collective per bucket.
@@ -67,6 +78,7 @@ class GradSync:
         self._is_shared = False  # whether others may write to the padding
         self._staging = _Staging()
         self._is_reduced = False
+        self._factor: float | None = None  # what multiply() asked for
         self._reduced_from: GradVersions | None = None
 
     @property
@@ -129,17 +141,23 @@ class GradSync:
         """
         if self._is_reduced and self._reduced_from == GradVersions(self._params()):
             return
-        self._is_reduced = False
-        for grads in self._flats.values():
-            grads.pack()
+        self._is_reduced, self._factor = False, None
+        flats = self._flats.values()
+        for grads in flats:
+            grads.note()
+        if any(grads.is_lent for grads in flats):
+            # Before any slot is written: a gradient may lie in that of another flat.
+            extents = self._buffers.extents()
+            for grads in flats:
+                grads.keep(extents)
+        for grads in flats:
+            grads.clear_absent()
             if self._is_shared:
                 grads.buffer.clear_padding()
 
     def multiply(self, factor: Tensor) -> None:
-        """Multiply the packed gradients of this rank by ``factor`` (), in place."""
-        for grads in self._flats.values():
-            grads.flush()
-            grads.buffer.data.mul_(factor)
+        """Multiply what this rank sends next by ``factor`` (); its gradients stay as they are."""
+        self._factor = float(factor)
 
     def combined(self, *, shared: bool) -> list[Tensor | None]:
         """Return the tensors that the gradient buffers lie in, every gradient a view of them.
@@ -199,7 +217,7 @@ class GradSync:
 
     def release(self) -> None:
         """Forget shards kept by ``retain()``, and what pack() noted; the next step begins anew."""
-        self._is_reduced = False
+        self._is_reduced, self._factor = False, None
         self._reduced_from = None
         for grads in self._flats.values():
             grads.forget()
@@ -245,15 +263,12 @@ class GradSync:
         # Others may read what exchange() sends until the one after it has been launched.
         send_slot, slot = index % (_IN_FLIGHT + 1), index % _IN_FLIGHT
         grads.flush(bucket.start + bucket.numel)
-        send = grads.buffer.bucket(bucket)
-        dtype = self._wire(grads)
-        like = torch.empty(0, dtype=dtype, device=send.device)
-        if dtype == torch.float16:
+        like = torch.empty(0, dtype=self._wire(grads), device=grads.buffer.data.device)
+        factor = self._factor
+        if like.dtype == torch.float16:
             # Divided before the sum, which would overflow at 65504.
-            staged = self._staging.take("send", send_slot, bucket.numel, like)
-            send = torch.mul(send, 1.0 / self._comm.world_size, out=staged)
-        elif send.dtype != dtype:
-            send = self._staging.take("send", send_slot, bucket.numel, like).copy_(send)
+            factor = (1.0 if factor is None else factor) / self._comm.world_size
+        send = self._staging.scaled(grads.buffer.bucket(bucket), factor, send_slot, like)
         with record_function(f"shardfuse::reduce_scatter b{bucket.index}"):
             if self._comm.can_exchange:
                 others = self._comm.world_size - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import torch
@@ -23,9 +24,15 @@ def communicator_for(
     With no group given and none initialised, or a group of one rank, it does not communicate.
     ``collectives="auto"`` exchanges between pairs of ranks where the backend's own reduce-scatter
     and all-gather were measured to be slower, and there reads memory of ranks on the same host;
-    "pairwise" does not; "native" always takes the backend's.
+    "pairwise" does not; "native" always takes the backend's. The group "alone" is this process.
+
+    Raises:
+        RuntimeError: a launcher started several ranks, and no process group was initialised.
     """
+    if isinstance(process_group, str) and process_group == "alone":
+        return SingleRank()
     if process_group is None and not is_initialized():
+        _check_launched_alone()
         return SingleRank()
     native = ProcessGroupCommunicator(process_group, device)
     if native.world_size == 1:
@@ -40,3 +47,22 @@ def communicator_for(
     if choice == "native":
         return native
     return PairwiseCommunicator(process_group, device, reads_memory=collectives == "auto")
+
+
+def _check_launched_alone() -> None:
+    """Raise where a launcher says that this process is one of several, which would train apart.
+
+    A worker of a DataLoader inherits the launcher's environment, and is no rank.
+    """
+    launched = os.environ.get("WORLD_SIZE", "")
+    if not launched.isdigit() or int(launched) < 2:
+        return
+    if torch.utils.data.get_worker_info() is not None:
+        return
+    raise RuntimeError(
+        f"WORLD_SIZE is {launched}, but torch.distributed is not initialised: every rank would "
+        "train by itself. Call init_process_group() first (under DeepSpeed "
+        "deepspeed.init_distributed(), under Accelerate Accelerator()). If this process is to be "
+        'alone, say so: process_group="alone", for an optimizer '
+        'sharding={"process_group": "alone"}.'
+    )

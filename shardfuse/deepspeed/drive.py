@@ -124,6 +124,8 @@ class _Plan:
         self._params = params
         self._options = options
         self._instance = instance
+        if instance is not None:
+            refusals.check_scheduler(instance, engine, cls.__name__)
 
     def run_at_stage_0(self, active: Registration) -> None:
         """Let shardfuse shard, and the engine drive it."""
@@ -137,6 +139,7 @@ class _Plan:
             "_configure_basic_optimizer": lambda params: optimizer,
             "_do_optimizer_sanity_check": lambda basic: None,
         }
+        refusals.check_ranks(optimizer, engine, self.cls.__name__)
         bridge = EngineBridge(engine, optimizer)
         with _overridden(engine, overrides):
             active.original(engine, self._instance, self._params)

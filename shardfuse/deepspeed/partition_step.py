@@ -94,7 +94,7 @@ class PartitionStep:
             state: the rule's states, each (numel,).
         """
         assert self._flat.grad is not None
-        scale = self._clip(self._rule.clip(group))
+        scale = self._factor(self._rule.clip(group))
         if isinstance(self._rule, NormRule):
             return self._by_norms(self._rule, group, state, step, scale)
         one_policy = len(set(self._policies)) == 1
@@ -128,10 +128,11 @@ class PartitionStep:
                 rows = sums[:, cut.row : cut.row + cut.num_rows]
                 tensors = (rows if segment.policy in adapted else None, p, None, *states)
                 if cut.is_tail:
-                    passes.direction_pass(rule, flags, h, scale, (grad,), tensors)
+                    passes.direction_pass(rule, flags, h, _of_rows(scale, cut), (grad,), tensors)
                 else:
                     span = Span(0, cut.stop - cut.start, step)
-                    self._kernels.direction(flags, h, scale, span, (grad,), tensors)
+                    factor = _of_rows(scale, cut)
+                    self._kernels.direction(flags, h, factor, span, (grad,), tensors)
         ratio = rule.ratio(self._total(self._tree(sums))) if adapted else None
         spread = None if ratio is None else ratio[self._owner]
         for segment, first_row in zip(self._segments, self._rows, strict=True):
@@ -158,26 +159,39 @@ class PartitionStep:
         views = [tensor[cut.start : cut.stop] for tensor in tensors]
         return [view[None] for view in views] if cut.is_tail else views
 
-    def _clip(self, clip: Clip | None) -> Tensor | None:
-        """Return the factor () that the rule itself clips the gradients by. At most one all-reduce.
+    def _factor(self, clip: Clip | None) -> Tensor | None:
+        """Return what the rule itself multiplies gradients by. At most one all-reduce.
 
-        There is one dtype per group here, so that a group is a flat.
+        That is one factor (); where every tensor is clipped by its own norm, one per row of the
+        segments, (rows, 1). There is one dtype per group here, so that a group is a flat.
         """
         if clip is None:
             return None
-        norm = self._global_norm() if clip.scope == "global" else self._group_norm()
+        if clip.scope == "global":
+            norm = self._global_norm()
+        elif clip.scope == "tensor":
+            # Every rank has a sum, maybe zero, for every tensor of the group: whole norms come out.
+            squares = self._total(self._tree(self._square_sums(self._segments, self._num_rows)))
+            norm = squares[0].sqrt()[self._owner][:, None]
+        else:
+            squares = self._square_sums([self._whole], self._whole.num_rows)
+            norm = self._total(squares.sum()[None]).sqrt()[0]
         return (clip.max_norm / (norm + clip.eps)).clamp(max=1.0).to(self._flat.device)
 
-    def _group_norm(self) -> Tensor:
-        squares = torch.zeros(self._whole.num_rows, device=self._flat.device)
-        for cut in _cuts(self._whole, 0):
-            _, grad = self._views(cut, ())
-            rows = squares[cut.row : cut.row + cut.num_rows]
-            if cut.is_tail:
-                passes.square_sum_pass(None, None, (), None, (grad,), (rows,))
-            else:
-                self._kernels.square_sum(None, rows, (grad,))
-        return self._total(squares.sum()[None]).sqrt()[0]
+    def _square_sums(self, segments: Sequence[Segment], num_rows: int) -> Tensor:
+        """Return the sum of squares of the gradient over every row of ``segments``, (1, rows)."""
+        squares = torch.zeros(1, num_rows, device=self._flat.device)
+        first_row = 0
+        for segment in segments:
+            for cut in _cuts(segment, first_row):
+                _, grad = self._views(cut, ())
+                rows = squares[0, cut.row : cut.row + cut.num_rows]
+                if cut.is_tail:
+                    passes.square_sum_pass(None, None, (), None, (grad,), (rows,))
+                else:
+                    self._kernels.square_sum(None, rows, (grad,))
+            first_row += segment.num_rows
+        return squares
 
     def _total(self, sums: Tensor) -> Tensor:
         """Return ``sums`` added up over the ranks; made where the collectives are, if elsewhere."""
@@ -197,6 +211,13 @@ class _Cut(NamedTuple):
     @property
     def is_tail(self) -> bool:
         return self.stop - self.start < self.num_rows * BLOCK
+
+
+def _of_rows(scale: Tensor | None, cut: _Cut) -> Tensor | None:
+    """Return the factors of the rows of ``cut``; the one factor itself, where there is one."""
+    if scale is None or scale.dim() == 0:
+        return scale
+    return scale[cut.row : cut.row + cut.num_rows]
 
 
 def _cuts(segment: Segment, first_row: int) -> Iterator[_Cut]:

@@ -82,6 +82,7 @@ class Partitioned(ShardedOptimizer):
         empty = FlatLayout.empty(world_size=self.communicator.world_size, bucket_nbytes=1)
         self.layout = replace(empty, specs=tuple(specs))
         self._built = True
+        self._patch_step_function()  # for step hooks
         for group in self.param_groups:
             group.pop("param_names", None)  # names of what DeepSpeed is about to replace
 
@@ -101,6 +102,7 @@ class Partitioned(ShardedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._refresh_groups()
         for group in self.param_groups:
             flat = group["params"][0]
             if id(flat) not in self._steps or flat.grad is None:
@@ -178,6 +180,10 @@ class Partitioned(ShardedOptimizer):
         """Refuse: see engine.load_checkpoint()."""
         self._refuse("load_sharded_state_dict()")
 
+    def minimize(self, *args: Any) -> NoReturn:
+        """Refuse: see engine.backward() and engine.step()."""
+        self._refuse("minimize()")
+
     def memory_summary(self) -> NoReturn:
         """Refuse: the buffers are DeepSpeed's."""
         self._refuse("memory_summary()")
@@ -190,7 +196,8 @@ def partitioned_class(cls: type[ShardedOptimizer]) -> type[ShardedOptimizer]:
     """Return ``cls`` with Partitioned between it and ShardedOptimizer.
 
     The methods of Partitioned are put in the new class itself: torch gives every optimizer class a
-    ``step`` of its own when it is first used, which would come before that of a later base.
+    ``step`` of its own when it is first used, which would come before that of a later base. What
+    ``cls`` itself reads at a step, or adds to a state dict, stays.
     """
     if issubclass(cls, Partitioned):
         return cls
@@ -199,7 +206,7 @@ def partitioned_class(cls: type[ShardedOptimizer]) -> type[ShardedOptimizer]:
     own: dict[str, Any] = {
         name: value
         for name, value in vars(Partitioned).items()
-        if callable(value) and name not in ("__init__",)
+        if callable(value) and name not in ("__init__", "state_dict", "load_state_dict")
     }
     own["__doc__"] = cls.__doc__
     own["__module__"] = cls.__module__

@@ -149,3 +149,44 @@ def check_rule(rule: Any, engine: Any, name: str) -> None:
             f"{name} with use_global_grad_norm clips by the norm that DeepSpeed takes of all "
             'gradients. Remove "zero_optimization": {"compute_grad_norm": false}.'
         )
+
+
+def check_scheduler(optimizer: Any, engine: Any, name: str) -> None:
+    """Raise where the scheduler that ``optimizer`` reads its learning rate from cannot work.
+
+    Raises:
+        ValueError: DeepSpeed would write the rate too, or leave the scheduler out of checkpoints.
+    """
+    if getattr(optimizer, "_scheduler", None) is None:
+        return
+    other = engine.client_lr_scheduler is not None or engine.scheduler_name() is not None
+    if other:
+        raise ValueError(
+            f"{name} reads its learning rate from the scheduler it was given, at every step, and "
+            "what DeepSpeed's lr_scheduler writes would be lost. Remove lr_scheduler and "
+            '"scheduler": {...}, or give the optimizer a number as learning_rate.'
+        )
+    if engine.zero_optimization_stage() > 0 and (
+        engine.zero_elastic_checkpoint() or engine.load_universal_checkpoint()
+    ):
+        raise ValueError(
+            f"The scheduler that {name} was given would be missing from DeepSpeed's elastic and "
+            'universal checkpoints. Remove "elastic_checkpoint" and "load_universal", or give the '
+            "optimizer a number as learning_rate and DeepSpeed the lr_scheduler."
+        )
+
+
+def check_ranks(optimizer: Any, engine: Any, name: str) -> None:
+    """Raise where the engine is to leave gradients to ``optimizer``, and that has other ranks.
+
+    Raises:
+        ValueError: some ranks would train apart.
+    """
+    num_ranks = optimizer.communicator.world_size
+    if num_ranks != engine.dp_world_size and not optimizer._config.grads_are_reduced:
+        raise ValueError(
+            f"{name} was built for {num_ranks} rank{'s' * (num_ranks > 1)}, the engine has "
+            f"{engine.dp_world_size}: gradients would not be averaged over all. Call "
+            "deepspeed.init_distributed() before the optimizer is built, and give it no "
+            "process_group."
+        )

@@ -21,7 +21,7 @@ from shardfuse.agreement import agree, on_rank
 from shardfuse.buffers import CombinedBuffers
 from shardfuse.comm import communicator_for
 from shardfuse.config import ShardConfig
-from shardfuse.gradients import FlatParams
+from shardfuse.gradients import FlatParams, clear_grads
 from shardfuse.layout import FlatLayout
 from shardfuse.optim import intake
 from shardfuse.optim.flat_state import FlatState, check_params
@@ -238,8 +238,7 @@ class ShardedOptimizer(StatefulOptimizer):
         self._grads.zero(set_to_none, absent=self._zero_is_absent)
         for state in self._flats:
             if not self._grads.has(state.flat):
-                for param in state.params:
-                    param.grad = None
+                clear_grads(state.params, set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -316,6 +315,9 @@ class ShardedOptimizer(StatefulOptimizer):
         """
         with self.communicator.call("step()"):
             return self._step(closure)
+
+    def _refresh_groups(self) -> None:
+        """Write what is read anew at every step() into ``param_groups``: nothing here."""
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None

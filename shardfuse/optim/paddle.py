@@ -201,11 +201,14 @@ class Lamb(ShardedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters at the present learning rate. See ShardedOptimizer.step()."""
-        if self._scheduler is not None:
-            self._write_lr(self._scheduler_lr())
+        self._refresh_groups()
         result = super().step(closure)
         self._grads_seen = self._grad_versions()
         return result
+
+    def _refresh_groups(self) -> None:
+        if self._scheduler is not None:
+            self._write_lr(self._scheduler_lr())
 
     def minimize(
         self,
