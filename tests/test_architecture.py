@@ -81,17 +81,18 @@ ARROWS: dict[str, set[str]] = {
         "optim.kernels",
         "optim.memory",
         "optim.rules",
-        "optim.stateful",
+        "optim.torch_like",
         "optim.update",
     },
     "optim.stateful": {"comm", "layout", "optim.flat_state", "optim.rules", "optim.state_io"},
-    "optim.sgd": {"config", "optim.base", "optim.rules"},
-    "optim.adadelta": {"config", "optim.base", "optim.rules"},
-    "optim.rmsprop": {"config", "optim.base", "optim.rules"},
-    "optim.adamp": {"config", "optim.base", "optim.rules"},
-    "optim.adam": {"config", "optim.base", "optim.rules"},
-    "optim.bert_adam": {"config", "optim.base", "optim.rules"},
-    "optim.lamb": {"config", "optim.base", "optim.rules"},
+    "optim.torch_like": {"agreement", "config", "optim.stateful"},
+    "optim.sgd": {"config", "optim.base", "optim.rules", "optim.torch_like"},
+    "optim.adadelta": {"config", "optim.base", "optim.rules", "optim.torch_like"},
+    "optim.rmsprop": {"config", "optim.base", "optim.rules", "optim.torch_like"},
+    "optim.adamp": {"config", "optim.base", "optim.rules", "optim.torch_like"},
+    "optim.adam": {"config", "optim.base", "optim.rules", "optim.torch_like"},
+    "optim.bert_adam": {"config", "optim.base", "optim.rules", "optim.torch_like"},
+    "optim.lamb": {"config", "optim.base", "optim.rules", "optim.torch_like"},
     "optim.lamb_compare": {"optim.intake", "optim.rules"},
     "optim.paddle": {"config", "optim.base", "optim.rules"},
     "optim.npu": {
@@ -119,6 +120,7 @@ ARROWS: dict[str, set[str]] = {
         "optim",
         "optim.intake",
         "optim.rules",
+        "optim.torch_like",
         "deepspeed.partition_step",
     },
     "deepspeed.partitions": {
@@ -155,7 +157,7 @@ ARROWS: dict[str, set[str]] = {
 
 # Who may import a package that is not torch or of the standard library's plain kind.
 ONLY_IN: dict[str, set[str]] = {
-    "torch.distributed": {"comm.process_group", "comm.pairwise", "checkpoint"},
+    "torch.distributed": {"comm.process_group", "comm.pairwise", "checkpoint", "optim.torch_like"},
     "torch.distributed.checkpoint": {"checkpoint"},
     "torch_npu": set(),
     "deepspeed": {"deepspeed.peer"},

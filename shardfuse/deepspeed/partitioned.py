@@ -11,7 +11,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ from shardfuse.deepspeed.partition_step import PartitionStep
 from shardfuse.layout import FlatLayout, ParamSpec
 from shardfuse.optim import ShardedOptimizer, intake
 from shardfuse.optim.rules import NormRule
+from shardfuse.optim.torch_like import TorchOptions, checked
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class _Ratios:
@@ -46,6 +50,7 @@ class Partitioned(ShardedOptimizer):
         defaults: dict[str, Any],
         make_rule: Callable[[], Any],
         sharding: ShardConfig | Mapping[str, Any] | None,
+        **torch_options: Unpack[TorchOptions],
     ) -> None:
         error: Exception | None = None
         entries: list[str] = []
@@ -56,6 +61,7 @@ class Partitioned(ShardedOptimizer):
         try:
             self._config = ShardConfig.of(sharding)
             self._rule = make_rule()
+            defaults = {**defaults, **checked(torch_options, type(self))}
             torch.optim.Optimizer.__init__(self, params, defaults)
             self._device = intake.common_device(self.param_groups)
             added = intake.read(self.param_groups, 0, self._rule)
@@ -139,7 +145,13 @@ class Partitioned(ShardedOptimizer):
         return torch.optim.Optimizer.state_dict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load this rank's state_dict(). Local."""
+        """Load this rank's state_dict(). Local.
+
+        Raises:
+            ValueError: a hyper-parameter out of range; nothing is loaded then.
+        """
+        for group in state_dict["param_groups"]:
+            self._rule.check(group)
         torch.optim.Optimizer.load_state_dict(self, dict(state_dict))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -157,6 +169,10 @@ class Partitioned(ShardedOptimizer):
     def rebind(self) -> None:
         """Refuse: the parameters are DeepSpeed's."""
         self._refuse("rebind()")
+
+    def join_hook(self, **kwargs: Any) -> NoReturn:
+        """Refuse: all ranks take the engine's steps."""
+        self._refuse("torch.distributed.algorithms.Join")
 
     def grad_norm(self) -> Tensor:
         """Refuse: see engine.get_global_grad_norm()."""

@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,16 +28,19 @@ from shardfuse.optim.flat_state import FlatState, check_params
 from shardfuse.optim.kernels import Kernels
 from shardfuse.optim.memory import MemorySummary
 from shardfuse.optim.rules import NormRule, RowRule
-from shardfuse.optim.stateful import StatefulOptimizer
+from shardfuse.optim.torch_like import TorchLike, TorchOptions, checked
 from shardfuse.optim.update import Rule, Updater
 from shardfuse.presynced import PresyncedGrads
 from shardfuse.scaling import Overflow, OverflowReport
 from shardfuse.sync import GradSync, ParamSync
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 logger = logging.getLogger("shardfuse")
 
 
-class ShardedOptimizer(StatefulOptimizer):
+class ShardedOptimizer(TorchLike):
     """A torch optimizer whose states are partitioned over ranks (ZeRO stage 1).
 
     Building it moves every parameter into a flat buffer (same tensors, same values) and is a
@@ -50,6 +53,7 @@ class ShardedOptimizer(StatefulOptimizer):
         defaults: hyper-parameters of groups that do not have their own.
         make_rule: builds the rule; its errors are raised on all ranks.
         sharding: a ShardConfig or a plain dict with its keys.
+        torch_options: keywords of torch's own classes; those given are added to ``defaults``.
 
     Raises:
         ValueError: a hyper-parameter out of range, or ranks that disagree.
@@ -57,7 +61,6 @@ class ShardedOptimizer(StatefulOptimizer):
         RuntimeError: another rank failed to build the optimizer.
     """
 
-    _step_supports_amp_scaling = True  # [Note: gradient scalers] in scaling.py
     _zero_is_absent = False  # [Note: absent gradients] in sync.py
 
     _rule: Rule
@@ -69,13 +72,14 @@ class ShardedOptimizer(StatefulOptimizer):
         defaults: dict[str, Any],
         make_rule: Callable[[], Rule],
         sharding: ShardConfig | Mapping[str, Any] | None,
+        **torch_options: Unpack[TorchOptions],
     ) -> None:
         error: Exception | None = None
         self._config = ShardConfig()
         try:
             self._config = ShardConfig.of(sharding)
             self._rule = make_rule()
-            super().__init__(params, defaults)
+            super().__init__(params, {**defaults, **checked(torch_options, type(self))})
             self._device = intake.common_device(self.param_groups)
         except Exception as failure:
             error = failure
@@ -252,6 +256,7 @@ class ShardedOptimizer(StatefulOptimizer):
         return norm
 
     def _grad_norm(self) -> Tensor:
+        self._refuse_in_join("The norm of the mean gradient")
         self._begin()
         return self._clipped(self._updater.square_norms().sum().sqrt())
 
@@ -308,6 +313,7 @@ class ShardedOptimizer(StatefulOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._before_step()
         self._begin()
         if self._clip_coefficient is not None and not self._grads.is_reduced:
             self._clip_coefficient = None
@@ -335,7 +341,7 @@ class ShardedOptimizer(StatefulOptimizer):
 
     def _begin(self) -> None:
         """Check and pack what the next collectives need."""
-        prefix = on_rank(self.communicator)
+        prefix = f"{on_rank(self.communicator)}{type(self).__name__}: "
         check_params(self.param_groups, self._params, self._flats, prefix)
         woken = []
         for state in self._flats:

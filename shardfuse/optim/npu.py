@@ -86,6 +86,7 @@ class _NpuFused(ShardedOptimizer):
 
     def _p_norm(self, norm_type: float) -> Tensor:
         """Return the p-norm of the mean gradient, clipped where it is already, () fp32."""
+        self._refuse_in_join("The norm of the mean gradient")
         self._begin()
         self._grads.retain()
         largest = norm_type == math.inf
@@ -177,6 +178,7 @@ class _NpuFused(ShardedOptimizer):
             return self._step(closure)
         if closure is not None:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        self._refuse_in_join("step() under a gradient scaler")
         found_inf = self._unscale(scaler)
         if agree_on_step(self.communicator, found_inf, None).skip:
             # update() then lowers the scale on all ranks alike.

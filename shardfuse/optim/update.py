@@ -13,7 +13,7 @@ from shardfuse.gradients import Parts
 from shardfuse.layout import BLOCK, Bucket
 from shardfuse.optim.flat_state import FlatState
 from shardfuse.optim.kernels import Kernels, Span
-from shardfuse.optim.kernels.passes import Scale
+from shardfuse.optim.kernels.passes import Scale, ascending
 from shardfuse.optim.norms import BlockSums
 from shardfuse.optim.rows import RowSums
 from shardfuse.optim.rules import Clip, ElementwiseRule, NormRule, RowRule
@@ -128,7 +128,7 @@ class Updater:
         return [(name, grad) for _, name, grad in sorted(members, key=lambda member: member[0])]
 
     def _scales(self, coefficient: Tensor | None) -> dict[int, Scale]:
-        """Return for each flat the factor from summed to clipped mean gradient.
+        """Return for each flat the factor from summed to clipped mean gradient; its sign, too.
 
         Clipping per tensor is left to _scale().
         """
@@ -144,11 +144,10 @@ class Updater:
                 norm = square.sqrt() if coefficient is None else square.sqrt() * coefficient
                 own = (clip.max_norm / (norm + clip.eps)).clamp(max=1.0)
                 factor = own if coefficient is None else own * coefficient
-            mean = self._grads.scale(index)
-            if factor is None:
-                scales[index] = mean
-            else:
-                scales[index] = factor if mean is None else factor * mean
+            mean: Scale = self._grads.scale(index)
+            if factor is not None:
+                mean = factor if mean is None else factor * mean
+            scales[index] = ascending(mean, self._group(self._flats[index]))
         return scales
 
     def _peers(self, index: int, clip: Clip) -> slice | list[int]:
