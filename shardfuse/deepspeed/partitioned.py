@@ -129,6 +129,8 @@ class Partitioned(ShardedOptimizer):
         names = self._rule.state_names(group)
         ratio = self._steps[id(flat)].run(group, [state[name] for name in names], step)
         state["step"] = step
+        if self._rule.counts_in_groups:
+            group["step"] = step
         if isinstance(self._rule, NormRule):
             ratios = self._updater.ratio
             if ratios is None:

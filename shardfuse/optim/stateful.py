@@ -91,7 +91,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Its tensors alias the state: save them before the next step(). To load, at any world size,
         pass it to ``torch.distributed.checkpoint.load``, then call load_sharded_state_dict().
         """
-        return state_io.sharded(self.communicator, self.layout, self._flats, self.param_groups)
+        return state_io.sharded(
+            self.communicator, self.layout, self._flats, self.param_groups, self._rule
+        )
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Finish loading a sharded_state_dict() that torch.distributed.checkpoint has filled."""

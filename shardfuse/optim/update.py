@@ -40,7 +40,7 @@ class Updater:
     def __init__(
         self,
         rule: Rule,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[dict[str, Any]],
         flats: Sequence[FlatState],
         *,
         comm: Communicator,
@@ -117,6 +117,9 @@ class Updater:
             self._elementwise(scales)
         for state in self._awake:
             state.advance(self._grads.missing(state.flat))
+        if self._rule.counts_in_groups:
+            for group in self._groups:
+                group["step"] = group.get("step", 0) + 1
 
     def _named_grads(self) -> list[tuple[str, Tensor | None]]:
         """Return (name, gradient on this rank) of every parameter, in order of registration."""

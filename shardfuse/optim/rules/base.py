@@ -55,6 +55,13 @@ class UpdateRule(ABC):
     Otherwise the step only counts updates of the states, to tell the first from the rest.
     """
 
+    counts_in_groups: ClassVar[bool] = False
+    """Whether a group has a ``step``, how many steps were not skipped, as apex's groups have.
+
+    It is absent before the first. NVIDIA's learning-rate schedulers read it there, and without it
+    go on with their first rate.
+    """
+
     torch_keys: ClassVar[frozenset[str]] = frozenset()
     """Those keys of [Note: torch's keys] that this rule honours."""
 

@@ -144,6 +144,7 @@ class LambRule(NormRule):
     update. With ``adam=True`` the ratio is 1 everywhere.
     """
 
+    counts_in_groups: ClassVar[bool] = True
     torch_keys: ClassVar[frozenset[str]] = frozenset({"decoupled_weight_decay"})
     num_sums: ClassVar[int] = 2
 

@@ -35,6 +35,7 @@ class PaddleLambRule(LambRule):
     trust ratio is taken where the decay is above 0, or everywhere with ``always_adapt``.
     """
 
+    counts_in_groups: ClassVar[bool] = False
     _adapt_again: ClassVar[str] = (
         "Set lamb_weight_decay above 0, or always_adapt=True; or use ShardedAdam"
     )
