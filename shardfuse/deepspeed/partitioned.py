@@ -60,6 +60,7 @@ class Partitioned(ShardedOptimizer):
         self._params = []
         try:
             self._config = ShardConfig.of(sharding)
+            _check_config(self._config)
             self._rule = make_rule()
             defaults = {**defaults, **checked(torch_options, type(self))}
             torch.optim.Optimizer.__init__(self, params, defaults)
@@ -201,6 +202,15 @@ class Partitioned(ShardedOptimizer):
         self._refuse("memory_summary()")
 
 
+def _check_config(config: ShardConfig) -> None:
+    """Raise ValueError if ``config`` has what only shardfuse's own steps do."""
+    if config.clip_grad_norm is not None:
+        raise ValueError(
+            'sharding={"clip_grad_norm": ...} is for loops without DeepSpeed, whose engine clips '
+            'at ZeRO stages 1 and 2: write "gradient_clipping" in its configuration.'
+        )
+
+
 _classes: dict[Any, type[ShardedOptimizer]] = {}
 
 
@@ -239,6 +249,7 @@ def hand_over(optimizer: ShardedOptimizer) -> None:
             f"This {type(optimizer).__name__} is driven by another DeepSpeed engine. Build a new "
             "one for this engine."
         )
+    _check_config(optimizer._config)
     layout = optimizer.layout
     if any(state.step_of(slot.param) for state in optimizer._flats for slot in state.flat.slots):
         raise ValueError(

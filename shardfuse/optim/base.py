@@ -328,7 +328,8 @@ class ShardedOptimizer(TorchLike):
             if found_inf is not None and not isinstance(found_inf, Tensor):
                 # torch's scaler gives the number 0 where this rank has no gradient at all.
                 found_inf = torch.tensor(float(found_inf), device=self._device)
-            self._updater.run(self._clip_coefficient, found_inf, grad_scale)
+            max_norm = self._config.clip_grad_norm
+            self._updater.run(self._clip_coefficient, max_norm, found_inf, grad_scale)
             self._gather.finish()
         self._grads.release()
         self._clip_coefficient = None
