@@ -27,6 +27,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     _flats: list[FlatState]
     _consolidated: dict[str, Any] | None  # the full state, until the next step
     _is_fresh: bool  # no step was taken and no state loaded: alike on all ranks
+    _in_join = False  # inside torch.distributed.algorithms.Join
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's ordinary state dict: full per-parameter tensors, on the CPU.
@@ -57,6 +58,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         Goes bucket by bucket into CPU memory; ``to=None`` is every rank. Valid until the next step.
         """
+        self._refuse_in_join("consolidate_state_dict()")
         if to is not None and not 0 <= to < self.communicator.world_size:
             raise ValueError(
                 f"Invalid rank to: {to}. The group has {self.communicator.world_size} ranks."
@@ -91,6 +93,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Its tensors alias the state: save them before the next step(). To load, at any world size,
         pass it to ``torch.distributed.checkpoint.load``, then call load_sharded_state_dict().
         """
+        self._refuse_in_join("sharded_state_dict()")
         return state_io.sharded(
             self.communicator, self.layout, self._flats, self.param_groups, self._rule
         )
@@ -100,3 +103,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
         state_io.load_sharded(self.layout, self._flats, self.param_groups, self._rule, state_dict)
         self._consolidated = None
         self._is_fresh = False
+
+    def _refuse_in_join(self, what: str) -> None:
+        """Raise RuntimeError inside a Join: a rank that has joined would not take part."""
+        if self._in_join:
+            raise RuntimeError(
+                f"{what} is a collective that a rank whose inputs have ended does not take part "
+                "in, so that it is refused inside Join. Clip with "
+                'sharding={"clip_grad_norm": max_norm}; save after the end of Join.'
+            )

@@ -70,7 +70,6 @@ class TorchLike(StatefulOptimizer, Joinable):
     _config: ShardConfig
     _device: torch.device
     _step_supports_amp_scaling: Any = _HandlesUnscaling()
-    _in_join = False
     _is_shadow = False  # this rank has joined and only takes part in the others' steps
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -150,15 +149,6 @@ class TorchLike(StatefulOptimizer, Joinable):
     def join_process_group(self) -> Any:
         """The ranks that share the states."""
         return self._config.process_group or torch.distributed.group.WORLD
-
-    def _refuse_in_join(self, what: str) -> None:
-        """Raise RuntimeError inside a Join: a rank that has joined would not take part."""
-        if self._in_join:
-            raise RuntimeError(
-                f"{what} is a collective that a rank whose inputs have ended does not take part "
-                "in, so that it is refused inside Join. Clip with "
-                'sharding={"clip_grad_norm": max_norm}; save after the end of Join.'
-            )
 
 
 _NOT_OPTIONS = ("params", "param_names", "step")
