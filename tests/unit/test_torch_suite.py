@@ -42,13 +42,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from shardfuse import (
-    ShardedAdadelta,
-    ShardedAdam,
-    ShardedAdamW,
-    ShardedRMSprop,
-    ShardedSGD,
-)
+from shardfuse import ShardedAdadelta, ShardedAdam, ShardedAdamW, ShardedRMSprop, ShardedSGD
 from tests.unit.test_validation import ALL, case_id
 
 # torch's testing package needs this one.
