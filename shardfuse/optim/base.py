@@ -274,7 +274,9 @@ class ShardedOptimizer(TorchLike):
         """Scale the mean gradient of the next step() to an L2 norm of at most ``max_norm``.
 
         Collective; call it after backward and before step(). ``p.grad`` itself is not changed.
-        The factor is ``min(1, max_norm / (norm + 1e-6))``, as in torch.nn.utils.
+        The factor is ``min(1, max_norm / (norm + 1e-6))``, as in torch.nn.utils, whose own function
+        sees ``p.grad`` alone: use that only with ``grads_are_reduced``. For loops that cannot call
+        this there is ``ShardConfig(clip_grad_norm=)``.
 
         Returns:
             The norm before clipping, () fp32.

@@ -204,13 +204,13 @@ def check_params(
         )
     moved = [name for state in flats for name in state.moved()]
     if moved:
+        names = ", ".join(moved[:3]) + (", ..." if len(moved) > 3 else "")
         change = next((text for state in flats if (text := state.change())), "")
         if change:
             raise RuntimeError(
-                f"{prefix}{change}: the model was cast or moved after the optimizer was built, and "
-                f"rebind() cannot follow. {_REMEDY}"
+                f"{prefix}{len(moved)} parameters were cast or moved after the optimizer was built "
+                f"({names}), where rebind() cannot follow: {change}. {_REMEDY}"
             )
-        names = ", ".join(moved[:3]) + (", ..." if len(moved) > 3 else "")
         raise RuntimeError(
             f"{prefix}{len(moved)} parameters were re-allocated since the optimizer was built "
             f"({names}), so that updates would not reach the model. Call opt.rebind() after moving "

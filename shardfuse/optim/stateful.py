@@ -27,7 +27,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
     _flats: list[FlatState]
     _consolidated: dict[str, Any] | None  # the full state, until the next step
     _is_fresh: bool  # no step was taken and no state loaded: alike on all ranks
-    _in_join = False  # inside torch.distributed.algorithms.Join
+    _join_config: Any = None  # set by torch.distributed.algorithms.Join, for good
+    _left_join = True  # whether all ranks have left the last one
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's ordinary state dict: full per-parameter tensors, on the CPU.
@@ -106,7 +107,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def _refuse_in_join(self, what: str) -> None:
         """Raise RuntimeError inside a Join: a rank that has joined would not take part."""
-        if self._in_join:
+        if self._join_config is not None and self._join_config.enable and not self._left_join:
             raise RuntimeError(
                 f"{what} is a collective that a rank whose inputs have ended does not take part "
                 "in, so that it is refused inside Join. Clip with "

@@ -106,7 +106,7 @@ class TorchLike(StatefulOptimizer, Joinable):
             )
         if self._join_config is None or not self._join_config.enable:
             return
-        self._in_join = True
+        self._left_join = False
         if self.__dict__.get("found_inf") is not None:
             self._refuse_in_join("step() under a gradient scaler")
         if not self._is_shadow:
@@ -119,8 +119,6 @@ class TorchLike(StatefulOptimizer, Joinable):
         agree(self.communicator, self._device, options, None)
 
     # torch.distributed.algorithms.Join
-
-    _join_config: Any = None
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return what torch.distributed.algorithms.Join runs on a rank whose inputs have ended.
@@ -137,7 +135,7 @@ class TorchLike(StatefulOptimizer, Joinable):
                 "DistributedDataParallel gives the ranks that have joined no gradients. Train "
                 "without it, Join([optimizer]), and with grads_are_reduced=False."
             )
-        self._in_join = True
+        self._left_join = False
         return _JoinHook(self)
 
     @property
@@ -176,4 +174,4 @@ class _JoinHook(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Allow what Join forbids. Parameters are equal on all ranks after every step."""
-        self._optimizer._in_join = False
+        self._optimizer._left_join = True

@@ -152,6 +152,7 @@ def other_uses() -> None:
 
     with Join([optimizer], enable=False):
         loop(2)
+        optimizer.grad_norm()
     with Join([optimizer]):
         loop(2 + rank)
     loss_of(model, rank, 9).backward()
