@@ -5,7 +5,8 @@ two attributes and leaves the rest to its step(): ``found_inf``, whether this ra
 gradient, and ``grad_scale``, what the gradients still have to be divided by (None after unscale_).
 The ranks agree on both in one all-reduce: a step is skipped by all or by none. Equal scales are
 undone in the kernel, after the sum; scales may differ where each rank runs a plain scaler, which
-lowers its own scale only, and are then undone before the sum.
+lowers its own scale only, and are then undone before the sum. Frameworks read the same attribute,
+[Note: who unscales] in optim/torch_like.py.
 """
 
 from __future__ import annotations

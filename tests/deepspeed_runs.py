@@ -278,12 +278,14 @@ def reference(job: Job) -> list[Tensor]:
         options["max_grad_norm"] = options.pop("clip_grad_norm")
     if job.name == "ShardedAdamW":
         options["decoupled"] = True
+    sign = -1.0 if options.pop("maximize", False) else 1.0
     oracle = ORACLES[job.name](model.groups(), names=names, **options)
     for step in range(job.steps):
         grads = step_grads(job, step)
         norm = grad_norm(grads)
         if job.clip and norm > job.clip:
             grads = [None if g is None else g * (job.clip / (norm + 1e-6)) for g in grads]
+        grads = [None if g is None else g * sign for g in grads]
         oracle.step(split_by_group(job.entries, grads))
     order = [i for group in split_by_group(job.entries, range(len(job.entries))) for i in group]
     placed = dict(zip(order, oracle.values(), strict=True))

@@ -94,7 +94,7 @@ class PartitionStep:
             state: the rule's states, each (numel,).
         """
         assert self._flat.grad is not None
-        scale = self._factor(self._rule.clip(group))
+        scale = passes.ascending(self._factor(self._rule.clip(group)), group)
         if isinstance(self._rule, NormRule):
             return self._by_norms(self._rule, group, state, step, scale)
         one_policy = len(set(self._policies)) == 1
@@ -116,7 +116,7 @@ class PartitionStep:
         group: Mapping[str, Any],
         state: Sequence[Tensor],
         step: int,
-        scale: Tensor | None,
+        scale: passes.Scale,
     ) -> Tensor | None:
         # Of all parameters of the group, so that all ranks agree on whether to communicate.
         adapted = {policy for policy in self._policies if rule.adapts(group, policy)}
@@ -213,9 +213,9 @@ class _Cut(NamedTuple):
         return self.stop - self.start < self.num_rows * BLOCK
 
 
-def _of_rows(scale: Tensor | None, cut: _Cut) -> Tensor | None:
+def _of_rows(scale: passes.Scale, cut: _Cut) -> passes.Scale:
     """Return the factors of the rows of ``cut``; the one factor itself, where there is one."""
-    if scale is None or scale.dim() == 0:
+    if not isinstance(scale, Tensor) or scale.dim() == 0:
         return scale
     return scale[cut.row : cut.row + cut.num_rows]
 

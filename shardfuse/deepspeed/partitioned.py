@@ -11,7 +11,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ from shardfuse.deepspeed.partition_step import PartitionStep
 from shardfuse.layout import FlatLayout, ParamSpec
 from shardfuse.optim import ShardedOptimizer, intake
 from shardfuse.optim.rules import NormRule
+from shardfuse.optim.torch_like import TorchOptions, checked
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class _Ratios:
@@ -46,6 +50,7 @@ class Partitioned(ShardedOptimizer):
         defaults: dict[str, Any],
         make_rule: Callable[[], Any],
         sharding: ShardConfig | Mapping[str, Any] | None,
+        **torch_options: Unpack[TorchOptions],
     ) -> None:
         error: Exception | None = None
         entries: list[str] = []
@@ -55,7 +60,9 @@ class Partitioned(ShardedOptimizer):
         self._params = []
         try:
             self._config = ShardConfig.of(sharding)
+            _check_config(self._config)
             self._rule = make_rule()
+            defaults = {**defaults, **checked(torch_options, type(self))}
             torch.optim.Optimizer.__init__(self, params, defaults)
             self._device = intake.common_device(self.param_groups)
             added = intake.read(self.param_groups, 0, self._rule)
@@ -125,6 +132,8 @@ class Partitioned(ShardedOptimizer):
         names = self._rule.state_names(group)
         ratio = self._steps[id(flat)].run(group, [state[name] for name in names], step)
         state["step"] = step
+        if self._rule.counts_in_groups:
+            group["step"] = step
         if isinstance(self._rule, NormRule):
             ratios = self._updater.ratio
             if ratios is None:
@@ -141,7 +150,13 @@ class Partitioned(ShardedOptimizer):
         return torch.optim.Optimizer.state_dict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load this rank's state_dict(). Local."""
+        """Load this rank's state_dict(). Local.
+
+        Raises:
+            ValueError: a hyper-parameter out of range; nothing is loaded then.
+        """
+        for group in state_dict["param_groups"]:
+            self._rule.check(group)
         torch.optim.Optimizer.load_state_dict(self, dict(state_dict))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -159,6 +174,10 @@ class Partitioned(ShardedOptimizer):
     def rebind(self) -> None:
         """Refuse: the parameters are DeepSpeed's."""
         self._refuse("rebind()")
+
+    def join_hook(self, **kwargs: Any) -> NoReturn:
+        """Refuse: all ranks take the engine's steps."""
+        self._refuse("torch.distributed.algorithms.Join")
 
     def grad_norm(self) -> Tensor:
         """Refuse: see engine.get_global_grad_norm()."""
@@ -187,6 +206,15 @@ class Partitioned(ShardedOptimizer):
     def memory_summary(self) -> NoReturn:
         """Refuse: the buffers are DeepSpeed's."""
         self._refuse("memory_summary()")
+
+
+def _check_config(config: ShardConfig) -> None:
+    """Raise ValueError if ``config`` has what only shardfuse's own steps do."""
+    if config.clip_grad_norm is not None:
+        raise ValueError(
+            'sharding={"clip_grad_norm": ...} is for loops without DeepSpeed, whose engine clips '
+            'at ZeRO stages 1 and 2: write "gradient_clipping" in its configuration.'
+        )
 
 
 _classes: dict[Any, type[ShardedOptimizer]] = {}
@@ -228,6 +256,7 @@ def hand_over(optimizer: ShardedOptimizer) -> None:
             f"This {type(optimizer).__name__} is driven by another DeepSpeed engine. Build a new "
             "one for this engine."
         )
+    _check_config(optimizer._config)
     layout = optimizer.layout
     if any(state.step_of(slot.param) for state in optimizer._flats for slot in state.flat.slots):
         raise ValueError(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardfuse.config import ShardConfig
 from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.optim.rules import AdadeltaRule
+from shardfuse.optim.torch_like import TorchOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ShardedAdadelta(ShardedOptimizer):
@@ -25,6 +29,8 @@ class ShardedAdadelta(ShardedOptimizer):
         params: parameters, (name, parameter) pairs, or group dicts holding either.
         lr, rho, eps, weight_decay: as in the formula.
         sharding: a ShardConfig, or a plain dict with its keys.
+        torch_options: ``maximize``, as in torch.optim; ``foreach``, ``fused`` and ``capturable``,
+            which choose nothing here; ``differentiable`` is refused.
 
     Raises:
         ValueError: a hyper-parameter is out of range or NaN, here or in a group dict; or the ranks
@@ -40,6 +46,7 @@ class ShardedAdadelta(ShardedOptimizer):
         weight_decay: float = 0,
         *,
         sharding: ShardConfig | Mapping[str, Any] | None = None,
+        **torch_options: Unpack[TorchOptions],
     ) -> None:
         defaults = {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, AdadeltaRule, sharding)
+        super().__init__(params, defaults, AdadeltaRule, sharding, **torch_options)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardfuse.config import ShardConfig
 from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.optim.rules import AdamRule, AdamWRule
+from shardfuse.optim.torch_like import TorchOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ShardedAdam(ShardedOptimizer):
@@ -24,6 +28,8 @@ class ShardedAdam(ShardedOptimizer):
         params: parameters, (name, parameter) pairs, or group dicts holding either.
         lr, betas, eps, weight_decay, amsgrad: as in the formula.
         sharding: a ShardConfig, or a plain dict with its keys.
+        torch_options: ``maximize``, as in torch.optim; ``foreach``, ``fused`` and ``capturable``,
+            which choose nothing here; ``differentiable`` is refused.
 
     Raises:
         ValueError: a hyper-parameter is out of range or NaN, here or in a group dict; or the ranks
@@ -40,6 +46,7 @@ class ShardedAdam(ShardedOptimizer):
         amsgrad: bool = False,
         *,
         sharding: ShardConfig | Mapping[str, Any] | None = None,
+        **torch_options: Unpack[TorchOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -48,7 +55,7 @@ class ShardedAdam(ShardedOptimizer):
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,
         }
-        super().__init__(params, defaults, AdamRule, sharding)
+        super().__init__(params, defaults, AdamRule, sharding, **torch_options)
 
 
 class ShardedAdamW(ShardedOptimizer):
@@ -62,6 +69,8 @@ class ShardedAdamW(ShardedOptimizer):
         params: parameters, (name, parameter) pairs, or group dicts holding either.
         lr, betas, eps, weight_decay, amsgrad: as for ShardedAdam.
         sharding: a ShardConfig, or a plain dict with its keys.
+        torch_options: ``maximize``, as in torch.optim; ``foreach``, ``fused`` and ``capturable``,
+            which choose nothing here; ``differentiable`` is refused.
 
     Raises:
         ValueError: a hyper-parameter is out of range or NaN, here or in a group dict; or the ranks
@@ -78,6 +87,7 @@ class ShardedAdamW(ShardedOptimizer):
         amsgrad: bool = False,
         *,
         sharding: ShardConfig | Mapping[str, Any] | None = None,
+        **torch_options: Unpack[TorchOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -86,4 +96,4 @@ class ShardedAdamW(ShardedOptimizer):
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,
         }
-        super().__init__(params, defaults, AdamWRule, sharding)
+        super().__init__(params, defaults, AdamWRule, sharding, **torch_options)

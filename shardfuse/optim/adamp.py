@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardfuse.config import ShardConfig
 from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.optim.rules import AdamPRule
+from shardfuse.optim.torch_like import TorchOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ShardedAdamP(ShardedOptimizer):
@@ -28,6 +32,8 @@ class ShardedAdamP(ShardedOptimizer):
         params: parameters, (name, parameter) pairs, or group dicts holding either.
         lr, betas, eps, weight_decay, delta, wd_ratio, nesterov: as in the formula.
         sharding: a ShardConfig, or a plain dict with its keys.
+        torch_options: ``maximize``, as in torch.optim; ``foreach``, ``fused`` and ``capturable``,
+            which choose nothing here; ``differentiable`` is refused.
 
     Raises:
         ValueError: a hyper-parameter is out of range or NaN, here or in a group dict (upstream
@@ -46,6 +52,7 @@ class ShardedAdamP(ShardedOptimizer):
         nesterov: bool = False,
         *,
         sharding: ShardConfig | Mapping[str, Any] | None = None,
+        **torch_options: Unpack[TorchOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -56,4 +63,4 @@ class ShardedAdamP(ShardedOptimizer):
             "wd_ratio": wd_ratio,
             "nesterov": nesterov,
         }
-        super().__init__(params, defaults, AdamPRule, sharding)
+        super().__init__(params, defaults, AdamPRule, sharding, **torch_options)

@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,17 +28,20 @@ from shardfuse.optim.flat_state import FlatState, check_params
 from shardfuse.optim.kernels import Kernels
 from shardfuse.optim.memory import MemorySummary
 from shardfuse.optim.rules import NormRule, RowRule
-from shardfuse.optim.stateful import StatefulOptimizer
 from shardfuse.optim.terms import Terms
+from shardfuse.optim.torch_like import TorchLike, TorchOptions, checked
 from shardfuse.optim.update import Rule, Updater
 from shardfuse.presynced import PresyncedGrads
 from shardfuse.scaling import Overflow, OverflowReport
 from shardfuse.sync import GradSync, ParamSync
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 logger = logging.getLogger("shardfuse")
 
 
-class ShardedOptimizer(StatefulOptimizer):
+class ShardedOptimizer(TorchLike):
     """A torch optimizer whose states are partitioned over ranks (ZeRO stage 1).
 
     Building it moves every parameter into a flat buffer (same tensors, same values) and is a
@@ -51,6 +54,7 @@ class ShardedOptimizer(StatefulOptimizer):
         defaults: hyper-parameters of groups that do not have their own.
         make_rule: builds the rule; its errors are raised on all ranks.
         sharding: a ShardConfig or a plain dict with its keys.
+        torch_options: keywords of torch's own classes; those given are added to ``defaults``.
 
     Raises:
         ValueError: a hyper-parameter out of range, or ranks that disagree.
@@ -58,7 +62,6 @@ class ShardedOptimizer(StatefulOptimizer):
         RuntimeError: another rank failed to build the optimizer.
     """
 
-    _step_supports_amp_scaling = True  # [Note: gradient scalers] in scaling.py
     _zero_is_absent = False  # [Note: absent gradients] in sync.py
 
     _rule: Rule
@@ -70,13 +73,14 @@ class ShardedOptimizer(StatefulOptimizer):
         defaults: dict[str, Any],
         make_rule: Callable[[], Rule],
         sharding: ShardConfig | Mapping[str, Any] | None,
+        **torch_options: Unpack[TorchOptions],
     ) -> None:
         error: Exception | None = None
         self._config = ShardConfig()
         try:
             self._config = ShardConfig.of(sharding)
             self._rule = make_rule()
-            super().__init__(params, defaults)
+            super().__init__(params, {**defaults, **checked(torch_options, type(self))})
             self._device = intake.common_device(self.param_groups)
         except Exception as failure:
             error = failure
@@ -263,6 +267,7 @@ class ShardedOptimizer(StatefulOptimizer):
         return norm
 
     def _grad_norm(self, max_norm: float | None = None) -> Tensor:
+        self._refuse_in_join("The norm of the mean gradient")
         self._begin(f"max_norm = {max_norm}")
         return self._clipped(self._updater.square_norms().sum().sqrt())
 
@@ -280,7 +285,9 @@ class ShardedOptimizer(StatefulOptimizer):
         """Scale the mean gradient of the next step() to an L2 norm of at most ``max_norm``.
 
         Collective; call it after backward and before step(). ``p.grad`` itself is not changed.
-        The factor is ``min(1, max_norm / (norm + 1e-6))``, as in torch.nn.utils.
+        The factor is ``min(1, max_norm / (norm + 1e-6))``, as in torch.nn.utils, whose own function
+        sees ``p.grad`` alone: use that only with ``grads_are_reduced``. For loops that cannot call
+        this there is ``ShardConfig(clip_grad_norm=)``.
 
         Returns:
             The norm before clipping, () fp32.
@@ -324,6 +331,7 @@ class ShardedOptimizer(StatefulOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._before_step()
         scaler = "without" if self.__dict__.get("found_inf") is None else "under"
         clipped = "without" if self._clip_coefficient is None else "with"
         self._begin(f"{scaler} a gradient scaler, {clipped} clipped gradients")
@@ -340,7 +348,8 @@ class ShardedOptimizer(StatefulOptimizer):
             if found_inf is not None and not isinstance(found_inf, Tensor):
                 # torch's scaler gives the number 0 where this rank has no gradient at all.
                 found_inf = torch.tensor(float(found_inf), device=self._device)
-            self._updater.run(self._clip_coefficient, found_inf, grad_scale)
+            max_norm = self._config.clip_grad_norm
+            self._updater.run(self._clip_coefficient, max_norm, found_inf, grad_scale)
             self._gather.finish()
         self._grads.release()
         self._clip_coefficient = None
@@ -353,7 +362,7 @@ class ShardedOptimizer(StatefulOptimizer):
 
     def _begin(self, *lines: str) -> None:
         """Check and pack what the next collectives need; ``lines`` are what ranks must agree on."""
-        prefix = on_rank(self.communicator)
+        prefix = f"{on_rank(self.communicator)}{type(self).__name__}: "
         check_params(self.param_groups, self._params, self._flats, prefix)
         woken = []
         for state in self._flats:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import required
 
 from shardfuse.config import ShardConfig
 from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.optim.rules import BertAdamRule
+from shardfuse.optim.torch_like import TorchOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ShardedBertAdam(ShardedOptimizer):
@@ -34,6 +38,8 @@ class ShardedBertAdam(ShardedOptimizer):
         weight_decay: decoupled decay, where > 0.
         max_grad_norm: bound of the gradient norm; <= 0 for none. Costs one all-reduce a step.
         sharding: a ShardConfig, or a plain dict with its keys.
+        torch_options: ``maximize``, as in torch.optim; ``foreach``, ``fused`` and ``capturable``,
+            which choose nothing here; ``differentiable`` is refused.
 
     Raises:
         ValueError: a hyper-parameter is out of range or NaN, here or in a group dict; or the ranks
@@ -54,6 +60,7 @@ class ShardedBertAdam(ShardedOptimizer):
         max_grad_norm: float = 1.0,
         *,
         sharding: ShardConfig | Mapping[str, Any] | None = None,
+        **torch_options: Unpack[TorchOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -66,4 +73,4 @@ class ShardedBertAdam(ShardedOptimizer):
             "weight_decay": weight_decay,
             "max_grad_norm": max_grad_norm,
         }
-        super().__init__(params, defaults, BertAdamRule, sharding)
+        super().__init__(params, defaults, BertAdamRule, sharding, **torch_options)

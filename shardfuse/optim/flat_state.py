@@ -16,6 +16,11 @@ from shardfuse.optim.kernels import Span
 
 MASTER_DTYPE = torch.float32
 
+_REMEDY = (
+    "Change it back, as by model.float(), and call opt.rebind(); or build a new optimizer after "
+    "casting and moving the model."
+)
+
 
 class FlatState:
     """Storage of one flat on one rank; nothing here communicates or computes an update.
@@ -66,20 +71,30 @@ class FlatState:
         Raises:
             TypeError: a parameter is not what the flat was laid out for; nothing is changed then.
         """
-        buffer = self.params_buffer.data
         for param, spec in zip(self.params, self.specs, strict=True):
-            if (param.dtype, param.device, param.shape) != (buffer.dtype, self.device, spec.shape):
-                raise TypeError(
-                    f"{spec.name} is now {tuple(param.shape)} {param.dtype} on {param.device}, not "
-                    f"{spec.shape} {buffer.dtype} on {self.device}. Change it back, or build a new "
-                    "optimizer."
-                )
+            if self._change(param, spec):
+                raise TypeError(f"{self._change(param, spec)}. {_REMEDY}")
         for position, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
             view = self.params_buffer.view(position, spec)
             if param.data_ptr() != view.data_ptr() or param.stride() != view.stride():
                 view.copy_(param.detach())
                 param.data = view
         self._addresses = [param.data_ptr() for param in self.params]
+
+    def _change(self, param: Tensor, spec: ParamSpec) -> str:
+        """Return how a parameter differs from what the flat was laid out for; empty if it fits."""
+        dtype = self.params_buffer.data.dtype
+        if (param.dtype, param.device, param.shape) == (dtype, self.device, spec.shape):
+            return ""
+        return (
+            f"{spec.name} is now {tuple(param.shape)} {param.dtype} on {param.device}, not "
+            f"{spec.shape} {dtype} on {self.device}"
+        )
+
+    def change(self) -> str:
+        """Return how the first parameter that bind() would refuse has changed; empty for none."""
+        pairs = zip(self.params, self.specs, strict=True)
+        return next((text for pair in pairs if (text := self._change(*pair))), "")
 
     def moved(self) -> list[str]:
         """Return names of parameters that were re-allocated since bind()."""
@@ -190,6 +205,12 @@ def check_params(
     moved = [name for state in flats for name in state.moved()]
     if moved:
         names = ", ".join(moved[:3]) + (", ..." if len(moved) > 3 else "")
+        change = next((text for state in flats if (text := state.change())), "")
+        if change:
+            raise RuntimeError(
+                f"{prefix}{len(moved)} parameters were cast or moved after the optimizer was built "
+                f"({names}), where rebind() cannot follow: {change}. {_REMEDY}"
+            )
         raise RuntimeError(
             f"{prefix}{len(moved)} parameters were re-allocated since the optimizer was built "
             f"({names}), so that updates would not reach the model. Call opt.rebind() after moving "

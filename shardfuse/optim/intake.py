@@ -135,7 +135,7 @@ def describe(
     lines.append(
         f"{rule.describe()} bucket_cap_mb={config.bucket_cap_mb} "
         f"grad_sync_dtype={config.grad_sync_dtype} "
-        f"grads_are_reduced={config.grads_are_reduced} "
+        f"grads_are_reduced={config.grads_are_reduced} clip_grad_norm={config.clip_grad_norm} "
         f"broadcast_params={config.broadcast_params} collectives={config.collectives} "
         f"report_overflow={config.report_overflow}"
     )

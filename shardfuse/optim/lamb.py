@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardfuse.config import ShardConfig
 from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.optim.rules import LambRule
 from shardfuse.optim.rules.lamb import LambVariant, switches_for
+from shardfuse.optim.torch_like import TorchOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ShardedLamb(ShardedOptimizer):
@@ -41,7 +45,8 @@ class ShardedLamb(ShardedOptimizer):
         use_global_grad_norm: clip by the norm over all groups and dtypes. (torch_npu 2.13 raises
             AttributeError here.) The variants do not switch it on; apex and google clip at 1.
         variant: preset of the switches below; each of them overrides it unless None.
-        max_grad_norm: bound of the global gradient norm; only with use_global_grad_norm.
+        max_grad_norm: bound of the global gradient norm, 1 unless given; only with
+            use_global_grad_norm.
         bias_correction: divide the moments by 1 - beta^t: True inside the ratio, "outside" in the
             step size, False not at all.
         clamp_value: upper bound of the weight norm; ``math.inf`` for none.
@@ -50,6 +55,8 @@ class ShardedLamb(ShardedOptimizer):
         exclude_from_weight_decay: regular expressions; parameters whose names match have no decay.
         exclude_from_layer_adaptation: likewise, their trust ratio is 1.
         sharding: a ShardConfig, or a plain dict with its keys.
+        torch_options: ``maximize``, as in torch.optim; ``foreach``, ``fused`` and ``capturable``,
+            which choose nothing here; ``differentiable`` is refused.
 
     Raises:
         ValueError: a hyper-parameter is out of range or NaN, here or in a group dict; names are
@@ -57,7 +64,8 @@ class ShardedLamb(ShardedOptimizer):
 
     Warns:
         UserWarning: on the first rank, once: ratios need a decay and no parameter has one, so that
-            this is Adam; or a parameter of fewer than two dimensions is decayed and adapted.
+            this is Adam; a parameter of fewer than two dimensions is decayed and adapted; or
+            max_grad_norm is given without use_global_grad_norm, and does nothing.
     """
 
     def __init__(
@@ -71,7 +79,7 @@ class ShardedLamb(ShardedOptimizer):
         use_global_grad_norm: bool = False,
         *,
         variant: LambVariant = "npu",
-        max_grad_norm: float = 1.0,
+        max_grad_norm: float | None = None,
         bias_correction: bool | Literal["outside"] | None = None,
         clamp_value: float | None = None,
         min_coeff: float | None = None,
@@ -80,6 +88,7 @@ class ShardedLamb(ShardedOptimizer):
         exclude_from_weight_decay: Sequence[str] | None = None,
         exclude_from_layer_adaptation: Sequence[str] | None = None,
         sharding: ShardConfig | Mapping[str, Any] | None = None,
+        **torch_options: Unpack[TorchOptions],
     ) -> None:
         def make_rule() -> LambRule:
             switches = switches_for(
@@ -100,7 +109,7 @@ class ShardedLamb(ShardedOptimizer):
             )
 
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, make_rule, sharding)
+        super().__init__(params, defaults, make_rule, sharding, **torch_options)
 
     def trust_ratios(self) -> dict[str, float]:
         """Return {parameter name: trust ratio} of the last step; empty before the first. Local.

@@ -87,6 +87,7 @@ class _NpuFused(ShardedOptimizer):
 
     def _p_norm(self, norm_type: float) -> Tensor:
         """Return the p-norm of the mean gradient, clipped where it is already, () fp32."""
+        self._refuse_in_join("The norm of the mean gradient")
         self._begin(f"norm_type = {norm_type}")
         self._grads.retain()
         largest = norm_type == math.inf
@@ -180,6 +181,7 @@ class _NpuFused(ShardedOptimizer):
     def _scaled_step(self, closure: Callable[[], Any] | None, scaler: Any) -> Any:
         if closure is not None:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        self._refuse_in_join("step() under a gradient scaler")
         found_inf = self._unscale(scaler)
         if agree_on_step(self.communicator, found_inf, None).skip:
             # update() then lowers the scale on all ranks alike.

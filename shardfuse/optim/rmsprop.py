@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardfuse.config import ShardConfig
 from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.optim.rules import RMSpropRule, RMSpropTFRule
+from shardfuse.optim.torch_like import TorchOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ShardedRMSprop(ShardedOptimizer):
@@ -25,6 +29,8 @@ class ShardedRMSprop(ShardedOptimizer):
         params: parameters, (name, parameter) pairs, or group dicts holding either.
         lr, alpha, eps, weight_decay, momentum, centered: as in the formula.
         sharding: a ShardConfig, or a plain dict with its keys.
+        torch_options: ``maximize``, as in torch.optim; ``foreach``, ``fused`` and ``capturable``,
+            which choose nothing here; ``differentiable`` is refused.
 
     Raises:
         ValueError: a hyper-parameter is out of range or NaN, here or in a group dict; or the ranks
@@ -42,6 +48,7 @@ class ShardedRMSprop(ShardedOptimizer):
         centered: bool = False,
         *,
         sharding: ShardConfig | Mapping[str, Any] | None = None,
+        **torch_options: Unpack[TorchOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -51,7 +58,7 @@ class ShardedRMSprop(ShardedOptimizer):
             "centered": centered,
             "weight_decay": weight_decay,
         }
-        super().__init__(params, defaults, RMSpropRule, sharding)
+        super().__init__(params, defaults, RMSpropRule, sharding, **torch_options)
 
 
 class ShardedRMSpropTF(ShardedOptimizer):
@@ -70,6 +77,8 @@ class ShardedRMSpropTF(ShardedOptimizer):
         lr, alpha, eps, weight_decay, momentum, centered: as in the formula.
         decoupled_decay, lr_in_momentum: as in the formula.
         sharding: a ShardConfig, or a plain dict with its keys.
+        torch_options: ``maximize``, as in torch.optim; ``foreach``, ``fused`` and ``capturable``,
+            which choose nothing here; ``differentiable`` is refused.
 
     Raises:
         ValueError: a hyper-parameter is out of range or NaN, here or in a group dict; or the ranks
@@ -89,6 +98,7 @@ class ShardedRMSpropTF(ShardedOptimizer):
         lr_in_momentum: bool = True,
         *,
         sharding: ShardConfig | Mapping[str, Any] | None = None,
+        **torch_options: Unpack[TorchOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -100,4 +110,4 @@ class ShardedRMSpropTF(ShardedOptimizer):
             "decoupled_decay": decoupled_decay,
             "lr_in_momentum": lr_in_momentum,
         }
-        super().__init__(params, defaults, RMSpropTFRule, sharding)
+        super().__init__(params, defaults, RMSpropTFRule, sharding, **torch_options)

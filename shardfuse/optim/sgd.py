@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import required
 
 from shardfuse.config import ShardConfig
 from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.optim.rules import SGDRule
+from shardfuse.optim.torch_like import TorchOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ShardedSGD(ShardedOptimizer):
@@ -25,6 +29,8 @@ class ShardedSGD(ShardedOptimizer):
         momentum, dampening, weight_decay: as in the formula; weight_decay is an L2 penalty.
         nesterov: needs momentum > 0 and dampening 0.
         sharding: a ShardConfig, or a plain dict with its keys.
+        torch_options: ``maximize``, as in torch.optim; ``foreach``, ``fused`` and ``capturable``,
+            which choose nothing here; ``differentiable`` is refused.
 
     Raises:
         ValueError: a hyper-parameter is out of range or NaN, here or in a group dict; or the ranks
@@ -41,6 +47,7 @@ class ShardedSGD(ShardedOptimizer):
         nesterov: bool = False,
         *,
         sharding: ShardConfig | Mapping[str, Any] | None = None,
+        **torch_options: Unpack[TorchOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -49,4 +56,4 @@ class ShardedSGD(ShardedOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
-        super().__init__(params, defaults, SGDRule, sharding)
+        super().__init__(params, defaults, SGDRule, sharding, **torch_options)

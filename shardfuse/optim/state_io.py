@@ -129,12 +129,15 @@ def restore(
     order = [p for group in state_dict["param_groups"] for p in group["params"]]
     entries = {i: dict(state_dict["state"].get(key, {})) for i, key in enumerate(order)}
     for param, spec in enumerate(layout.specs):
+        _count_by_group(entries[param], state_dict["param_groups"][spec.group], rule)
         _check_entry(spec, entries[param], rule, rule.state_names(merged[spec.group]))
     specs = dict(enumerate(layout.specs))
     for group, new in zip(groups, merged, strict=True):
         group.update(new)
+    counts = {param: _step_in(entry, rule) for param, entry in entries.items()}
+    _set_group_steps(groups, state_dict["param_groups"], rule, counts)
     for state in flats:
-        steps = {slot.param: _step_in(entries[slot.param], rule) for slot in state.flat.slots}
+        steps = {slot.param: counts[slot.param] for slot in state.flat.slots}
         if state.flat.frozen and not state.states and not any(steps.values()):
             continue
         state.allocate(rule.initial_states(groups[state.flat.group]))
@@ -168,6 +171,33 @@ def _check_entry(
             f"loaded state dict has no {lacking[0]} for {spec.name}; it is of another optimizer or "
             "of other options."
         )
+    if len(lacking) < len(names) and "step" not in entry and rule.counts_steps:
+        raise ValueError(
+            f"loaded state dict has no step for {spec.name}, neither with its states nor in its "
+            "group: how often they were updated is not known. Add it to the dict."
+        )
+
+
+def _count_by_group(entry: dict[str, Any], group: Mapping[str, Any], rule: UpdateRule) -> None:
+    """Give a saved state the ``step`` of its group, where apex counts."""
+    if entry and "step" not in entry and "step" in group and rule.counts_steps:
+        entry["step"] = group["step"]
+
+
+def _set_group_steps(
+    groups: Groups,
+    saved: Sequence[Mapping[str, Any]],
+    rule: UpdateRule,
+    counts: Mapping[int, int],
+) -> None:
+    """Set the ``step`` of groups that have one: the saved one, or the most of any parameter."""
+    if not rule.counts_in_groups:
+        return
+    most = max(counts.values(), default=0)
+    for group, other in zip(groups, saved, strict=True):
+        group["step"] = int(other.get("step", most))
+        if not group["step"]:
+            del group["step"]
 
 
 def _step_in(entry: Mapping[str, Any], rule: UpdateRule) -> int:
@@ -179,7 +209,11 @@ def _step_in(entry: Mapping[str, Any], rule: UpdateRule) -> int:
 
 
 def sharded(
-    comm: Communicator, layout: FlatLayout, flats: Sequence[FlatState], groups: Groups
+    comm: Communicator,
+    layout: FlatLayout,
+    flats: Sequence[FlatState],
+    groups: Groups,
+    rule: UpdateRule,
 ) -> dict[str, Any]:
     """Return a flat dict for torch.distributed.checkpoint whose tensors alias this rank's state.
 
@@ -204,6 +238,10 @@ def sharded(
             key = f"state.{layout.specs[slot.param].name}.step"
             result[key] = torch.tensor(steps[slot.param])
     result["param_groups"] = _packed_groups(groups)
+    if rule.counts_in_groups:
+        # A key that one side lacks cannot be loaded; it comes back from the steps above.
+        for group in result["param_groups"]:
+            group.pop("step", None)
     return result
 
 
@@ -218,6 +256,9 @@ def load_sharded(
     merged = _merged(groups, state_dict["param_groups"], rule)
     for group, new in zip(groups, merged, strict=True):
         group.update(new)
+    counts = {
+        param: int(state_dict[f"state.{spec.name}.step"]) for param, spec in enumerate(layout.specs)
+    }
+    _set_group_steps(groups, state_dict["param_groups"], rule, counts)
     for state in flats:
-        names = {slot.param: layout.specs[slot.param].name for slot in state.flat.slots}
-        state.set_steps({p: int(state_dict[f"state.{name}.step"]) for p, name in names.items()})
+        state.set_steps({slot.param: counts[slot.param] for slot in state.flat.slots})

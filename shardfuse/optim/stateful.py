@@ -27,6 +27,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
     _flats: list[FlatState]
     _consolidated: dict[str, Any] | None  # the full state, until the next step
     _is_fresh: bool  # no step was taken and no state loaded: alike on all ranks
+    _join_config: Any = None  # set by torch.distributed.algorithms.Join, for good
+    _left_join = True  # whether all ranks have left the last one
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's ordinary state dict: full per-parameter tensors, on the CPU.
@@ -57,6 +59,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         Goes bucket by bucket into CPU memory; ``to=None`` is every rank. Valid until the next step.
         """
+        self._refuse_in_join("consolidate_state_dict()")
         if to is not None and not 0 <= to < self.communicator.world_size:
             raise ValueError(
                 f"Invalid rank to: {to}. The group has {self.communicator.world_size} ranks."
@@ -93,11 +96,23 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Its tensors alias the state: save them before the next step(). To load, at any world size,
         pass it to ``torch.distributed.checkpoint.load``, then call load_sharded_state_dict().
         """
+        self._refuse_in_join("sharded_state_dict()")
         with self.communicator.call("sharded_state_dict()"):
-            return state_io.sharded(self.communicator, self.layout, self._flats, self.param_groups)
+            return state_io.sharded(
+                self.communicator, self.layout, self._flats, self.param_groups, self._rule
+            )
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Finish loading a sharded_state_dict() that torch.distributed.checkpoint has filled."""
         state_io.load_sharded(self.layout, self._flats, self.param_groups, self._rule, state_dict)
         self._consolidated = None
         self._is_fresh = False
+
+    def _refuse_in_join(self, what: str) -> None:
+        """Raise RuntimeError inside a Join: a rank that has joined would not take part."""
+        if self._join_config is not None and self._join_config.enable and not self._left_join:
+            raise RuntimeError(
+                f"{what} is a collective that a rank whose inputs have ended does not take part "
+                "in, so that it is refused inside Join. Clip with "
+                'sharding={"clip_grad_norm": max_norm}; save after the end of Join.'
+            )

@@ -13,7 +13,7 @@ from shardfuse.gradients import Parts
 from shardfuse.layout import BLOCK, Bucket
 from shardfuse.optim.flat_state import FlatState
 from shardfuse.optim.kernels import Kernels, Span
-from shardfuse.optim.kernels.passes import Scale
+from shardfuse.optim.kernels.passes import Scale, ascending
 from shardfuse.optim.norms import BlockSums
 from shardfuse.optim.rows import RowSums
 from shardfuse.optim.rules import Clip, ElementwiseRule, NormRule, RowRule
@@ -40,7 +40,7 @@ class Updater:
     def __init__(
         self,
         rule: Rule,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[dict[str, Any]],
         flats: Sequence[FlatState],
         *,
         comm: Communicator,
@@ -81,12 +81,17 @@ class Updater:
         return squares
 
     def run(
-        self, coefficient: Tensor | None, found_inf: Tensor | None, grad_scale: Tensor | None
+        self,
+        coefficient: Tensor | None,
+        max_norm: float | None,
+        found_inf: Tensor | None,
+        grad_scale: Tensor | None,
     ) -> None:
         """Update states and parameters; gathering of the parameters is left in flight.
 
         Args:
             coefficient: () scales the mean gradient, on top of the rule's own clipping.
+            max_norm: bound of the norm of the mean gradient so scaled, before that clipping.
             found_inf, grad_scale: see [Note: gradient scalers] in scaling.py; where any rank found
                 a non-finite gradient, nothing is changed.
 
@@ -108,7 +113,7 @@ class Updater:
                     "before it, or use shardfuse.ShardedGradScaler, which keeps one scale."
                 )
             self._grads.multiply(scaled.inverse)
-        scales = self._scales(coefficient)
+        scales = self._scales(coefficient, max_norm)
         if isinstance(self._rule, NormRule):
             self._by_norms(self._rule, scales)
         elif isinstance(self._rule, RowRule):
@@ -117,6 +122,9 @@ class Updater:
             self._elementwise(scales)
         for state in self._awake:
             state.advance(self._grads.missing(state.flat))
+        if self._rule.counts_in_groups:
+            for group in self._groups:
+                group["step"] = group.get("step", 0) + 1
 
     def named_grads(self) -> list[tuple[str, Tensor | None]]:
         """Return (name, gradient on this rank) of every parameter, in order of registration."""
@@ -127,28 +135,26 @@ class Updater:
         ]
         return [(name, grad) for _, name, grad in sorted(members, key=lambda member: member[0])]
 
-    def _scales(self, coefficient: Tensor | None) -> dict[int, Scale]:
-        """Return for each flat the factor from summed to clipped mean gradient.
+    def _scales(self, coefficient: Tensor | None, max_norm: float | None) -> dict[int, Scale]:
+        """Return for each flat the factor from summed to clipped mean gradient; its sign, too.
 
         Clipping per tensor is left to _scale().
         """
         clips = {state.flat.index: self._rule.clip(self._group(state)) for state in self._awake}
         shared = [clip for clip in clips.values() if clip is not None and clip.scope != "tensor"]
-        squares = self.square_norms() if shared else None
+        squares = self.square_norms() if shared or max_norm is not None else None
+        if max_norm is not None and squares is not None:
+            coefficient = _factor(Clip(max_norm, "global", eps=1e-6), squares.sum(), coefficient)
         self._sum_tensors(clips, coefficient)
         scales: dict[int, Scale] = {}
         for index, clip in clips.items():
             factor = coefficient
             if clip is not None and squares is not None and clip.scope != "tensor":
-                square = squares[self._peers(index, clip)].sum()
-                norm = square.sqrt() if coefficient is None else square.sqrt() * coefficient
-                own = (clip.max_norm / (norm + clip.eps)).clamp(max=1.0)
-                factor = own if coefficient is None else own * coefficient
-            mean = self._grads.scale(index)
-            if factor is None:
-                scales[index] = mean
-            else:
-                scales[index] = factor if mean is None else factor * mean
+                factor = _factor(clip, squares[self._peers(index, clip)].sum(), coefficient)
+            mean: Scale = self._grads.scale(index)
+            if factor is not None:
+                mean = factor if mean is None else factor * mean
+            scales[index] = ascending(mean, self._group(self._flats[index]))
         return scales
 
     def _peers(self, index: int, clip: Clip) -> slice | list[int]:
@@ -294,3 +300,10 @@ class Updater:
         if self._sums is not None:
             self._sums.clear()
         return self._sums
+
+
+def _factor(clip: Clip, square: Tensor, coefficient: Tensor | None) -> Tensor:
+    """Return what scales a gradient of squared norm ``square``, by ``coefficient`` and ``clip``."""
+    norm = square.sqrt() if coefficient is None else square.sqrt() * coefficient
+    own = (clip.max_norm / (norm + clip.eps)).clamp(max=1.0)
+    return own if coefficient is None else own * coefficient

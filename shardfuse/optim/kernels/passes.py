@@ -15,11 +15,21 @@ import torch
 from torch import Tensor
 
 from shardfuse.optim.rules import ElementwiseRule, NormRule, RowRule
-from shardfuse.optim.rules.base import Scalars
+from shardfuse.optim.rules.base import Group, Scalars
 
 Scale = float | Tensor | None
 Grad = tuple[Tensor, ...]
 Tensors = tuple[Tensor | None, ...]
+
+
+def ascending(scale: Scale, group: Group) -> Scale:
+    """Return ``scale``, negated where ``group`` has ``maximize``: descent along -g is ascent.
+
+    Rules then see the negative gradient, as in torch.optim; norms are taken before.
+    """
+    if not group.get("maximize"):
+        return scale
+    return -1.0 if scale is None else -scale
 
 
 def refresh_master(p: Tensor, low: Tensor) -> None:

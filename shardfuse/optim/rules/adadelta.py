@@ -13,6 +13,7 @@ from shardfuse.optim.rules.base import (
     as_float,
     check_at_least_zero,
     divide,
+    number,
     vanishes,
 )
 
@@ -28,12 +29,12 @@ class AdadeltaRule(ElementwiseRule):
     g has weight_decay * p added; acc is the one before the step.
     """
 
-    def check(self, group: Group) -> None:
-        check_at_least_zero(group["lr"], "Invalid learning rate: {}")
-        if not 0.0 <= as_float(group["rho"]) <= 1.0:
+    def check_values(self, group: Group) -> None:
+        check_at_least_zero(group, "lr", "Invalid learning rate: {}")
+        if not 0.0 <= number(group["rho"], "rho") <= 1.0:
             raise ValueError(f"Invalid rho value: {group['rho']}")
-        check_at_least_zero(group["eps"], "Invalid epsilon value: {}")
-        check_at_least_zero(group["weight_decay"], "Invalid weight_decay value: {}")
+        check_at_least_zero(group, "eps", "Invalid epsilon value: {}")
+        check_at_least_zero(group, "weight_decay", "Invalid weight_decay value: {}")
 
     def state_names(self, group: Group) -> tuple[str, ...]:
         return ("square_avg", "acc_delta")

@@ -34,16 +34,17 @@ class AdamPRule(RowRule):
     wd_ratio times weaker. p *= 1 - lr * weight_decay; p -= lr / (1 - beta1^t) * u.
     """
 
+    torch_keys: ClassVar[frozenset[str]] = frozenset({"nesterov", "decoupled_weight_decay"})
     num_sums: ClassVar[int] = 4
     neutral: ClassVar[tuple[float, ...]] = (0.0, 1.0)
 
-    def check(self, group: Group) -> None:
-        check_at_least_zero(group["lr"], "Invalid learning rate: {}")
-        check_betas(group["betas"])
-        check_at_least_zero(group["eps"], "Invalid epsilon value: {}")
-        check_at_least_zero(group["weight_decay"], "Invalid weight_decay value: {}")
-        check_at_least_zero(group["delta"], "Invalid delta value: {}")
-        check_at_least_zero(group["wd_ratio"], "Invalid wd_ratio value: {}")
+    def check_values(self, group: Group) -> None:
+        check_at_least_zero(group, "lr", "Invalid learning rate: {}")
+        check_betas(group)
+        check_at_least_zero(group, "eps", "Invalid epsilon value: {}")
+        check_at_least_zero(group, "weight_decay", "Invalid weight_decay value: {}")
+        check_at_least_zero(group, "delta", "Invalid delta value: {}")
+        check_at_least_zero(group, "wd_ratio", "Invalid wd_ratio value: {}")
 
     def state_names(self, group: Group) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")

@@ -55,8 +55,28 @@ class UpdateRule(ABC):
     Otherwise the step only counts updates of the states, to tell the first from the rest.
     """
 
-    @abstractmethod
+    counts_in_groups: ClassVar[bool] = False
+    """Whether a group has a ``step``, how many steps were not skipped, as apex's groups have.
+
+    It is absent before the first. NVIDIA's learning-rate schedulers read it there, and without it
+    go on with their first rate.
+    """
+
+    torch_keys: ClassVar[frozenset[str]] = frozenset()
+    """Those keys of [Note: torch's keys] that this rule honours."""
+
     def check(self, group: Group) -> None:
+        """Check the hyper-parameters of a group, given here, in a group dict or in a state dict.
+
+        Raises:
+            ValueError: one is out of range or NaN, or a key of torch's that would be ignored.
+            TypeError: one is not a number.
+        """
+        check_torch_keys(group, self.torch_keys, type(self).__name__.removesuffix("Rule"))
+        self.check_values(group)
+
+    @abstractmethod
+    def check_values(self, group: Group) -> None:
         """Raise ValueError if a hyper-parameter of ``group`` is out of range or NaN."""
 
     @abstractmethod
@@ -190,25 +210,80 @@ def as_float(value: Any) -> float:
     return float(value)
 
 
-def check_at_least_zero(value: Any, message: str) -> None:
-    """Raise ValueError(message.format(value)) unless ``value >= 0`` (NaN is refused)."""
-    if not as_float(value) >= 0.0:
-        raise ValueError(message.format(value))
+def number(value: Any, name: str) -> float:
+    """Return the hyper-parameter ``name``, a number or a one-element tensor, as a float.
+
+    Raises:
+        TypeError: it is something else; a number written as a string, too.
+        ValueError: a tensor of another size.
+    """
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"Tensor {name} must be 1-element, got {value.numel()} elements.")
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        return as_float(value)
+    except TypeError:
+        raise TypeError(
+            f"{name} must be a number, got {value!r}, which is of type {type(value).__name__}."
+        ) from None
 
 
-def check_betas(betas: Any) -> None:
-    """Raise ValueError unless ``betas`` are two numbers in [0, 1)."""
+def check_at_least_zero(group: Group, name: str, message: str) -> None:
+    """Raise ValueError(message.format(value)) unless ``group[name] >= 0`` (NaN is refused)."""
+    if not number(group[name], name) >= 0.0:
+        raise ValueError(message.format(group[name]))
+
+
+def check_betas(group: Group) -> None:
+    """Raise unless ``group["betas"]`` are two numbers in [0, 1)."""
+    betas = group["betas"]
+    if isinstance(betas, str | float | int) or not hasattr(betas, "__len__"):
+        raise TypeError(f"betas must be two numbers, (beta1, beta2), got {betas!r}.")
     if len(betas) != 2:
         raise ValueError(f"Invalid betas: {betas}. Give two values, (beta1, beta2).")
     for index, beta in enumerate(betas):
-        if not 0.0 <= as_float(beta) < 1.0:
+        if not 0.0 <= number(beta, f"betas[{index}]") < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
 
 
-def check_number(value: Any, message: str) -> None:
-    """Raise ValueError(message.format(value)) if ``value`` is NaN."""
-    if math.isnan(as_float(value)):
-        raise ValueError(message.format(value))
+def check_number(group: Group, name: str, message: str) -> None:
+    """Raise ValueError(message.format(value)) if ``group[name]`` is NaN."""
+    if math.isnan(number(group[name], name)):
+        raise ValueError(message.format(group[name]))
+
+
+_CHANGES_MATH = (
+    "amsgrad",
+    "centered",
+    "dampening",
+    "decoupled_weight_decay",
+    "momentum",
+    "nesterov",
+)
+
+
+def check_torch_keys(group: Group, honoured: frozenset[str], name: str) -> None:
+    """Raise ValueError if ``group`` asks for what the optimizer ``name`` would silently leave out.
+
+    [Note: torch's keys] Beside its numbers, a group of torch.optim has keys of three kinds.
+    ``maximize`` turns the sign of the gradient, for every rule, where its scale is made.
+    ``foreach``, ``fused`` and ``capturable`` choose how torch computes the same, and mean nothing
+    here. The rest select another formula: a rule honours such a key, or it is refused wherever it
+    comes from, another optimizer's state dict included. Keys that torch does not know belong to
+    schedulers and to users, and are kept.
+    """
+    if group.get("differentiable"):
+        raise ValueError(
+            f"{name} does not support differentiable=True: its step() records no graph to "
+            "differentiate through. Use torch.optim's class for that, or leave the key out."
+        )
+    for key in _CHANGES_MATH:
+        if key not in honoured and group.get(key):
+            raise ValueError(
+                f"Invalid {key}={group[key]!r} in a parameter group: {name} has no {key} and would "
+                "ignore it. Remove the key, or use an optimizer that has it."
+            )
 
 
 def vanishes(eps: Any) -> bool:

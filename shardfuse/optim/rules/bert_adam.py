@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from shardfuse.optim.rules.base import (
     check_at_least_zero,
     check_number,
     divide,
+    number,
     vanishes,
 )
 from shardfuse.optim.rules.schedules import SCHEDULES
@@ -33,20 +34,23 @@ class BertAdamRule(ElementwiseRule):
     own max_grad_norm counts, where upstream uses the constructor's for all.
     """
 
-    def check(self, group: Group) -> None:
-        check_at_least_zero(group["lr"], "Invalid learning rate: {}")
-        warmup = as_float(group["warmup"])
+    torch_keys: ClassVar[frozenset[str]] = frozenset({"decoupled_weight_decay"})
+
+    def check_values(self, group: Group) -> None:
+        check_at_least_zero(group, "lr", "Invalid learning rate: {}")
+        warmup = number(group["warmup"], "warmup")
         if not (warmup == -1 or 0.0 <= warmup < 1.0):
             raise ValueError(f"Invalid warmup: {group['warmup']}")
         if group["schedule"] not in SCHEDULES:
             raise ValueError(f"Invalid schedule parameter: {group['schedule']}")
         for name in ("b1", "b2"):
-            if not 0.0 <= as_float(group[name]) < 1.0:
+            if not 0.0 <= number(group[name], name) < 1.0:
                 raise ValueError(f"Invalid {name} parameter: {group[name]}")
-        check_at_least_zero(group["e"], "Invalid epsilon value: {}")
-        check_number(group["weight_decay"], "Invalid weight_decay value: {}")
-        check_number(group["max_grad_norm"], "Invalid max_grad_norm value: {}")
-        if not (as_float(group["t_total"]) == -1 or as_float(group["t_total"]) > 0):
+        check_at_least_zero(group, "e", "Invalid epsilon value: {}")
+        check_number(group, "weight_decay", "Invalid weight_decay value: {}")
+        check_number(group, "max_grad_norm", "Invalid max_grad_norm value: {}")
+        t_total = number(group["t_total"], "t_total")
+        if not (t_total == -1 or t_total > 0):
             raise ValueError(f"Invalid t_total: {group['t_total']}. Must be > 0 steps, or -1.")
 
     def state_names(self, group: Group) -> tuple[str, ...]:

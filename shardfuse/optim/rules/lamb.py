@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -22,6 +22,7 @@ from shardfuse.optim.rules.base import (
     check_betas,
     check_number,
     divide,
+    number,
     vanishes,
 )
 
@@ -34,6 +35,9 @@ NO_ADAPT = "no_adapt"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LambSwitches:
     """What the variants of LAMB differ in."""
+
+    variant: str = "none"
+    """The preset that these began as."""
 
     bias_correction: bool | Literal["outside"]
     """Divide the moments by 1 - beta ** step: inside the ratio (True), where it cancels up to eps
@@ -96,6 +100,7 @@ def switches_for(variant: str, **overrides: object) -> LambSwitches:
     if variant not in PRESETS:
         raise ValueError(f"Invalid variant: {variant!r}. Use one of {get_args(LambVariant)}.")
     given = {name: value for name, value in overrides.items() if value is not None}
+    given["variant"] = variant
     for name in ("exclude_from_weight_decay", "exclude_from_layer_adaptation"):
         patterns = given.get(name)
         if patterns is None:
@@ -139,6 +144,8 @@ class LambRule(NormRule):
     update. With ``adam=True`` the ratio is 1 everywhere.
     """
 
+    counts_in_groups: ClassVar[bool] = True
+    torch_keys: ClassVar[frozenset[str]] = frozenset({"decoupled_weight_decay"})
     num_sums: ClassVar[int] = 2
 
     # The remedies that warnings() names, in terms of the class whose rule this is.
@@ -157,24 +164,31 @@ class LambRule(NormRule):
         *,
         adam: bool = False,
         use_global_grad_norm: bool = False,
-        max_grad_norm: float = 1.0,
+        max_grad_norm: float | None = None,
     ) -> None:
-        if use_global_grad_norm and not max_grad_norm > 0:
+        bound = 1.0 if max_grad_norm is None else number(max_grad_norm, "max_grad_norm")
+        if use_global_grad_norm and not bound > 0:
             raise ValueError(f"Invalid max_grad_norm: {max_grad_norm}. Must be > 0.")
         self.switches = switches
         self.adam = adam
         self.use_global_grad_norm = use_global_grad_norm
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm = bound
+        self._has_idle_bound = max_grad_norm is not None and not use_global_grad_norm
 
-    def check(self, group: Group) -> None:
-        check_at_least_zero(group["lr"], "Invalid learning rate: {}")
-        check_betas(group["betas"])
-        check_at_least_zero(group["eps"], "Invalid epsilon value: {}")
-        check_number(group["weight_decay"], "Invalid weight_decay value: {}")
+    def check_values(self, group: Group) -> None:
+        check_at_least_zero(group, "lr", "Invalid learning rate: {}")
+        check_betas(group)
+        check_at_least_zero(group, "eps", "Invalid epsilon value: {}")
+        check_number(group, "weight_decay", "Invalid weight_decay value: {}")
 
     def describe(self) -> str:
-        clip = self.max_grad_norm if self.use_global_grad_norm else None
-        return f"LambRule({self.switches}, adam={self.adam}, clip={clip})"
+        switches = ", ".join(
+            f"{f.name}={getattr(self.switches, f.name)!r}" for f in fields(self.switches)
+        )
+        return (
+            f"{type(self).__name__}({switches}, adam={self.adam}, "
+            f"use_global_grad_norm={self.use_global_grad_norm}, max_grad_norm={self.max_grad_norm})"
+        )
 
     def state_names(self, group: Group) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
@@ -207,6 +221,12 @@ class LambRule(NormRule):
         adapted = [m for m in members if self.adapts(m.group, m.policy)]
         candidates = [m.name for m in members if NO_ADAPT not in m.policy]
         found = {}
+        if members and self._has_idle_bound:
+            found["nothing is clipped"] = (
+                f"max_grad_norm={self.max_grad_norm} does nothing without "
+                "use_global_grad_norm=True: gradients are not clipped. Set that too, or leave "
+                "max_grad_norm out."
+            )
         if candidates and not adapted and not self.adam:
             found["nothing is adapted"] = (
                 "A trust ratio is taken only where the weight decay is not 0, and it is 0 for all "

@@ -35,6 +35,7 @@ class PaddleLambRule(LambRule):
     trust ratio is taken where the decay is above 0, or everywhere with ``always_adapt``.
     """
 
+    counts_in_groups: ClassVar[bool] = False
     _adapt_again: ClassVar[str] = (
         "Set lamb_weight_decay above 0, or always_adapt=True; or use ShardedAdam"
     )
@@ -47,10 +48,16 @@ class PaddleLambRule(LambRule):
         super().__init__(switches_for("paddle", always_adapt=always_adapt))
         self.undecayed: set[str] = set()  # names of parameters; filled before policy() is asked
 
-    def check(self, group: Group) -> None:
-        super().check(group)
-        check_at_least_zero(group["lr_scale"], "Invalid learning_rate of a group: {}")
-        check_number(group["l2"], "Invalid weight_decay value: {}")
+    def check_values(self, group: Group) -> None:
+        super().check_values(group)
+        if group.get("maximize"):
+            raise ValueError(
+                "Invalid maximize=True in a group: Paddle's Lamb has no such key, and its clips "
+                "are of the gradient as it is. Negate the loss, or use "
+                "ShardedLamb(variant='paddle')."
+            )
+        check_at_least_zero(group, "lr_scale", "Invalid learning_rate of a group: {}")
+        check_number(group, "l2", "Invalid weight_decay value: {}")
 
     def policy(self, name: str, named: bool, group: Group) -> str:
         return NO_DECAY if name in self.undecayed else ""

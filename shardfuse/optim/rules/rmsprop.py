@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -32,12 +32,14 @@ class RMSpropRule(ElementwiseRule):
     g has weight_decay * p added. With ``centered``, s - a^2 stands for s, a the average of g.
     """
 
-    def check(self, group: Group) -> None:
-        check_at_least_zero(group["lr"], "Invalid learning rate: {}")
-        check_at_least_zero(group["eps"], "Invalid epsilon value: {}")
-        check_at_least_zero(group["momentum"], "Invalid momentum value: {}")
-        check_at_least_zero(group["weight_decay"], "Invalid weight_decay value: {}")
-        check_at_least_zero(group["alpha"], "Invalid alpha value: {}")
+    torch_keys: ClassVar[frozenset[str]] = frozenset({"momentum", "centered"})
+
+    def check_values(self, group: Group) -> None:
+        check_at_least_zero(group, "lr", "Invalid learning rate: {}")
+        check_at_least_zero(group, "eps", "Invalid epsilon value: {}")
+        check_at_least_zero(group, "momentum", "Invalid momentum value: {}")
+        check_at_least_zero(group, "weight_decay", "Invalid weight_decay value: {}")
+        check_at_least_zero(group, "alpha", "Invalid alpha value: {}")
 
     def state_names(self, group: Group) -> tuple[str, ...]:
         names = ["square_avg"]

@@ -27,12 +27,13 @@ class SGDRule(ElementwiseRule):
     """buf = momentum * buf + (1 - dampening) * g (the first time buf = g); p -= lr * buf."""
 
     counts_steps: ClassVar[bool] = False
+    torch_keys: ClassVar[frozenset[str]] = frozenset({"momentum", "dampening", "nesterov"})
 
-    def check(self, group: Group) -> None:
-        check_at_least_zero(group["lr"], "Invalid learning rate: {}")
-        check_at_least_zero(group["momentum"], "Invalid momentum value: {}")
-        check_at_least_zero(group["weight_decay"], "Invalid weight_decay value: {}")
-        check_number(group["dampening"], "Invalid dampening value: {}")
+    def check_values(self, group: Group) -> None:
+        check_at_least_zero(group, "lr", "Invalid learning rate: {}")
+        check_at_least_zero(group, "momentum", "Invalid momentum value: {}")
+        check_at_least_zero(group, "weight_decay", "Invalid weight_decay value: {}")
+        check_number(group, "dampening", "Invalid dampening value: {}")
         undamped = math.isclose(group["dampening"], 0.0, abs_tol=1e-15)
         if group["nesterov"] and (group["momentum"] <= 0 or not undamped):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")

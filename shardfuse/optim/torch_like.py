@@ -1,0 +1,177 @@
+"""What code around an optimizer expects of torch's own, beside state dicts and steps.
+
+The keywords that all classes of torch.optim have, signatures that show them, repr(), scalers and
+frameworks that ask who undoes a loss scale, graph capture, and torch's Join for uneven inputs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from shardfuse.agreement import agree
+from shardfuse.config import ShardConfig
+from shardfuse.optim.stateful import StatefulOptimizer
+
+
+class TorchOptions(TypedDict, total=False):
+    """Keywords of torch.optim's classes, [Note: torch's keys] in rules/base.py."""
+
+    maximize: bool
+    foreach: bool | None
+    fused: bool | None
+    capturable: bool
+    differentiable: bool
+
+
+_DEFAULTS = TorchOptions(
+    maximize=False, foreach=None, fused=None, capturable=False, differentiable=False
+)
+
+
+def checked(options: Mapping[str, Any], cls: type) -> Mapping[str, Any]:
+    """Return what the constructor of ``cls`` was given of TorchOptions.
+
+    Raises:
+        TypeError: another name.
+    """
+    for name in options:
+        if name not in _DEFAULTS:
+            raise TypeError(f"{cls.__name__} got an unexpected keyword argument '{name}'.")
+    return options
+
+
+class _HandlesUnscaling:
+    """``_step_supports_amp_scaling``, which may be set on an instance, too."""
+
+    def __get__(self, optimizer: Any, owner: type) -> bool:
+        """Return True, but False to a framework that asks whether it may change ``p.grad``.
+
+        [Note: who unscales] torch.amp.GradScaler takes True for "leave overflows to step()", and
+        gets that: no rank skips alone. Lightning takes it for "gradients are scaled until step(),
+        and cannot be clipped before", with no scaler about, too. Where ``p.grad`` is the mean over
+        ranks that is wrong: it may be unscaled, and clipped, as under any optimizer. Where it is
+        not, clipping it is what must not be done.
+        """
+        if optimizer is None or not optimizer._config.grads_are_reduced:
+            return True
+        return isinstance(sys._getframe(1).f_locals.get("self"), GradScaler)
+
+
+class TorchLike(StatefulOptimizer, Joinable):
+    """What torch's optimizers have; ShardedOptimizer adds the step."""
+
+    _config: ShardConfig
+    _device: torch.device
+    _step_supports_amp_scaling: Any = _HandlesUnscaling()
+    _is_shadow = False  # this rank has joined and only takes part in the others' steps
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Show each of TorchOptions in the signature, where the constructor takes them."""
+        super().__init_subclass__(**kwargs)
+        keyword_only = inspect.Parameter.KEYWORD_ONLY
+        *before, last = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        signature = None
+        if last.name == "torch_options" and before[-1].kind is keyword_only:
+            own = [inspect.Parameter(n, keyword_only, default=d) for n, d in _DEFAULTS.items()]
+            signature = inspect.Signature([*before[:-1], *own, before[-1]])
+        cls.__signature__ = signature  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        """Return torch's text, with the rule's switches and how the optimizer is sharded."""
+        head, newline, groups = super().__repr__().partition("\n")
+        own = [self._rule.describe(), f"world_size={self.communicator.world_size}, {self._config}"]
+        return "\n".join([head, *own]) + newline + groups
+
+    # Before each step
+
+    def _before_step(self) -> None:
+        """Refuse a graph capture; under Join, take part in what it counts.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured, or a scaler is used under Join.
+            ValueError: under Join, on all ranks: hyper-parameters differ between them.
+        """
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"step() of {type(self).__name__} cannot be captured in a CUDA graph: the learning "
+                "rate and the step count would stay those of the capture. Capture forward and "
+                "backward alone, and call step() between replays."
+            )
+        if self._join_config is None or not self._join_config.enable:
+            return
+        self._left_join = False
+        if self.__dict__.get("found_inf") is not None:
+            self._refuse_in_join("step() under a gradient scaler")
+        if not self._is_shadow:
+            Join.notify_join_context(self)
+        options = [
+            f"options of group {index} under Join (step schedulers outside of it): "
+            + str({key: _plain(value) for key, value in group.items() if key not in _NOT_OPTIONS})
+            for index, group in enumerate(self.param_groups)
+        ]
+        agree(self.communicator, self._device, options, None)
+
+    # torch.distributed.algorithms.Join
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return what torch.distributed.algorithms.Join runs on a rank whose inputs have ended.
+
+        Such a rank has no gradients, and they count as zero: the mean is over all ranks still, as
+        DistributedDataParallel takes it by default (divide_by_initial_world_size).
+
+        Raises:
+            RuntimeError: ``grads_are_reduced``: a rank that has joined has no mean gradient.
+        """
+        if self._config.grads_are_reduced:
+            raise RuntimeError(
+                f"{type(self).__name__} cannot be given to Join with grads_are_reduced=True: "
+                "DistributedDataParallel gives the ranks that have joined no gradients. Train "
+                "without it, Join([optimizer]), and with grads_are_reduced=False."
+            )
+        self._left_join = False
+        return _JoinHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where Join's own small collectives are made."""
+        return self._device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The ranks that share the states."""
+        return self._config.process_group or torch.distributed.group.WORLD
+
+
+_NOT_OPTIONS = ("params", "param_names", "step")
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+class _JoinHook(JoinHook):
+    """Steps without gradients, for the collectives' sake, until all ranks have joined."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        """Take part in a step of the others."""
+        optimizer = self._optimizer
+        optimizer._is_shadow = True
+        try:
+            optimizer.zero_grad(set_to_none=True)  # those of the last input have been applied
+            optimizer.step()
+        finally:
+            optimizer._is_shadow = False
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Allow what Join forbids. Parameters are equal on all ranks after every step."""
+        self._optimizer._left_join = True
