@@ -84,7 +84,9 @@ ARROWS: dict[str, set[str]] = {
         "optim.stateful",
         "optim.update",
     },
-    "optim.stateful": {"comm", "layout", "optim.flat_state", "optim.rules", "optim.state_io"},
+    "optim.state_view": {"buffers", "checkpoint", "optim.flat_state", "optim.state_io"},
+    "optim.stateful": {"checkpoint", "comm", "config", "layout", "optim.flat_state", "optim.rules"}
+    | {"optim.state_io", "optim.state_view"},
     "optim.sgd": {"config", "optim.base", "optim.rules"},
     "optim.adadelta": {"config", "optim.base", "optim.rules"},
     "optim.rmsprop": {"config", "optim.base", "optim.rules"},
@@ -150,6 +152,7 @@ ARROWS: dict[str, set[str]] = {
         "optim.rmsprop",
         "optim.sgd",
     },
+    "integrations": {"optim.stateful"},
     "": {"config", "optim", "scaling"},
 }
 
@@ -159,7 +162,7 @@ ONLY_IN: dict[str, set[str]] = {
     "torch.distributed.checkpoint": {"checkpoint"},
     "torch_npu": set(),
     "deepspeed": {"deepspeed.peer"},
-    "transformers": set(),
+    "transformers": {"integrations"},
     "triton": set(),
     "paddle": set(),
 }

@@ -326,6 +326,7 @@ class ShardedOptimizer(StatefulOptimizer):
             self._gather.finish()
         self._grads.release()
         self._clip_coefficient = None
+        self._after_step()
         return loss
 
     @property
