@@ -217,9 +217,10 @@ def flat_buffers(optimizer: Any) -> list[Tensor]:
 
 
 def lie_in(params: Iterable[Tensor], buffers: Sequence[Tensor]) -> bool:
-    """Return whether every parameter's memory is part of one of the buffers."""
+    """Return whether every parameter's memory, where it has some, is part of one of the buffers."""
     ranges = [(b.data_ptr(), b.data_ptr() + b.nbytes) for b in buffers]
     return all(
         any(start <= p.data_ptr() and p.data_ptr() + p.nbytes <= stop for start, stop in ranges)
         for p in params
+        if p.numel()
     )

@@ -168,7 +168,9 @@ def for_torch(
         values = _parts(flats)
     for param, name, tensor in values:
         device = "cpu" if asked.cpu_offload else layout.specs[param].device
-        state[param][name] = tensor.to(device)
+        # torch broadcasts a full tensor's memory and receives it as contiguous.
+        whole = tensor if isinstance(tensor, FragmentTensor) else tensor.contiguous()
+        state[param][name] = whole.to(device)
     ordered = {param: state[param] for param in sorted(state)}
     return {"state": ordered, "param_groups": _packed_groups(groups)}
 

@@ -148,7 +148,9 @@ def from_first_rank(name: str, at: int) -> list[Tensor]:
     other, others = build(name)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     # Not by set_state_dict(), in which torch 2.13 leaves the model out on ranks that give it none.
-    set_model_state_dict(other, saved[0], options=options)
+    # It broadcasts memory, of whatever strides, and receives it as contiguous.
+    weights = {name: value.contiguous() for name, value in saved[0].items()}
+    set_model_state_dict(other, weights, options=options)
     set_optimizer_state_dict(other, others, saved[1], options=options)
     train(other, others, range(at, 6))
     assert_bitwise(values(other), values(model))
