@@ -66,6 +66,27 @@ def lie_at(tensors: Iterable[torch.Tensor], addresses: Iterable[int]) -> bool:
     return all(map(operator.eq, map(torch.Tensor.data_ptr, tensors), addresses))
 
 
+def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """Return a dense ``view`` as a tensor of the same memory whose storage is that memory alone.
+
+    What saves a model looks at storages: torch.save() writes the whole storage of every tensor,
+    safetensors and Accelerate refuse tensors that share one, copy.deepcopy() copies it. A storage
+    per parameter over one allocation serves them all, and costs nothing: addresses, and what is
+    read and written through the buffer, stay as they are, and each storage keeps the allocation
+    alive. A hook that clones what a module's state_dict() returns would not do: submodules and
+    plain lists of parameters have no hook, it takes the model's memory once more, and
+    ``model.state_dict()[name].copy_(value)`` would no longer reach the model.
+
+    Devices out of tree (Ascend) have storages of a class of their own, which a slice of one is not:
+    there the view is returned as it is. So is an empty one, which has no memory.
+    """
+    if view.device.type not in ("cpu", "cuda") or view.numel() == 0:
+        return view
+    start = view.storage_offset() * view.itemsize
+    storage = view.untyped_storage()[start : start + view.nbytes]
+    return view.new_empty(0).set_(storage, 0, view.shape, view.stride())
+
+
 class FlatBuffer:
     """A 1-D tensor of ``flat.numel`` elements; everything it returns is an alias of it.
 
@@ -85,6 +106,10 @@ class FlatBuffer:
         # as_strided() counts from the start of the storage, not of the tensor.
         start = self.data.storage_offset() + self.flat.slots[position].start
         return self.data.as_strided(spec.shape, spec.stride, start)
+
+    def own_view(self, position: int, spec: ParamSpec) -> torch.Tensor:
+        """Return view() as a tensor that has a storage to itself, over the same memory."""
+        return _with_own_storage(self.view(position, spec))
 
     def join(self, first: int, tensors: Sequence[torch.Tensor]) -> None:
         """Write 1-D ``tensors`` into the slots from ``first`` on, zeros into the padding between.

@@ -63,6 +63,16 @@ class ShardConfig:
     """Log which parameter, on which rank, made a gradient scaler skip a step; kept as
     ``last_overflow``. Costs nothing in other steps. Reduced gradients overflow on all ranks."""
 
+    consolidate_every: int | None = None
+    """After every so many calls of step(), bring the full state to the first rank's CPU memory.
+
+    There ``if rank == 0: torch.save(optimizer.state_dict())`` works without a call on the other
+    ranks, until the next step; between, and at the end of a run of another length, state_dict()
+    raises. Calls count from the construction, or from where a state was loaded, so that a run
+    resumed from such a file goes on in its rhythm. Each time it costs one all-gather of the states.
+    0: never; None: never, and the first step of several ranks logs a line about it.
+    """
+
     def __post_init__(self) -> None:
         if self.stage != 1:
             raise ValueError(f"Invalid stage: {self.stage}. Only stage=1 is implemented.")
@@ -79,6 +89,11 @@ class ShardConfig:
         for name in ("grads_are_reduced", "broadcast_params", "report_overflow"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}.")
+        every = self.consolidate_every
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int)):
+            raise TypeError(f"consolidate_every must be a number of steps or None, got {every!r}.")
+        if every is not None and every < 0:
+            raise ValueError(f"Invalid consolidate_every: {every}. Must be >= 0 steps.")
         if self.grad_sync_dtype is not None and self.grad_sync_dtype not in _GRAD_SYNC_DTYPES:
             names = ", ".join(str(dtype) for dtype in _GRAD_SYNC_DTYPES)
             raise ValueError(

@@ -6,7 +6,7 @@ while the small ones share a shard.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -209,3 +209,18 @@ class TiedModel(torch.nn.Module):
         generator = torch.Generator().manual_seed(step)
         first = torch.randint(cls.VOCABULARY, (size, 1), generator=generator)
         return (first + 5 * torch.arange(9)) % cls.VOCABULARY
+
+
+def flat_buffers(optimizer: Any) -> list[Tensor]:
+    """Return the tensors that the parameters of an optimizer of ours lie in, padding included."""
+    return [buffer for buffer in optimizer._buffers.combined if buffer is not None]
+
+
+def lie_in(params: Iterable[Tensor], buffers: Sequence[Tensor]) -> bool:
+    """Return whether every parameter's memory, where it has some, is part of one of the buffers."""
+    ranges = [(b.data_ptr(), b.data_ptr() + b.nbytes) for b in buffers]
+    return all(
+        any(start <= p.data_ptr() and p.data_ptr() + p.nbytes <= stop for start, stop in ranges)
+        for p in params
+        if p.numel()
+    )

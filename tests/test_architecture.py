@@ -90,7 +90,9 @@ ARROWS: dict[str, set[str]] = {
         "optim.torch_like",
         "optim.update",
     },
-    "optim.stateful": {"comm", "layout", "optim.flat_state", "optim.rules", "optim.state_io"},
+    "optim.state_view": {"buffers", "checkpoint", "optim.flat_state", "optim.state_io"},
+    "optim.stateful": {"checkpoint", "comm", "config", "layout", "optim.flat_state", "optim.rules"}
+    | {"optim.state_io", "optim.state_view"},
     "optim.torch_like": {"agreement", "config", "optim.stateful"},
     "optim.sgd": {"config", "optim.base", "optim.rules", "optim.torch_like"},
     "optim.adadelta": {"config", "optim.base", "optim.rules", "optim.torch_like"},
@@ -158,6 +160,7 @@ ARROWS: dict[str, set[str]] = {
         "optim.rmsprop",
         "optim.sgd",
     },
+    "integrations": {"optim.stateful"},
     "": {"config", "optim", "scaling"},
 }
 
@@ -167,7 +170,7 @@ ONLY_IN: dict[str, set[str]] = {
     "torch.distributed.checkpoint": {"checkpoint"},
     "torch_npu": set(),
     "deepspeed": {"deepspeed.peer"},
-    "transformers": set(),
+    "transformers": {"integrations"},
     "triton": set(),
     "paddle": set(),
 }

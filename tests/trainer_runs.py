@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardfuse import ShardedLamb
+from shardfuse.integrations import trainer_callback
 from tests.oracles import LambOracle
 from tests.runs import max_relative_error
 
@@ -159,23 +160,7 @@ def start_deepspeed() -> None:
 
 def build_trainer(job: Job, folder: Path) -> Any:
     """Return the job's Trainer, with an optimizer of ours in the job's way."""
-    from transformers import Trainer, TrainerCallback
-
-    class Consolidate(TrainerCallback):
-        """README's, and for save_strategy="best"."""
-
-        def on_step_end(
-            self, args: Any, state: Any, control: Any, optimizer: Any, **kwargs: Any
-        ) -> None:
-            if control.should_save:
-                optimizer.optimizer.consolidate_state_dict()
-
-        on_epoch_end = on_step_end
-
-        def on_evaluate(
-            self, args: Any, state: Any, control: Any, optimizer: Any, **kwargs: Any
-        ) -> None:
-            optimizer.optimizer.consolidate_state_dict()
+    from transformers import Trainer
 
     args = training_arguments(job, folder)
     model = build_model().to(args.device)
@@ -188,7 +173,7 @@ def build_trainer(job: Job, folder: Path) -> Any:
     elif job.how == "class":
         kwargs["optimizer_cls_and_kwargs"] = (ShardedLamb, {"lr": LR, **options})
     if job.how != "deepspeed":
-        kwargs["callbacks"] = [Consolidate()]
+        kwargs["callbacks"] = [trainer_callback()]
     data = samples()
     return Trainer(
         model,

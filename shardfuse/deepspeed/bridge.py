@@ -37,6 +37,7 @@ class EngineBridge:
         self._engine = weakref.ref(engine)
         self._optimizer = weakref.ref(optimizer)
         self._in_checkpoint = False
+        self._is_gathered = False
 
     def attach(self) -> None:
         """Put the attributes where the engine looks for them."""
@@ -94,6 +95,7 @@ class EngineBridge:
 
     def _begin_checkpoint(self) -> None:
         self._in_checkpoint = True
+        self._is_gathered = False
 
     def _end_checkpoint(self) -> None:
         self._in_checkpoint = False
@@ -112,9 +114,10 @@ class EngineBridge:
         kind = type(optimizer)
         if not self._in_checkpoint or engine is None:
             return kind.state_dict(optimizer)
-        if optimizer._consolidated is None:
+        if not self._is_gathered:  # not by what this rank holds, on which ranks may differ
             everywhere = bool(engine.use_node_local_storage())
             optimizer.consolidate_state_dict(to=None if everywhere else 0)
+            self._is_gathered = True
         if optimizer._consolidated is None:
             return {"state": {}, "param_groups": []}
         return kind.state_dict(optimizer)

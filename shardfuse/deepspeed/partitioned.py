@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -80,6 +81,15 @@ class Partitioned(ShardedOptimizer):
             error = failure
         agree(self.communicator, self._device, entries, error)
         self._start(specs)
+
+    @property
+    def state(self) -> Any:
+        """{partition: its states}, torch's own."""
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.__dict__["state"] = value
 
     def _start(self, specs: list[ParamSpec]) -> None:
         self._steps: dict[int, PartitionStep] = {}
@@ -263,10 +273,11 @@ def hand_over(optimizer: ShardedOptimizer) -> None:
             f"This {type(optimizer).__name__} was stepped already. Pass a fresh one to "
             "deepspeed.initialize(), and load its state through engine.load_checkpoint()."
         )
-    for name in ("_flats", "_grads", "_gather", "_updater", "_overflows", "_buffers"):
+    for name in ("_flats", "_view", "_grads", "_gather", "_updater", "_overflows", "_buffers"):
         optimizer.__dict__.pop(name, None)
     optimizer.__class__ = partitioned_class(type(optimizer))
     assert isinstance(optimizer, Partitioned)
+    optimizer.state = defaultdict(dict)
     optimizer._start(list(layout.specs))
     _keep_schedulers(optimizer)
 

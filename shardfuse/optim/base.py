@@ -353,6 +353,7 @@ class ShardedOptimizer(TorchLike):
             self._gather.finish()
         self._grads.release()
         self._clip_coefficient = None
+        self._after_step()
         return loss
 
     @property

@@ -75,7 +75,7 @@ class FlatState:
             if self._change(param, spec):
                 raise TypeError(f"{self._change(param, spec)}. {_REMEDY}")
         for position, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
-            view = self.params_buffer.view(position, spec)
+            view = self.params_buffer.own_view(position, spec)
             if param.data_ptr() != view.data_ptr() or param.stride() != view.stride():
                 view.copy_(param.detach())
                 param.data = view

@@ -137,7 +137,7 @@ def describe(
         f"grad_sync_dtype={config.grad_sync_dtype} "
         f"grads_are_reduced={config.grads_are_reduced} clip_grad_norm={config.clip_grad_norm} "
         f"broadcast_params={config.broadcast_params} collectives={config.collectives} "
-        f"report_overflow={config.report_overflow}"
+        f"report_overflow={config.report_overflow} consolidate_every={config.consolidate_every}"
     )
     return lines
 

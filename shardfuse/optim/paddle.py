@@ -299,18 +299,17 @@ class Lamb(ShardedOptimizer):
 
     # State
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return torch's state dict, and the scheduler's as ``LR_Scheduler``.
+    def _collect(self) -> dict[str, Any]:
+        """Add the scheduler's state as ``LR_Scheduler``.
 
-        With several ranks, call consolidate_state_dict() before, as for every sharded optimizer.
         sharded_state_dict() holds no scheduler: save its own state beside that.
         """
-        state = super().state_dict()
+        state = super()._collect()
         saved = getattr(self._scheduler, "state_dict", None)
         return state if saved is None else {**state, "LR_Scheduler": saved()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state_dict(), saved at any world size, and the scheduler's. Local: on every rank.
+    def _restore(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the scheduler's state, too.
 
         Raises:
             ValueError: it does not fit, or has no ``LR_Scheduler`` for the one attached.
@@ -318,11 +317,11 @@ class Lamb(ShardedOptimizer):
         load = getattr(self._scheduler, "set_state_dict", None)
         if load is not None and "LR_Scheduler" not in state_dict:
             raise ValueError("LR_Scheduler state must be included in the state dict.")
-        super().load_state_dict(state_dict)
+        super()._restore(state_dict)
         if load is not None:
             load(state_dict["LR_Scheduler"])
 
-    set_state_dict = load_state_dict
+    set_state_dict = ShardedOptimizer.load_state_dict
 
 
 def _check_norm(clip_norm: float) -> None:

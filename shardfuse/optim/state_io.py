@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardfuse.buffers import ShardArena
-from shardfuse.checkpoint import FragmentTensor, Piece, gather, scatter
+from shardfuse.checkpoint import (
+    Asked,
+    FragmentTensor,
+    Piece,
+    flat_pieces,
+    gather,
+    scatter,
+    shaped_pieces,
+)
 from shardfuse.comm import Communicator
-from shardfuse.layout import FlatLayout, ParamSpec
+from shardfuse.layout import Bucket, FlatLayout, ParamSpec
 from shardfuse.optim.flat_state import FlatState
 from shardfuse.optim.rules import UpdateRule
 
@@ -19,13 +27,50 @@ MASTER = "param"
 """State key of the fp32 master of a low-precision parameter."""
 
 Groups = list[dict[str, Any]]
+Cut = Callable[[ParamSpec, int, Tensor], list[Piece]]
 
 
-def _arenas(state: FlatState) -> dict[str, ShardArena]:
+def arenas_of(state: FlatState) -> dict[str, ShardArena]:
+    """Return {state key: this rank's part}, masters last."""
     arenas = dict(state.states)
     if state.masters is not None:
         arenas[MASTER] = state.masters
     return arenas
+
+
+def fragment_tensors(
+    state: FlatState,
+    segment: Callable[[Bucket], Tensor],
+    cut: Cut,
+    position: int | None = None,
+) -> list[FragmentTensor]:
+    """Return what this rank has of one state of a flat, a tensor per parameter in slot order.
+
+    Args:
+        state: the flat.
+        segment: gives this rank's part of a bucket, which the pieces alias.
+        cut: makes pieces of a run of elements: flat_pieces or shaped_pieces.
+        position: of the one parameter that is wanted; None: all of them.
+    """
+    wanted = range(len(state.specs)) if position is None else [position]
+    specs = {state.flat.slots[at].param: state.specs[at] for at in wanted}
+    pieces: dict[int, list[Piece]] = {param: [] for param in specs}
+    sample = state.params_buffer.data
+    for bucket in state.flat.buckets:
+        sample = segment(bucket)
+        for f in state.fragments[bucket.index]:
+            if f.param in specs:
+                data = sample[f.shard_start : f.shard_start + f.numel]
+                pieces[f.param] += cut(specs[f.param], f.param_start, data)
+    return [
+        FragmentTensor(
+            spec.shape if cut is shaped_pieces else (spec.numel,),
+            sample.dtype,
+            sample.device,
+            pieces[param],
+        )
+        for param, spec in specs.items()
+    ]
 
 
 def _agreed_steps(comm: Communicator, layout: FlatLayout, flats: Sequence[FlatState]) -> list[int]:
@@ -74,20 +119,76 @@ def consolidate(
     keep = to is None or comm.rank == to
     steps = _agreed_steps(comm, layout, flats)
     state: dict[int, dict[str, Any]] = {}
-    for flat_state in flats:
-        specs = flat_state.specs
-        for name, arena in _arenas(flat_state).items():
-            full = gather(comm, flat_state.flat, arena, specs, keep=keep)
-            for param, tensor in full.items():
-                if steps[param] > 0:
-                    entry = state.setdefault(param, {})
-                    if rule.counts_steps:
-                        entry["step"] = steps[param]
-                    entry[name] = tensor
+    for param, name, tensor in _whole(comm, flats, keep):
+        if steps[param] > 0:
+            entry = state.setdefault(param, {"step": steps[param]} if rule.counts_steps else {})
+            entry[name] = tensor
     if not keep:
         return None
     ordered = {param: state[param] for param in sorted(state)}
     return {"state": ordered, "param_groups": _packed_groups(groups)}
+
+
+def _whole(
+    comm: Communicator, flats: Sequence[FlatState], keep: bool
+) -> Iterator[tuple[int, str, Tensor]]:
+    """Yield (parameter, state key, full CPU tensor) where ``keep`` is True. Collective."""
+    for flat_state in flats:
+        for name, arena in arenas_of(flat_state).items():
+            full = gather(comm, flat_state.flat, arena, flat_state.specs, keep=keep)
+            for param, tensor in full.items():
+                yield param, name, tensor
+
+
+def for_torch(
+    comm: Communicator,
+    layout: FlatLayout,
+    flats: Sequence[FlatState],
+    groups: Groups,
+    asked: Asked,
+) -> dict[str, Any]:
+    """Return what torch.distributed.checkpoint.state_dict makes its results of. Collective.
+
+    It has an entry for every parameter that is trained, updated or not, because torch loads only
+    what is there to be overwritten; steps are fp32 tensors, as torch.optim's. Tensors are copies,
+    and have the parameter's shape: whole with ``full_state_dict`` and where one rank has them
+    all, else FragmentTensors. With ``cpu_offload`` they are on the CPU, and of full ones only the
+    first rank's are kept, as by torch.
+    """
+    steps = _agreed_steps(comm, layout, flats)
+    state: dict[int, dict[str, Any]] = {}
+    for flat_state in flats:
+        if is_trained(flat_state):
+            for slot in flat_state.flat.slots:
+                state[slot.param] = {"step": torch.tensor(float(steps[slot.param]))}
+    if asked.full_state_dict or comm.world_size == 1:
+        keep = not (asked.full_state_dict and asked.cpu_offload) or comm.rank == 0
+        values = _whole(comm, flats, keep)
+    else:
+        values = _parts(flats)
+    for param, name, tensor in values:
+        device = "cpu" if asked.cpu_offload else layout.specs[param].device
+        # torch broadcasts a full tensor's memory and receives it as contiguous.
+        whole = tensor if isinstance(tensor, FragmentTensor) else tensor.contiguous()
+        state[param][name] = whole.to(device)
+    ordered = {param: state[param] for param in sorted(state)}
+    return {"state": ordered, "param_groups": _packed_groups(groups)}
+
+
+def is_trained(state: FlatState) -> bool:
+    """Return whether a flat has states, or would have them if its rule had any."""
+    return bool(state.states) or state.masters is not None or not state.flat.frozen
+
+
+def _parts(flats: Sequence[FlatState]) -> Iterator[tuple[int, str, Tensor]]:
+    """Yield (parameter, state key, a copy of what this rank has of it)."""
+    for state in flats:
+        for name, arena in arenas_of(state).items():
+            tensors = fragment_tensors(state, arena.segment, shaped_pieces)
+            for slot, spec, tensor in zip(state.flat.slots, state.specs, tensors, strict=True):
+                # An empty one has no pieces, and would not be written at all.
+                empty = torch.zeros(spec.shape, dtype=tensor.dtype)
+                yield slot.param, name, tensor.clone() if spec.numel else empty
 
 
 def _merged(groups: Groups, saved: Sequence[Mapping[str, Any]], rule: UpdateRule) -> Groups:
@@ -107,7 +208,12 @@ def _merged(groups: Groups, saved: Sequence[Mapping[str, Any]], rule: UpdateRule
                 f"loaded state dict has {len(other['params'])} parameters in group {index}, the "
                 f"optimizer has {len(group['params'])}"
             )
-        options = {k: v for k, v in other.items() if k not in ("params", "param_names")}
+        options = {
+            # torch.distributed.checkpoint.state_dict makes lists of tuples.
+            key: tuple(value) if isinstance(group.get(key), tuple) and value is not None else value
+            for key, value in other.items()
+            if key not in ("params", "param_names")
+        }
         merged.append({**group, **options})
         rule.check(merged[-1])
     return merged
@@ -131,6 +237,8 @@ def restore(
     for param, spec in enumerate(layout.specs):
         _count_by_group(entries[param], state_dict["param_groups"][spec.group], rule)
         _check_entry(spec, entries[param], rule, rule.state_names(merged[spec.group]))
+    for state in flats:
+        _check_parts(state, entries)
     specs = dict(enumerate(layout.specs))
     for group, new in zip(groups, merged, strict=True):
         group.update(new)
@@ -141,18 +249,40 @@ def restore(
         if state.flat.frozen and not state.states and not any(steps.values()):
             continue
         state.allocate(rule.initial_states(groups[state.flat.group]))
-        for name, arena in _arenas(state).items():
+        for name, arena in arenas_of(state).items():
             held = {
                 slot.param: entries[slot.param][name]
                 for slot in state.flat.slots
                 if entries[slot.param].get(name) is not None
             }
+            parts = {p: held.pop(p) for p in list(held) if isinstance(held[p], FragmentTensor)}
             if name != MASTER:
                 arena.data.fill_(rule.initial(name))
             for bucket in state.flat.buckets:
                 fragments = [f for f in state.fragments[bucket.index] if f.param in held]
                 scatter(fragments, arena.segment(bucket), held, specs)
+            own = fragment_tensors(state, arena.segment, shaped_pieces)
+            for slot, tensor in zip(state.flat.slots, own, strict=True):
+                if slot.param in parts:
+                    tensor.copy_(parts[slot.param])
         state.set_steps(steps)
+
+
+def _check_parts(state: FlatState, entries: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raise ValueError if a FragmentTensor of a saved state is not of this rank's fragments."""
+
+    def shard(bucket: Bucket) -> Tensor:
+        return state.params_buffer.shard(bucket, state.rank)
+
+    own_tensors = fragment_tensors(state, shard, shaped_pieces)
+    for slot, spec, own in zip(state.flat.slots, state.specs, own_tensors, strict=True):
+        for name, value in entries[slot.param].items():
+            if isinstance(value, FragmentTensor) and not own.has_pieces_of(value):
+                raise ValueError(
+                    f"State {name} of {spec.name} holds another rank's part, or one of another "
+                    "world size. Save and load it with torch.distributed.checkpoint, which finds "
+                    "every rank its part, or use full_state_dict=True."
+                )
 
 
 def _check_entry(
@@ -219,21 +349,9 @@ def sharded(
 
     Collective (one small all-reduce). Keys are ``state.<param name>.<state>``; steps are tensors.
     """
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = dict(_aliases(flats))
     steps = _agreed_steps(comm, layout, flats)
     for state in flats:
-        for name, arena in _arenas(state).items():
-            pieces: dict[int, list[Piece]] = {slot.param: [] for slot in state.flat.slots}
-            for bucket in state.flat.buckets:
-                segment = arena.segment(bucket)
-                for f in state.fragments[bucket.index]:
-                    data = segment[f.shard_start : f.shard_start + f.numel]
-                    pieces[f.param].append(Piece(f.param_start, data))
-            for param, parts in pieces.items():
-                spec = layout.specs[param]
-                if spec.numel:
-                    key = f"state.{spec.name}.{name}"
-                    result[key] = FragmentTensor(spec.numel, arena.data.dtype, parts)
         for slot in state.flat.slots:
             key = f"state.{layout.specs[slot.param].name}.step"
             result[key] = torch.tensor(steps[slot.param])
@@ -245,6 +363,16 @@ def sharded(
     return result
 
 
+def _aliases(flats: Sequence[FlatState]) -> Iterator[tuple[str, FragmentTensor]]:
+    """Yield (key in sharded(), this rank's state itself)."""
+    for state in flats:
+        for name, arena in arenas_of(state).items():
+            tensors = fragment_tensors(state, arena.segment, flat_pieces)
+            for spec, tensor in zip(state.specs, tensors, strict=True):
+                if spec.numel:
+                    yield f"state.{spec.name}.{name}", tensor
+
+
 def load_sharded(
     layout: FlatLayout,
     flats: Sequence[FlatState],
@@ -252,8 +380,23 @@ def load_sharded(
     rule: UpdateRule,
     state_dict: Mapping[str, Any],
 ) -> None:
-    """Take over steps and hyper-parameters; the tensors were filled in place when loaded."""
+    """Take over steps, hyper-parameters, and tensors that were not filled in place when loaded.
+
+    Raises:
+        ValueError: a state is missing or is not of this rank's fragments; nothing is loaded then,
+            beyond what was filled in place.
+    """
     merged = _merged(groups, state_dict["param_groups"], rule)
+    own = dict(_aliases(flats))
+    for key, tensor in own.items():
+        saved = state_dict.get(key)
+        if not isinstance(saved, FragmentTensor) or not tensor.has_pieces_of(saved):
+            raise ValueError(
+                f"{key} is missing, or is not of this rank's sharded_state_dict(). Load into the "
+                "dict that this optimizer returns, with torch.distributed.checkpoint.load()."
+            )
+    for key, tensor in own.items():
+        tensor.copy_(state_dict[key])
     for group, new in zip(groups, merged, strict=True):
         group.update(new)
     counts = {

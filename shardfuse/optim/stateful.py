@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from shardfuse.checkpoint import asked_by_torch
 from shardfuse.comm import Communicator
+from shardfuse.config import ShardConfig
 from shardfuse.layout import FlatLayout
 from shardfuse.optim import state_io
 from shardfuse.optim.flat_state import FlatState
 from shardfuse.optim.rules import UpdateRule
+from shardfuse.optim.state_view import StateView
+
+logger = logging.getLogger("shardfuse")
+
+_said = set[str]()
+"""What was said once in this process."""
 
 
 class StatefulOptimizer(torch.optim.Optimizer):
@@ -23,23 +32,64 @@ class StatefulOptimizer(torch.optim.Optimizer):
     communicator: Communicator
     """The ranks that share the states."""
 
+    _config: ShardConfig
     _rule: UpdateRule
+    _built: bool
     _flats: list[FlatState]
     _consolidated: dict[str, Any] | None  # the full state, until the next step
     _is_fresh: bool  # no step was taken and no state loaded: alike on all ranks
     _join_config: Any = None  # set by torch.distributed.algorithms.Join, for good
     _left_join = True  # whether all ranks have left the last one
+    _num_calls: int = 0  # of step(), since a state was loaded
+    _can_be_saved: bool = False  # something was done for states to be saved
+
+    @property
+    def state(self) -> Any:
+        """{parameter: {"step": ..., "exp_avg": ...}}: this rank's states; see StateView.
+
+        Raises:
+            RuntimeError: another mapping was assigned.
+        """
+        if "_view" not in self.__dict__:
+            self._view = StateView(self._flats)
+        return self._view
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._built and value is not self.state:
+            self.state.clear()  # says what to do instead
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's ordinary state dict: full per-parameter tensors, on the CPU.
 
         With one rank, or before the first step, this needs no other call. With several ranks
-        consolidate_state_dict() has to be called first, on all of them; this method itself never
-        communicates.
+        consolidate_state_dict() has to be called first, on all of them, or step() does so every
+        ``ShardConfig.consolidate_every`` calls; this method itself never communicates. The
+        exception are the functions of torch.distributed.checkpoint.state_dict, which are collective
+        and get whole or sharded states, as they were asked for.
+
+        Hooks of register_state_dict_pre_hook() and _post_hook() are called as by torch.
 
         Raises:
             RuntimeError: the state is not consolidated on this rank.
         """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        state_dict = self._collect()
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, state_dict)
+            if changed is not None:
+                state_dict = changed
+        return state_dict
+
+    def _collect(self) -> dict[str, Any]:
+        """Return what state_dict() does, before its post-hooks."""
+        asked = asked_by_torch()
+        if asked is not None:
+            self._can_be_saved = True
+            return state_io.for_torch(
+                self.communicator, self.layout, self._flats, self.param_groups, asked
+            )
         if self.communicator.world_size == 1:
             self.consolidate_state_dict(to=0)
         if self._consolidated is None and self._is_fresh:
@@ -50,9 +100,24 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 "The optimizer state is sharded and not consolidated on this rank. Call "
                 "opt.consolidate_state_dict(to=rank) on all ranks after the last step() and "
                 "state_dict() on that one; or save opt.sharded_state_dict() on all ranks with "
-                "torch.distributed.checkpoint."
+                f"torch.distributed.checkpoint. {self._when_consolidated()}"
             )
-        return self._consolidated
+        # A dict of its own for every caller: hooks change it in place.
+        return {
+            "state": {param: dict(entry) for param, entry in self._consolidated["state"].items()},
+            "param_groups": [dict(group) for group in self._consolidated["param_groups"]],
+        }
+
+    def _when_consolidated(self) -> str:
+        every = self._config.consolidate_every
+        if not every:
+            return (
+                "Or build the optimizer with sharding={'consolidate_every': steps between saves}."
+            )
+        return (
+            f"With consolidate_every={every} the first rank has it after every {every} calls of "
+            f"step(), of which there were {self._num_calls}: save there, or call the former."
+        )
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Bring the full state to rank ``to`` of the group, for state_dict(). Collective.
@@ -64,10 +129,39 @@ class StatefulOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"Invalid rank to: {to}. The group has {self.communicator.world_size} ranks."
             )
+        self._can_be_saved = True
         with self.communicator.call("consolidate_state_dict()"):
             self.communicator.declare([f"to = {to}"])
             self._consolidated = state_io.consolidate(
                 self.communicator, self.layout, self._flats, self.param_groups, self._rule, to
+            )
+
+    def saves_are_arranged(self) -> None:
+        """Leave out the line of the first step about state_dict() on rank 0 alone. Local."""
+        self._can_be_saved = True
+
+    def _after_step(self) -> None:
+        """Consolidate where it is time to, by ``consolidate_every``; else say once that it is not.
+
+        A checkpoint is hours after the start of a run, and so would be the error of state_dict().
+        """
+        self._num_calls += 1
+        every = self._config.consolidate_every
+        if every and self._num_calls % every == 0:
+            self.consolidate_state_dict(to=0)
+        alone = self.communicator.world_size == 1 or self.communicator.rank != 0
+        # DeepSpeed's engine has a state_dict() of its own put on the instance.
+        arranged = self._can_be_saved or every is not None or "state_dict" in self.__dict__
+        if not alone and not arranged and "rank 0" not in _said:
+            _said.add("rank 0")
+            logger.warning(
+                "%s over %d ranks: state_dict() on rank 0 alone will raise after this step. Call "
+                "consolidate_state_dict() on all ranks before it, or save by "
+                "torch.distributed.checkpoint, or build the optimizer with "
+                "sharding={'consolidate_every': steps between saves}; 0 is never, without this "
+                "line.",
+                type(self).__name__,
+                self.communicator.world_size,
             )
 
     @torch.no_grad()
@@ -78,10 +172,23 @@ class StatefulOptimizer(torch.optim.Optimizer):
         to the parameters' dtype. Dicts of the torch optimizer of the same name are accepted.
         Parameters that were re-allocated are taken back first, as by rebind().
 
+        Hooks of register_load_state_dict_pre_hook() and _post_hook() are called as by torch.
+
         Raises:
             ValueError: groups, shapes or states that do not fit; nothing is loaded then.
             TypeError: a parameter has another device, dtype or shape now; nothing is loaded.
         """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            if changed is not None:
+                state_dict = changed
+        self._restore(state_dict)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _restore(self, state_dict: Mapping[str, Any]) -> None:
+        """Do what load_state_dict() does, between its hooks."""
         # torch's own moves states to where their parameters are by now. Accelerate leans on that:
         # it moves the model, even from "cpu" to "cpu:0", and then loads the optimizer's own state.
         for state in self._flats:
@@ -89,13 +196,18 @@ class StatefulOptimizer(torch.optim.Optimizer):
         state_io.restore(self.layout, self._flats, self.param_groups, self._rule, state_dict)
         self._consolidated = None
         self._is_fresh = not state_dict["state"]
+        self._num_calls = 0
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return this rank's state for torch.distributed.checkpoint. Collective.
 
-        Its tensors alias the state: save them before the next step(). To load, at any world size,
-        pass it to ``torch.distributed.checkpoint.load``, then call load_sharded_state_dict().
+        Its tensors alias the state: save them before the next step(), or by async_save(), which
+        copies them first. Give async_save() a process group of its own
+        (``process_group=dist.new_group()``): it communicates while training does. To load, at any
+        world size, pass the dict to ``torch.distributed.checkpoint.load``, then call
+        load_sharded_state_dict(). State-dict hooks are not called: it is not of their format.
         """
+        self._can_be_saved = True
         self._refuse_in_join("sharded_state_dict()")
         with self.communicator.call("sharded_state_dict()"):
             return state_io.sharded(
@@ -103,10 +215,17 @@ class StatefulOptimizer(torch.optim.Optimizer):
             )
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Finish loading a sharded_state_dict() that torch.distributed.checkpoint has filled."""
+        """Finish loading a sharded_state_dict() that torch.distributed.checkpoint has filled.
+
+        Local: call it on every rank. State-dict hooks are not called.
+
+        Raises:
+            ValueError: a state is missing, or is another rank's part.
+        """
         state_io.load_sharded(self.layout, self._flats, self.param_groups, self._rule, state_dict)
         self._consolidated = None
         self._is_fresh = False
+        self._num_calls = 0
 
     def _refuse_in_join(self, what: str) -> None:
         """Raise RuntimeError inside a Join: a rank that has joined would not take part."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardfuse.optim import npu
 from tests.harness import run_threads
+from tests.models import flat_buffers, lie_in
 from tests.oracles import BertAdamOracle, LambOracle
 from tests.runs import TOLERANCE, assert_bitwise, max_relative_error
 from tests.upstream import build, every_optimizer, fresh_params, noise, reference
@@ -369,7 +370,9 @@ def test_5_c_alignment_and_memory(dtype: torch.dtype, world_size: int) -> None:
     def measure() -> tuple[list[int], int]:
         params = fresh_params(SHAPES, dtype)
         optimizer = build("NpuFusedLamb", params, sharding=SHARDING)
-        starts = [p.data_ptr() - p.untyped_storage().data_ptr() for p in params]
+        (buffer,) = flat_buffers(optimizer)
+        assert lie_in(params, [buffer])
+        starts = [p.data_ptr() - buffer.data_ptr() for p in params]
         for flat in optimizer.layout.flats:
             starts += [bucket.shard_numel * dtype.itemsize for bucket in flat.buckets]
         return starts, optimizer.memory_summary().state_nbytes

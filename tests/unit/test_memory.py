@@ -22,6 +22,7 @@ from shardfuse import (
     ShardedSGD,
 )
 from tests.harness import run_procs, run_threads
+from tests.models import flat_buffers, lie_in
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -57,8 +58,9 @@ def summarise(cls: Callable[..., Any], options: dict[str, Any], dtype: torch.dty
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
-    model_nbytes = storage_nbytes([p.data for p in params])
-    return optimizer.memory_summary(), model_nbytes
+    buffers = flat_buffers(optimizer)
+    assert lie_in(params, buffers)
+    return optimizer.memory_summary(), storage_nbytes(buffers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

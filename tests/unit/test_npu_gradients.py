@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardfuse.gradients
+from tests.models import lie_in
 from tests.oracles import AdamOracle, LambOracle, SGDOracle
 from tests.unit.test_npu_api import build, every_class, ones
 from tests.upstream import CLASSES
@@ -358,8 +359,9 @@ def test_one_tensor_per_dtype_costs_no_memory() -> None:
     optimizer = build("NpuFusedAdam", [{"params": params[:1]}, {"params": params[1:]}])
     combined = [t for t in optimizer.get_combined_params() if t is not None]
     assert sum(t.nbytes for t in combined) == optimizer.memory_summary().param_nbytes
-    addresses = {p.untyped_storage().data_ptr() for p in params}
-    assert addresses == {t.untyped_storage().data_ptr() for t in combined}
+    assert len(combined) == 2
+    for buffer in combined:
+        assert lie_in([p for p in params if p.dtype == buffer.dtype], [buffer])
 
 
 def test_momentum_from_partial_state() -> None:
