@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any, TypedDict
 
 import torch
-from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from shardfuse.agreement import agree
@@ -61,7 +60,7 @@ class _HandlesUnscaling:
         """
         if optimizer is None or not optimizer._config.grads_are_reduced:
             return True
-        return isinstance(sys._getframe(1).f_locals.get("self"), GradScaler)
+        return hasattr(sys._getframe(1).f_locals.get("self"), "unscale_")  # torch's, torch_npu's
 
 
 class TorchLike(StatefulOptimizer, Joinable):
