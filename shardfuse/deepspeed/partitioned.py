@@ -185,10 +185,6 @@ class Partitioned(ShardedOptimizer):
         """Refuse: the parameters are DeepSpeed's."""
         self._refuse("rebind()")
 
-    def join_hook(self, **kwargs: Any) -> NoReturn:
-        """Refuse: all ranks take the engine's steps."""
-        self._refuse("torch.distributed.algorithms.Join")
-
     def grad_norm(self) -> Tensor:
         """Refuse: see engine.get_global_grad_norm()."""
         self._refuse("grad_norm()")
@@ -209,9 +205,11 @@ class Partitioned(ShardedOptimizer):
         """Refuse: see engine.load_checkpoint()."""
         self._refuse("load_sharded_state_dict()")
 
-    def minimize(self, *args: Any) -> NoReturn:
-        """Refuse: see engine.backward() and engine.step()."""
-        self._refuse("minimize()")
+    def minimize(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: all ranks take the engine's steps; see engine.backward() and engine.step()."""
+        self._refuse("minimize(), or torch.distributed.algorithms.Join,")
+
+    join_hook = minimize
 
     def memory_summary(self) -> NoReturn:
         """Refuse: the buffers are DeepSpeed's."""

@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -380,9 +380,3 @@ class ShardedOptimizer(TorchLike):
         if woken:
             self._wake(woken)
         self._grads.pack()
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            f"{type(self).__name__} cannot be pickled or deep-copied: its buffers are the model's "
-            "parameters. Save state_dict(), and build a new optimizer for a copied model."
-        )

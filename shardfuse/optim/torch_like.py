@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any, NoReturn, TypedDict
 
 import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
@@ -87,6 +87,12 @@ class TorchLike(StatefulOptimizer, Joinable):
         head, newline, groups = super().__repr__().partition("\n")
         own = [self._rule.describe(), f"world_size={self.communicator.world_size}, {self._config}"]
         return "\n".join([head, *own]) + newline + groups
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled or deep-copied: its buffers are the model's "
+            "parameters. Save state_dict(), and build a new optimizer for a copied model."
+        )
 
     # Before each step
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from tests.faults.programs import FAULTS
 from tests.faults.runner import Ending, Setting, run
+from tests.faults.table import FAULTS
 
 COLLECTIVES = ("auto", "pairwise", "native")
 HEADER = (

@@ -7,10 +7,6 @@ ends the process, as in a script.
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -342,69 +338,6 @@ def not_averaged(job: Job) -> None:
     job.steps()
 
 
-def killed(job: Job) -> None:
-    """One rank is killed between steps (out of memory)."""
-    job.mark()
-    if job.is_bad:
-        os.kill(os.getpid(), signal.SIGKILL)
-    job.steps()
-
-
-def killed_in_step(job: Job) -> None:
-    """One rank is killed when its first bucket has been told of."""
-    if job.is_bad:
-        comm, launched = job.optimizer.communicator, []
-        name = "exchange" if comm.can_exchange else "reduce_scatter"
-        original = getattr(comm, name)
-
-        def launch(*args: Any) -> Any:
-            launched.append(original(*args))
-            job.mark()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        setattr(comm, name, launch)
-    job.steps()
-
-
-def leaves_early(job: Job) -> None:
-    """One rank has fewer batches and ends, exit code 0."""
-    job.mark()
-    if job.is_bad:
-        sys.exit(0)
-    job.steps()
-
-
-def fails_in_forward(job: Job) -> None:
-    """One rank fails outside of the optimizer, and its script ends."""
-    job.mark()
-    if job.is_bad:
-        raise MemoryError("no memory for a batch")
-    job.steps()
-
-
-def saves_early(job: Job) -> None:
-    """One rank has fewer batches and goes on to the final checkpoint."""
-    job.mark()
-    job.steps(1 if job.is_bad else 2)
-    job.optimizer.consolidate_state_dict()
-
-
-def hangs(job: Job) -> None:
-    """One rank hangs outside of the optimizer: only the group's timeout can tell."""
-    job.mark()
-    if job.is_bad:
-        time.sleep(GROUP_TIMEOUT_S + 8)
-    job.steps()
-
-
-def stopped(job: Job) -> None:
-    """One rank's process is stopped by a signal: only the group's timeout can tell."""
-    job.mark()
-    if job.is_bad:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    job.steps()
-
-
 def destroyed_group(job: Job) -> None:
     """The process group is destroyed and training goes on."""
     job.mark()
@@ -424,71 +357,3 @@ def goes_on_after_an_error(job: Job) -> None:
             job.optimizer.zero_grad()
             job.steps()
     job.optimizer.step()
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A program and what has to be said of it.
-
-    Args:
-        program: what happens.
-        names: texts that the error of every survivor has to contain.
-        bound_s: seconds in which it has to come.
-        ended: how the faulty rank's process ends, where not by an error: "killed", "done".
-    """
-
-    program: Callable[[Job], None]
-    names: tuple[str, ...]
-    bound_s: float = 2.0
-    ended: str = "error"
-
-
-_AFTER_TIMEOUT_S = GROUP_TIMEOUT_S + 2.0
-_LOST = ("rank",)
-
-FAULTS = {
-    fault.program.__name__: fault
-    for fault in (
-        Fault(unfreeze, ("unfrozen layer1.weight",)),
-        Fault(unfreeze_another, ("unfrozen layer1.weight", "unfrozen layer2.weight")),
-        Fault(leave_a_grad, ("unfrozen layer1.weight",)),
-        Fault(lr_differs, ("lr = 0.01 in group 0", "lr = 0.005 in group 0")),
-        Fault(weight_decay_differs, ("weight_decay = 0.3 in group 0",)),
-        Fault(betas_differ, ("betas = (0.8, 0.9) in group 0",)),
-        Fault(sparse_gradient, ("layer0.weight is sparse", "sparse=False")),
-        Fault(gradient_of_another_size, ("layer0.weight", "9 elements")),
-        Fault(reallocated_param, ("layer0.weight", "rebind()")),
-        Fault(replaced_param, ("param_groups hold other parameters",)),
-        Fault(halved_model, ("layer0.weight",)),
-        Fault(closure_raises, ("batch 17 cannot be read",)),
-        Fault(closure_is_interrupted, ("KeyboardInterrupt",)),
-        Fault(norm_on_one, ("grad_norm()", "step()")),
-        Fault(clip_on_one, ("clip_grad_norm()", "step()")),
-        Fault(clip_bound_differs, ("max_norm = 1.0", "max_norm = 2.0")),
-        Fault(bad_clip_bound, ("max_norm: nan",)),
-        Fault(edit_after_clip, ("Gradients changed between clip_grad_norm() and step()",)),
-        Fault(consolidate_on_one, ("consolidate_state_dict()", "step()")),
-        Fault(consolidate_elsewhere, ("to = 0", "to = 1")),
-        Fault(sharded_state_on_one, ("sharded_state_dict()", "step()")),
-        Fault(group_on_one, ("add_param_group()", "step()")),
-        Fault(group_of_another_shape, ("new (3,)", "new (4,)")),
-        Fault(build_on_one, ("building an optimizer", "step()")),
-        Fault(build_other_buckets, ("bucket_cap_mb=1", "bucket_cap_mb=2")),
-        Fault(build_other_collectives, ("building an optimizer with collectives=",)),
-        Fault(build_another_class, ("Ranks disagree about the optimizer",)),
-        Fault(build_with_an_error, ("Invalid learning rate: -1.0",)),
-        Fault(two_in_opposite_order, ("optimizer 1 of its process group", "optimizer 2 of its")),
-        Fault(scaler_on_one, ("under a gradient scaler", "without a gradient scaler")),
-        Fault(sharded_scaler_on_one, ("ShardedGradScaler", "step()")),
-        Fault(not_averaged, ("grads_are_reduced=True", "gradient of layer")),
-        Fault(killed, _LOST, ended="killed"),
-        Fault(killed_in_step, _LOST, ended="killed"),
-        Fault(leaves_early, _LOST, ended="done"),
-        Fault(fails_in_forward, _LOST),
-        Fault(saves_early, ("consolidate_state_dict()", "step()")),
-        Fault(hangs, _LOST, bound_s=_AFTER_TIMEOUT_S, ended="killed"),
-        Fault(stopped, _LOST, bound_s=_AFTER_TIMEOUT_S, ended="killed"),
-        Fault(destroyed_group, ("process group was destroyed",)),
-        Fault(goes_on_after_an_error, ("layer0.weight is sparse",)),
-    )
-}

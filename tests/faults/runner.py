@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.faults.programs import FAULTS, GROUP_TIMEOUT_S, OPTIMIZERS, Fault, Job
+from tests.faults.programs import GROUP_TIMEOUT_S, OPTIMIZERS, Job
+from tests.faults.table import FAULTS, Fault
 
 _LIMIT_S = 40.0
 
