@@ -135,7 +135,11 @@ def _rank_main(
     code = 1
     try:
         import pretrain
+        import pretraining.launch
 
+        # No launcher is here that would end the others once one has failed.
+        pretraining.launch._SECONDS_FOR_RANK_0_TO_SPEAK = 0.1
+        pretraining.launch._SECONDS_FOR_OTHERS_TO_COME = 0.1
         if fault is not None:
             fault(int(environ.get("RANK", 0)))
         code = pretrain.main(arguments)
