@@ -67,7 +67,6 @@ def outcome(optimizer: Any) -> tuple[str, float, bool]:
 
 # Importing torch._dynamo, as torch.optim does, gives functions of torch.distributed.nn the default
 # group as a default argument: it outlives destroy_process_group(), and so a weak reference to it.
-@pytest.mark.xfail(strict=False, reason="comm.process_group._group asks a weak reference alone")
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_destroyed_group_is_an_error(choice: str) -> None:
     """At once and on every rank, in the words that tell the remedy; no parameter changes."""
@@ -94,7 +93,6 @@ def initialised_anew(choice: str) -> tuple[str, float]:
     return text, float(new.param_groups[0]["params"][0][0].detach())
 
 
-@pytest.mark.xfail(strict=False, reason="comm.process_group._group asks a weak reference alone")
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_new_group_is_not_the_old_one(choice: str) -> None:
     """After init_process_group() anew the old optimizer still says so, and a new one trains."""
@@ -131,7 +129,6 @@ def without_descriptors(rank_without: int) -> tuple[list[str], float]:
     return messages, float(optimizer.param_groups[0]["params"][0][0].detach())
 
 
-@pytest.mark.xfail(strict=False, reason="comm.memory.host_id() swallows the error")
 @pytest.mark.parametrize("rank_without", [0, 1])
 def test_no_descriptors_is_what_the_log_says(rank_without: int) -> None:
     """Sockets are used by all ranks, and the rank that lacks descriptors logs that."""

@@ -316,7 +316,6 @@ def test_nontensor_step(info: Any) -> None:
         assert torch.equal(results[0], results[1])
 
 
-@pytest.mark.xfail(strict=False, reason="state-dict hooks are mended in another piece of work")
 @every_class
 @pytest.mark.parametrize(
     ("kind", "loads"),
