@@ -119,8 +119,7 @@ class ShardedOptimizer(TorchLike):
         self._gather = ParamSync(self.communicator)
         self._overflows = OverflowReport(self.communicator, self._config.report_overflow)
         self._clip_coefficient: Tensor | None = None
-        are_reduced = self._config.grads_are_reduced
-        self._terms = Terms(self.communicator, self.param_groups, are_reduced)
+        self._terms = Terms(self.communicator, self._config.grads_are_reduced)
         self._consolidated: dict[str, Any] | None = None
         self._is_fresh = True
         self._adopt(first_group=0, error=error)
@@ -375,7 +374,7 @@ class ShardedOptimizer(TorchLike):
             if state.allocate(values) and not self._rule.counts_steps:
                 # Momentum was set above 0 later: its first update comes now.
                 state.set_steps({slot.param: 0 for slot in state.flat.slots})
-        self._terms.declare(lines, woken, self._updater.named_grads)
+        self._terms.declare(lines, self.param_groups, woken, self._updater.named_grads)
         self._terms.warn(self._params)
         if woken:
             self._wake(woken)

@@ -18,15 +18,11 @@ class Terms:
 
     Args:
         comm: the ranks.
-        groups: the optimizer's own ``param_groups``.
         are_reduced: whether gradients are averaged elsewhere, as ShardConfig says.
     """
 
-    def __init__(
-        self, comm: Communicator, groups: Sequence[Mapping[str, Any]], are_reduced: bool
-    ) -> None:
+    def __init__(self, comm: Communicator, are_reduced: bool) -> None:
         self._comm = comm
-        self._groups = groups
         self._options = _Options()
         self._unfrozen: list[str] = []  # what trains although it was frozen when it was added
         self._averaged = AveragedCheck(comm, are_reduced)
@@ -34,6 +30,7 @@ class Terms:
     def declare(
         self,
         lines: Iterable[str],
+        groups: Sequence[Mapping[str, Any]],
         woken: Sequence[FlatState],
         grads: Callable[[], Sequence[tuple[str, Tensor | None]]],
     ) -> None:
@@ -41,6 +38,7 @@ class Terms:
 
         Args:
             lines: what this call is done with.
+            groups: the optimizer's ``param_groups``.
             woken: flats that begin to train in it.
             grads: gives (name, gradient on this rank) of every parameter.
         """
@@ -53,7 +51,7 @@ class Terms:
         is_new, averaged = bool(woken), []
         if not self._averaged.is_over:
             is_new, averaged = True, self._averaged.lines(grads())
-        options = self._options.lines(self._groups)
+        options = self._options.lines(groups)
         self._comm.declare([*lines, *options, *self._unfrozen, *averaged], is_new=is_new)
 
     def warn(self, params: Sequence[Tensor]) -> None:

@@ -54,8 +54,8 @@ def test_the_proc_of_another_namespace_is_not_used() -> None:
     assert "OSError: /proc is that of another process namespace" in inside.stderr
 
 
-def train_with(fault: str) -> tuple[bool, list[str], list[float]]:
-    """All-gather after a trial in which ``fault`` strikes rank 1; return what the log says."""
+def train_with(fault: str, struck: int) -> tuple[bool, list[str], list[float]]:
+    """All-gather after a trial in which ``fault`` strikes a rank; return what the log says."""
     lines: list[str] = []
 
     class Keep(logging.Handler):
@@ -66,10 +66,10 @@ def train_with(fault: str) -> tuple[bool, list[str], list[float]]:
     logging.getLogger("shardfuse").setLevel(logging.INFO)
     comm: Any = communicator_for(None, CPU)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if fault == "no descriptors" and comm.rank == 1:
+    if fault == "no descriptors" and comm.rank == struck:
         used = len(os.listdir("/proc/self/fd")) - 1
         resource.setrlimit(resource.RLIMIT_NOFILE, (used, limits[1]))
-    elif fault == "odd error" and comm.rank == 1:
+    elif fault == "odd error" and comm.rank == struck:
 
         def broken(*args: Any) -> None:
             raise ValueError("mmap length is greater than file size")
@@ -83,15 +83,16 @@ def train_with(fault: str) -> tuple[bool, list[str], list[float]]:
     return comm._mailbox is not None, lines, result.tolist()
 
 
+@pytest.mark.parametrize("struck", [0, 1])
 @pytest.mark.parametrize(
     ("fault", "text"),
     [("no descriptors", "Too many open files"), ("odd error", "mmap length is greater")],
 )
-def test_every_surprise_means_sockets_on_all_ranks(fault: str, text: str) -> None:
+def test_every_surprise_means_sockets_on_all_ranks(fault: str, text: str, struck: int) -> None:
     """Whatever one rank meets in the trial, all use sockets; its log tells what it was."""
-    results = run_procs(2, train_with, fault)
+    results = run_procs(2, train_with, fault, struck)
     for uses_memory, lines, values in results:
         assert not uses_memory
         assert values == [0.0, 0.0, 1.0, 1.0]
         assert not any("several hosts" in line for line in lines)
-    assert any(text in line for line in results[1][1])
+    assert any(text in line for line in results[struck][1])
