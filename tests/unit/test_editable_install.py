@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,7 @@ def test_type_checkers_find_an_editable_install(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "mypy", "--python-executable", str(python), "train.py"],
         cwd=user,
+        env={k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MYPYPATH")},
         capture_output=True,
         text=True,
         check=False,
