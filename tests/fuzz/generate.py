@@ -53,6 +53,7 @@ class _Generator:
         self.num_groups = 0
         self.specs: list[Spec] = []
         self.frozen: set[str] = set()
+        self.once_frozen: set[str] = set()
         self.weight = 0  # upper bound of a sum of integer gradients over ranks
         self.hooked = 1
         self.hooks: set[str] = set()
@@ -105,6 +106,7 @@ class _Generator:
         self.num_groups += 1
         self.specs += specs
         self.frozen |= {spec.name for spec in specs if spec.frozen}
+        self.once_frozen |= self.frozen
         return Group(tuple(specs), overrides)
 
     def draw_sharding(self) -> dict[str, Any]:
@@ -238,7 +240,8 @@ class _Generator:
     def ranks(self) -> list[int]:
         """Return all ranks, or some."""
         everyone = list(range(self.world))
-        return everyone if self.maybe(0.6) else self.some(everyone, 0.5)
+        # Gradients that have been averaged are no multiples of the world size any more.
+        return everyone if self.reduced or self.maybe(0.6) else self.some(everyone, 0.5)
 
     def handle_gradients(self) -> None:
         """Append something that a caller does to gradients."""
@@ -348,8 +351,11 @@ class _Generator:
             self.add("train", names=names, value=True, ranks=ranks, drop=False)
             return
         names = self.some(self.names()[1:], 0.3)
+        # What was frozen before may be without gradients of its own, as if it had never trained.
+        drop = bool(self.once_frozen & set(names)) or self.maybe(0.7)
         self.frozen |= set(names)
-        self.add("train", names=names, value=False, ranks=ranks, drop=self.maybe(0.7))
+        self.once_frozen |= set(names)
+        self.add("train", names=names, value=False, ranks=ranks, drop=drop)
 
     def add_group(self) -> None:
         """Append a new group."""
@@ -364,8 +370,9 @@ class _Generator:
         modes = ["same", "same", "copies", "first_rank"] + ["sharded"] * self.maybe(0.3)
         if choices.kind_of(self.optimizer).torch and set(self.dtypes) == {"float32"}:
             modes += ["torch", "torch"]
-        if self.optimizer.startswith("NpuFused"):
-            # A gradient that is absent because it was zeroed is so to the old optimizer only.
+        if self.frozen or self.optimizer.startswith("NpuFused"):
+            # A gradient that is absent because it was zeroed is so to the old optimizer only; one
+            # of a frozen parameter must not be there on some ranks alone.
             self.weight = 0
             self.add("zero_grad", to_none=True, by_model=False)
         sharding = {}

@@ -8,7 +8,6 @@ depend on the parameters' values.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +57,18 @@ class LocalModel:
         else:
             # torch refuses hooks on parameters that need no gradient.
             del self.hooked[name]
+
+    def chosen(
+        self, names: Sequence[str], ranks: Sequence[int]
+    ) -> list[tuple[str, torch.nn.Parameter]]:
+        """Return those of ``names`` that this rank changes if ``ranks`` do.
+
+        Frozen ones only if all do: a gradient of one on some ranks alone is a fault, and made by
+        ``one_rank`` operations.
+        """
+        everyone = len(ranks) == self.program.world
+        named = self.named(names if self.rank in ranks else ())
+        return [(name, param) for name, param in named if everyone or param.requires_grad]
 
     def apply(self, op: Op) -> set[str]:
         """Do what ``op`` says to gradients here; return the names that autograd reached."""
@@ -109,14 +120,27 @@ class LocalModel:
         self, seed: int, names: Sequence[str], ranks: Sequence[int], form: str = "contiguous"
     ) -> None:
         """Assign gradients that autograd has not made."""
-        for name, param in self.named(names if self.rank in ranks else ()):
-            spec = self.specs[name]
-            value = gradient(self.program, spec, seed, self.rank) * self.scale
-            param.grad = laid_out(value.to(param.dtype), form)
+        for name, param in self.chosen(names, ranks):
+            self.assign(seed, name, param, form)
+
+    def assign(self, seed: int, name: str, param: torch.nn.Parameter, form: str) -> None:
+        """Assign one gradient."""
+        value = gradient(self.program, self.specs[name], seed, self.rank) * self.scale
+        param.grad = laid_out(value.to(param.dtype), form)
+
+    def one_rank(self, kind: str, rank: int, names: Sequence[str], seed: int = 0) -> None:
+        """Freeze, unfreeze or give frozen ones a gradient, on one rank alone."""
+        for name, param in self.named(names if self.rank == rank else ()):
+            if kind == "gradient":
+                self.assign(seed, name, param, "contiguous")
+            elif kind == "freeze":
+                param.requires_grad_(False).grad = None
+            elif kind == "unfreeze":
+                param.requires_grad_(True)
 
     def drop_grad(self, names: Sequence[str], ranks: Sequence[int]) -> None:
         """Set gradients to None."""
-        for _, param in self.named(names if self.rank in ranks else ()):
+        for _, param in self.chosen(names, ranks):
             param.grad = None
 
     def edit_grad(self, names: Sequence[str], ranks: Sequence[int], factor: float) -> None:
@@ -135,7 +159,7 @@ class LocalModel:
 
     def move_grad(self, source: str, target: str, swap: bool) -> None:
         """Give one parameter's gradient to another of the same shape."""
-        pair = self.named([source, target])
+        pair = self.chosen([source, target], [self.rank])
         if len(pair) == 2:
             (_, first), (_, second) = pair
             first.grad, second.grad = second.grad if swap else None, first.grad
@@ -158,20 +182,15 @@ class LocalModel:
         return {name: param.grad for name, param in self.params.items()}
 
 
-LOCAL = (
-    "backward set_grad drop_grad edit_grad keep_grad move_grad train hook_grad"
-).split()
+LOCAL = [
+    "backward",
+    "set_grad",
+    "drop_grad",
+    "edit_grad",
+    "keep_grad",
+    "move_grad",
+    "train",
+    "hook_grad",
+    "one_rank",
+]
 """Operations that are gradients' alone."""
-
-
-def one_rank_ops(kind: str, rank: int, names: Sequence[str], seed: int) -> list[Op]:
-    """Return what one rank alone does in a ``one_rank`` operation."""
-    ranks = [rank]
-    if kind == "unfreeze":
-        return [Op("train", dict(names=names, value=True, ranks=ranks, drop=False))]
-    if kind == "freeze":
-        return [Op("train", dict(names=names, value=False, ranks=ranks, drop=True))]
-    if kind == "gradient":
-        return [Op("set_grad", dict(seed=seed, names=names, ranks=ranks))]
-    return []
-

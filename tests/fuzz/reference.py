@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.fuzz.choices import kind_of
 from tests.fuzz.engines import ExactEngine, engine_for
-from tests.fuzz.local import LOCAL, one_rank_ops
+from tests.fuzz.local import LOCAL
 from tests.fuzz.program import LOW, Op, Program, Spec, gradient, initial_value
 from tests.fuzz.ranks import AllRanks
 
@@ -85,11 +85,6 @@ class Reference(AllRanks):
             self.names.append(spec.name)
             self.specs.append(spec)
             self.largest.append(_magnitude(value))
-
-    def one_rank(self, kind: str, rank: int, names: Sequence[str], seed: int = 0) -> None:
-        """Do something on one rank alone."""
-        for op in one_rank_ops(kind, rank, names, seed):
-            self.apply_to_ranks(op)
 
     def zero_grad(self, to_none: bool, by_model: bool) -> None:
         """Clear gradients as the optimizer, which forgets its clip too, or as the model does."""

@@ -45,7 +45,7 @@ def _smaller(program: Program) -> Iterator[Program]:
             specs = group.specs[:position] + group.specs[position + 1 :]
             if specs:
                 changed = group._replace(specs=specs)
-                groups = program.groups[:index] + (changed,) + program.groups[index + 1 :]
+                groups = (*program.groups[:index], changed, *program.groups[index + 1 :])
                 yield replace(program, groups=groups)
     if len(program.groups) > 1:
         yield replace(program, groups=program.groups[:-1])

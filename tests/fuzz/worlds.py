@@ -169,9 +169,7 @@ def _collect(
 
 def judge(program: Program, outcomes: Sequence[Any], late: float) -> Verdict:
     """Return whether all ranks did what they must."""
-    texts = [
-        f"rank {rank}: {_describe(program, outcome)}" for rank, outcome in enumerate(outcomes)
-    ]
+    texts = [f"rank {rank}: {_describe(program, outcome)}" for rank, outcome in enumerate(outcomes)]
     everything = "\n".join(texts)
     statuses = {None if outcome is None else outcome.status for outcome in outcomes}
     if statuses == {"ok"}:
