@@ -12,7 +12,7 @@ from shardfuse.buffers import ShardArena
 from shardfuse.checkpoint import FragmentTensor, Piece, gather, scatter
 from shardfuse.comm import Communicator
 from shardfuse.layout import FlatLayout, ParamSpec
-from shardfuse.optim.flat_state import FlatState
+from shardfuse.optim.flat_state import MASTER_DTYPE, FlatState
 from shardfuse.optim.rules import UpdateRule
 
 MASTER = "param"
@@ -214,10 +214,38 @@ def load_sharded(
     rule: UpdateRule,
     state_dict: Mapping[str, Any],
 ) -> None:
-    """Take over steps and hyper-parameters; the tensors were filled in place when loaded."""
+    """Take over steps and hyper-parameters; the tensors were filled in place when loaded.
+
+    Raises:
+        ValueError: groups that do not fit, or states of parameters that are frozen here.
+    """
     merged = _merged(groups, state_dict["param_groups"], rule)
+    steps = {
+        index: int(state_dict[f"state.{spec.name}.step"]) for index, spec in enumerate(layout.specs)
+    }
+    _check_room(layout, flats, merged, rule, steps)
     for group, new in zip(groups, merged, strict=True):
         group.update(new)
     for state in flats:
-        names = {slot.param: layout.specs[slot.param].name for slot in state.flat.slots}
-        state.set_steps({p: int(state_dict[f"state.{name}.step"]) for p, name in names.items()})
+        state.set_steps({slot.param: steps[slot.param] for slot in state.flat.slots})
+
+
+def _check_room(
+    layout: FlatLayout,
+    flats: Sequence[FlatState],
+    groups: Groups,
+    rule: UpdateRule,
+    steps: Mapping[int, int],
+) -> None:
+    """Raise ValueError if a parameter was updated and is of a flat that has no states here."""
+    for state in flats:
+        lacks_master = state.masters is None and state.params_buffer.data.dtype != MASTER_DTYPE
+        names = rule.state_names(groups[state.flat.group])
+        if not lacks_master and all(name in state.states for name in names):
+            continue
+        lost = [layout.specs[s.param].name for s in state.flat.slots if steps[s.param] > 0]
+        if lost:
+            raise ValueError(
+                f"The checkpoint holds states of {lost[0]}, which is frozen here and has no place "
+                "for them. Build the optimizer while it requires a gradient, load, then freeze it."
+            )

@@ -123,7 +123,8 @@ class Job:
         if mode == "sharded":
             self._num_saved += 1
             path = str(self.folder / str(self._num_saved))
-            dcp.save(self.optimizer.sharded_state_dict(), checkpoint_id=path)
+            saved = self.optimizer.sharded_state_dict()
+            dcp.save(saved, checkpoint_id=path)
         else:
             saved = self.full_state(0 if mode == "first_rank" else None)
         if mode == "torch":
@@ -134,15 +135,31 @@ class Job:
             self.local.replace()
         self.sharding = {**self.sharding, **sharding}
         self.scheduler = None
-        self.optimizer = self._build()
         if mode == "sharded":
-            loaded = self.optimizer.sharded_state_dict()
-            dcp.load(loaded, checkpoint_id=path)
-            self.optimizer.load_sharded_state_dict(loaded)
+            self._load_sharded(path, set(saved))
         else:
+            self.optimizer = self._build()
             self.optimizer.load_state_dict(saved)
         for kind in self.hooks:
             self.register(kind)
+
+    def _load_sharded(self, path: str, keys: set[str]) -> None:
+        """Load into an optimizer built while nothing that has states is frozen."""
+        specs = self.optimizer.layout.specs
+        frozen = [
+            param
+            for spec, param in zip(specs, self.local.params.values(), strict=True)
+            if not param.requires_grad
+            and any(k.startswith(f"state.{spec.name}.") and not k.endswith(".step") for k in keys)
+        ]
+        for param in frozen:
+            param.requires_grad_(True)
+        self.optimizer = self._build()
+        loaded = self.optimizer.sharded_state_dict()
+        dcp.load(loaded, checkpoint_id=path)
+        self.optimizer.load_sharded_state_dict(loaded)
+        for param in frozen:
+            param.requires_grad_(False)
 
     def _through_torch(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return what torch's optimizer of the same name makes of a state dict."""

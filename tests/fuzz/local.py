@@ -182,7 +182,7 @@ class LocalModel:
         return {name: param.grad for name, param in self.params.items()}
 
 
-LOCAL = [
+LOCAL = (
     "backward",
     "set_grad",
     "drop_grad",
@@ -192,5 +192,5 @@ LOCAL = [
     "train",
     "hook_grad",
     "one_rank",
-]
+)
 """Operations that are gradients' alone."""

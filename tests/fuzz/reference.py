@@ -18,6 +18,8 @@ from tests.fuzz.local import LOCAL
 from tests.fuzz.program import LOW, Op, Program, Spec, gradient, initial_value
 from tests.fuzz.ranks import AllRanks
 
+# Ranks are late, the actor compares states, parameters are re-allocated: all values stay.
+WITHOUT_EFFECT = ("delay", "check_state", "realloc")
 STALE = Op("edit_grad", {"names": None, "ranks": range(9), "factor": 0.5})
 
 
@@ -69,6 +71,8 @@ class Reference(AllRanks):
         if op.name in LOCAL:
             self.apply_to_ranks(op)
             return None
+        if op.name in WITHOUT_EFFECT:
+            return None
         return getattr(self, op.name)(**op.args)
 
     def add_group(self, specs: Sequence[Spec], overrides: Mapping[str, Any]) -> None:
@@ -106,15 +110,6 @@ class Reference(AllRanks):
     def hook_step(self, kind: str) -> None:
         """Register a hook on step()."""
         self.hooks.append(kind)
-
-    def delay(self, milliseconds: Sequence[int]) -> None:
-        """Do nothing: only ranks take time."""
-
-    def check_state(self) -> None:
-        """Do nothing: the actor compares."""
-
-    def realloc(self, names: Sequence[str], raises: bool) -> None:
-        """Do nothing: values stay."""
 
     def reload(self, mode: str, sharding: Mapping[str, Any], keep: bool) -> None:
         """Move the state to a new optimizer: values stay; over copies, gradients do not."""
