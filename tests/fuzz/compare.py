@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.fuzz.local import LocalModel
-from tests.fuzz.reference import Norm, Reference
+from tests.fuzz.reference import Norm, Reference, magnitude
 
 # Of a parameter's largest value so far, per element: fp32 rounding of up to twenty updates, and
 # norms that are summed in another order. What is exact is compared bit by bit instead.
@@ -104,11 +104,12 @@ def _state(index: int, own: Mapping[str, Any], reference: Reference) -> str:
     counts = "step" in own and reference.specs[index].numel > 0
     if counts and int(own["step"]) != int(other["step"]):
         return f"step is {own['step']}, not {other['step']}"
-    limit = 1e-6 * (1.0 + reference.largest_grad**2)
     for n in sorted(names):
         if reference.exact is not None:
             text = differs_in_bits(own[n], reference.exact.states()[index][n])
         else:
+            # Where a decayed gradient nearly vanishes, so does what it is divided by.
+            limit = 1e-6 * (1.0 + reference.largest_grad**2) + 1e-5 * magnitude(other[n])
             text = differs(own[n], other[n], limit)
         if text:
             return f"{n}: {text}"

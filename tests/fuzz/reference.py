@@ -43,7 +43,8 @@ class Reference(AllRanks):
         self.coefficient = 1.0
         self.hooks: list[str] = []
         self.overflow: tuple[str, int] | None = None
-        self.edited: set[str] = set()  # since their last update
+        # Masters before they were edited, by engine, where there was no update since.
+        self.edited: dict[str, list[Tensor]] = {}
         self.is_spoiled = False  # whether gradients may be anything until they are cleared
         for group in program.groups:
             self.add_group(group.specs, group.overrides)
@@ -88,7 +89,7 @@ class Reference(AllRanks):
         for spec, value in zip(specs, values, strict=True):
             self.names.append(spec.name)
             self.specs.append(spec)
-            self.largest.append(_magnitude(value))
+            self.largest.append(magnitude(value))
 
     def zero_grad(self, to_none: bool, by_model: bool) -> None:
         """Clear gradients as the optimizer, which forgets its clip too, or as the model does."""
@@ -127,9 +128,10 @@ class Reference(AllRanks):
         for index, (name, spec) in enumerate(zip(self.names, self.specs, strict=True)):
             if name not in names:
                 continue
-            for engine in engines:
-                edit(engine.values()[index], self.program, spec, how, seed)
-            self.edited.add(name)
+            values = [engine.values()[index] for engine in engines]
+            before = self.edited.setdefault(name, [value.clone() for value in values])
+            for value, old in zip(values, before, strict=False):
+                edit(value, self.program, spec, how, seed, old)
             self._note(index)
 
     # Gradients of all ranks
@@ -137,10 +139,8 @@ class Reference(AllRanks):
     def norm(self, factors: Sequence[float], power: float = 2.0) -> float:
         """Return the norm of the mean gradient with the clips made so far."""
         grads = [mean.flatten() for mean in self.means(factors) if mean is not None]
-        if not grads:
-            return 0.0
-        norm = torch.linalg.vector_norm(torch.cat(grads), power)
-        return float(norm) * self.coefficient
+        flat = torch.cat([torch.zeros(1), *grads])
+        return float(torch.linalg.vector_norm(flat, power)) * self.coefficient
 
     def grad_norm(self) -> Norm:
         """Return the norm; nothing changes."""
@@ -225,8 +225,8 @@ class Reference(AllRanks):
             for index, mean in enumerate(clipped):
                 if mean is not None:
                     self._note(index)
-                    self.edited.discard(self.names[index])
-                    self.largest_grad = max(self.largest_grad, _magnitude(mean))
+                    self.edited.pop(self.names[index], None)
+                    self.largest_grad = max(self.largest_grad, magnitude(mean))
         self.coefficient = 1.0
         for _ in range(self.hooks.count("shift")):
             names = [s.name for s in self.specs if s.dtype not in LOW]
@@ -242,15 +242,21 @@ class Reference(AllRanks):
         self.coefficient = 1.0
 
     def _note(self, index: int) -> None:
-        self.largest[index] = max(self.largest[index], _magnitude(self.engine.values()[index]))
+        self.largest[index] = max(self.largest[index], magnitude(self.engine.values()[index]))
 
 
-def _magnitude(value: Tensor) -> float:
+def magnitude(value: Tensor) -> float:
+    """Return the largest absolute value, 0 where there is none."""
     return float(value.detach().abs().max()) if value.numel() else 0.0
 
 
-def edit(value: Tensor, program: Program, spec: Spec, how: str, seed: int) -> None:
-    """Change a parameter, or a reference's master of it, in place."""
+def edit(
+    value: Tensor, program: Program, spec: Spec, how: str, seed: int, before: Tensor | None = None
+) -> None:
+    """Change a parameter in place, or a reference's master of it, which was ``before``.
+
+    A master keeps its digits where in the end its parameter has the value that it had.
+    """
     if how == "scale":
         value.mul_(0.5)
     elif how == "add":
@@ -258,6 +264,5 @@ def edit(value: Tensor, program: Program, spec: Spec, how: str, seed: int) -> No
     else:
         dtype = getattr(torch, spec.dtype)
         fresh = gradient(program, spec, seed, 0).to(dtype)
-        # A master keeps its digits where its parameter is written with the value that it has.
-        same = value.to(dtype) == fresh
-        value.copy_(torch.where(same, value, fresh.to(value.dtype)))
+        before = value if before is None else before
+        value.copy_(torch.where(before.to(dtype) == fresh, before, fresh.to(value.dtype)))
