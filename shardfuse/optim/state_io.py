@@ -237,15 +237,25 @@ def _check_room(
     rule: UpdateRule,
     steps: Mapping[int, int],
 ) -> None:
-    """Raise ValueError if a parameter was updated and is of a flat that has no states here."""
+    """Raise ValueError if an updated parameter has elements and lacks a state or master here.
+
+    What the optimizer has no place for was not read from the checkpoint.
+    """
     for state in flats:
-        lacks_master = state.masters is None and state.params_buffer.data.dtype != MASTER_DTYPE
         names = rule.state_names(groups[state.flat.group])
-        if not lacks_master and all(name in state.states for name in names):
+        lacking = [name for name in names if name not in state.states]
+        if state.masters is None and state.params_buffer.data.dtype != MASTER_DTYPE:
+            lacking.append(MASTER)
+        trained = [s.param for s in state.flat.slots if s.numel and steps[s.param] > 0]
+        if not lacking or not trained:
             continue
-        lost = [layout.specs[s.param].name for s in state.flat.slots if steps[s.param] > 0]
-        if lost:
-            raise ValueError(
-                f"The checkpoint holds states of {lost[0]}, which is frozen here and has no place "
-                "for them. Build the optimizer while it requires a gradient, load, then freeze it."
-            )
+        name = layout.specs[trained[0]].name
+        remedy = (
+            f"{name} was frozen. Build while it requires a gradient, load, then freeze it."
+            if state.flat.frozen
+            else "the hyper-parameters were others. Build it with those of the checkpoint."
+        )
+        raise ValueError(
+            f"The checkpoint is of an optimizer that has trained {name}, for whose {lacking[0]} "
+            f"this one has no place: when this one was built, {remedy}"
+        )

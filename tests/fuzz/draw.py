@@ -142,16 +142,19 @@ class Draws:
     def spend(self, weight: int) -> bool:
         """Count gradients that are added up; return whether they still fit."""
         if self.kind == "integers" and self.weight + weight > self.budget():
-            self.zero_grad(force=True)
+            self.zero_grad()
         self.weight += weight
         return self.weight <= self.budget()
 
-    def zero_grad(self, force: bool = False) -> None:
+    def zero_grad(self) -> None:
         """Append the clearing of gradients."""
         in_place = not self.keeps or self.features["zero_in_place_after_keep"]
         to_none = not in_place or self.maybe(0.6)
+        by_model = self.maybe(0.3)
+        if self.frozen and not by_model and not self.features["zero_in_place_while_frozen"]:
+            to_none = True
         self.weight = 0
-        self.add("zero_grad", to_none=to_none, by_model=self.maybe(0.3))
+        self.add("zero_grad", to_none=to_none, by_model=by_model)
 
     def weight_of_backward(self) -> int:
         """Return the largest sum over ranks that a backward adds."""

@@ -10,6 +10,9 @@ FEATURES: dict[str, bool] = {
     "local_errors": False,
     # zero_grad(set_to_none=False) while a caller holds a gradient that is no longer a p.grad.
     "zero_in_place_after_keep": False,
+    # Optimizer.zero_grad(set_to_none=False) zeroes gradients of frozen parameters, as torch does;
+    # it sets them to None, and a zero would count as a gradient.
+    "zero_in_place_while_frozen": False,
     # p.grad stays as it is through a step under plain GradScalers whose scales differ; it is
     # divided by the scale in place where it lies in its slot.
     "gradients_under_unequal_scales": False,

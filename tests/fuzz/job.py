@@ -154,6 +154,12 @@ class Job:
         ]
         for param in frozen:
             param.requires_grad_(True)
+        if "momentum" in self.program.options:
+            # It may have been set later; an optimizer built without one has no buffers to load.
+            self.groups = [
+                group._replace(overrides={**group.overrides, "momentum": own["momentum"]})
+                for group, own in zip(self.groups, self.optimizer.param_groups, strict=True)
+            ]
         self.optimizer = self._build()
         loaded = self.optimizer.sharded_state_dict()
         dcp.load(loaded, checkpoint_id=path)
