@@ -13,7 +13,6 @@ from shardfuse.checkpoint import (
     Asked,
     FragmentTensor,
     Piece,
-    flat_pieces,
     gather,
     scatter,
     shaped_pieces,
@@ -73,7 +72,7 @@ def fragment_tensors(
     ]
 
 
-def _agreed_steps(comm: Communicator, layout: FlatLayout, flats: Sequence[FlatState]) -> list[int]:
+def agreed_steps(comm: Communicator, layout: FlatLayout, flats: Sequence[FlatState]) -> list[int]:
     """Return the update count of every parameter. Collective.
 
     A rank that neither has a gradient of a parameter nor owns a fragment of it cannot count its
@@ -90,7 +89,7 @@ def _agreed_steps(comm: Communicator, layout: FlatLayout, flats: Sequence[FlatSt
     return result
 
 
-def _packed_groups(groups: Groups) -> list[dict[str, Any]]:
+def packed_groups(groups: Groups) -> list[dict[str, Any]]:
     """Return the groups with parameters replaced by their running number, as torch does."""
     packed = []
     start = 0
@@ -104,7 +103,7 @@ def _packed_groups(groups: Groups) -> list[dict[str, Any]]:
 
 def fresh(groups: Groups) -> dict[str, Any]:
     """Return torch's state dict of an optimizer that has taken no step. Local."""
-    return {"state": {}, "param_groups": _packed_groups(groups)}
+    return {"state": {}, "param_groups": packed_groups(groups)}
 
 
 def consolidate(
@@ -117,7 +116,7 @@ def consolidate(
 ) -> dict[str, Any] | None:
     """Return torch's state dict, of full CPU tensors, on rank ``to`` (None: on all). Collective."""
     keep = to is None or comm.rank == to
-    steps = _agreed_steps(comm, layout, flats)
+    steps = agreed_steps(comm, layout, flats)
     state: dict[int, dict[str, Any]] = {}
     for param, name, tensor in _whole(comm, flats, keep):
         if steps[param] > 0:
@@ -126,7 +125,7 @@ def consolidate(
     if not keep:
         return None
     ordered = {param: state[param] for param in sorted(state)}
-    return {"state": ordered, "param_groups": _packed_groups(groups)}
+    return {"state": ordered, "param_groups": packed_groups(groups)}
 
 
 def _whole(
@@ -155,7 +154,7 @@ def for_torch(
     all, else FragmentTensors. With ``cpu_offload`` they are on the CPU, and of full ones only the
     first rank's are kept, as by torch.
     """
-    steps = _agreed_steps(comm, layout, flats)
+    steps = agreed_steps(comm, layout, flats)
     state: dict[int, dict[str, Any]] = {}
     for flat_state in flats:
         if is_trained(flat_state):
@@ -172,7 +171,7 @@ def for_torch(
         whole = tensor if isinstance(tensor, FragmentTensor) else tensor.contiguous()
         state[param][name] = whole.to(device)
     ordered = {param: state[param] for param in sorted(state)}
-    return {"state": ordered, "param_groups": _packed_groups(groups)}
+    return {"state": ordered, "param_groups": packed_groups(groups)}
 
 
 def is_trained(state: FlatState) -> bool:
@@ -191,7 +190,7 @@ def _parts(flats: Sequence[FlatState]) -> Iterator[tuple[int, str, Tensor]]:
                 yield slot.param, name, tensor.clone() if spec.numel else empty
 
 
-def _merged(groups: Groups, saved: Sequence[Mapping[str, Any]], rule: UpdateRule) -> Groups:
+def merged_groups(groups: Groups, saved: Sequence[Mapping[str, Any]], rule: UpdateRule) -> Groups:
     """Return the groups with the hyper-parameters of ``saved``, after checking that they fit.
 
     Raises:
@@ -231,7 +230,7 @@ def restore(
     Raises:
         ValueError: tensors of another shape, groups that do not fit, or a missing state.
     """
-    merged = _merged(groups, state_dict["param_groups"], rule)
+    merged = merged_groups(groups, state_dict["param_groups"], rule)
     order = [p for group in state_dict["param_groups"] for p in group["params"]]
     entries = {i: dict(state_dict["state"].get(key, {})) for i, key in enumerate(order)}
     for param, spec in enumerate(layout.specs):
@@ -243,7 +242,7 @@ def restore(
     for group, new in zip(groups, merged, strict=True):
         group.update(new)
     counts = {param: _step_in(entry, rule) for param, entry in entries.items()}
-    _set_group_steps(groups, state_dict["param_groups"], rule, counts)
+    set_group_steps(groups, state_dict["param_groups"], rule, counts)
     for state in flats:
         steps = {slot.param: counts[slot.param] for slot in state.flat.slots}
         if state.flat.frozen and not state.states and not any(steps.values()):
@@ -314,7 +313,7 @@ def _count_by_group(entry: dict[str, Any], group: Mapping[str, Any], rule: Updat
         entry["step"] = group["step"]
 
 
-def _set_group_steps(
+def set_group_steps(
     groups: Groups,
     saved: Sequence[Mapping[str, Any]],
     rule: UpdateRule,
@@ -336,72 +335,3 @@ def _step_in(entry: Mapping[str, Any], rule: UpdateRule) -> int:
         return int(entry["step"])
     has_state = any(value is not None for value in entry.values())
     return int(has_state and not rule.counts_steps)
-
-
-def sharded(
-    comm: Communicator,
-    layout: FlatLayout,
-    flats: Sequence[FlatState],
-    groups: Groups,
-    rule: UpdateRule,
-) -> dict[str, Any]:
-    """Return a flat dict for torch.distributed.checkpoint whose tensors alias this rank's state.
-
-    Collective (one small all-reduce). Keys are ``state.<param name>.<state>``; steps are tensors.
-    """
-    result: dict[str, Any] = dict(_aliases(flats))
-    steps = _agreed_steps(comm, layout, flats)
-    for state in flats:
-        for slot in state.flat.slots:
-            key = f"state.{layout.specs[slot.param].name}.step"
-            result[key] = torch.tensor(steps[slot.param])
-    result["param_groups"] = _packed_groups(groups)
-    if rule.counts_in_groups:
-        # A key that one side lacks cannot be loaded; it comes back from the steps above.
-        for group in result["param_groups"]:
-            group.pop("step", None)
-    return result
-
-
-def _aliases(flats: Sequence[FlatState]) -> Iterator[tuple[str, FragmentTensor]]:
-    """Yield (key in sharded(), this rank's state itself)."""
-    for state in flats:
-        for name, arena in arenas_of(state).items():
-            tensors = fragment_tensors(state, arena.segment, flat_pieces)
-            for spec, tensor in zip(state.specs, tensors, strict=True):
-                if spec.numel:
-                    yield f"state.{spec.name}.{name}", tensor
-
-
-def load_sharded(
-    layout: FlatLayout,
-    flats: Sequence[FlatState],
-    groups: Groups,
-    rule: UpdateRule,
-    state_dict: Mapping[str, Any],
-) -> None:
-    """Take over steps, hyper-parameters, and tensors that were not filled in place when loaded.
-
-    Raises:
-        ValueError: a state is missing or is not of this rank's fragments; nothing is loaded then,
-            beyond what was filled in place.
-    """
-    merged = _merged(groups, state_dict["param_groups"], rule)
-    own = dict(_aliases(flats))
-    for key, tensor in own.items():
-        saved = state_dict.get(key)
-        if not isinstance(saved, FragmentTensor) or not tensor.has_pieces_of(saved):
-            raise ValueError(
-                f"{key} is missing, or is not of this rank's sharded_state_dict(). Load into the "
-                "dict that this optimizer returns, with torch.distributed.checkpoint.load()."
-            )
-    for key, tensor in own.items():
-        tensor.copy_(state_dict[key])
-    for group, new in zip(groups, merged, strict=True):
-        group.update(new)
-    counts = {
-        param: int(state_dict[f"state.{spec.name}.step"]) for param, spec in enumerate(layout.specs)
-    }
-    _set_group_steps(groups, state_dict["param_groups"], rule, counts)
-    for state in flats:
-        state.set_steps({slot.param: counts[slot.param] for slot in state.flat.slots})

@@ -12,7 +12,7 @@ from shardfuse.checkpoint import asked_by_torch
 from shardfuse.comm import Communicator
 from shardfuse.config import ShardConfig
 from shardfuse.layout import FlatLayout
-from shardfuse.optim import state_io
+from shardfuse.optim import sharded_io, state_io
 from shardfuse.optim.flat_state import FlatState
 from shardfuse.optim.rules import UpdateRule
 from shardfuse.optim.state_view import StateView
@@ -210,7 +210,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._can_be_saved = True
         self._refuse_in_join("sharded_state_dict()")
         with self.communicator.call("sharded_state_dict()"):
-            return state_io.sharded(
+            return sharded_io.sharded(
                 self.communicator, self.layout, self._flats, self.param_groups, self._rule
             )
 
@@ -222,7 +222,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a state is missing, or is another rank's part.
         """
-        state_io.load_sharded(self.layout, self._flats, self.param_groups, self._rule, state_dict)
+        sharded_io.load_sharded(self.layout, self._flats, self.param_groups, self._rule, state_dict)
         self._consolidated = None
         self._is_fresh = False
         self._num_calls = 0

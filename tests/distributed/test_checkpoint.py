@@ -109,3 +109,71 @@ def test_every_fragment_is_written_once(tmp_path: Path) -> None:
     exact = 3 * 4 * trained
     assert exact <= written < exact + 4096 * 3 * 3 * len(case.entries)
     assert len(list(tmp_path.glob("*.distcp"))) == 3
+
+
+def save_frozen(folder: str) -> None:
+    """Save the states of a parameter that was trained, then frozen."""
+    params = [torch.nn.Parameter(torch.ones(3000)) for _ in range(2)]
+    optimizer = ShardedAdam([(f"p{i}", param) for i, param in enumerate(params)], lr=0.1)
+    for param in params:
+        param.grad = torch.ones(3000)
+    optimizer.step()
+    optimizer.zero_grad()
+    params[1].requires_grad_(False)
+    dcp.save(optimizer.sharded_state_dict(), checkpoint_id=folder)
+
+
+def load_frozen(folder: str, freezes: bool) -> Any:
+    """Load them, into an optimizer built before or after freezing; return the error or moments."""
+    params = [torch.nn.Parameter(torch.ones(3000)) for _ in range(2)]
+    params[1].requires_grad_(not freezes)
+    optimizer = ShardedAdam([(f"p{i}", param) for i, param in enumerate(params)], lr=0.1)
+    state_dict = optimizer.sharded_state_dict()
+    dcp.load(state_dict, checkpoint_id=folder)
+    try:
+        optimizer.load_sharded_state_dict(state_dict)
+    except ValueError as error:
+        assert not optimizer.state_dict()["state"]
+        return str(error)
+    params[1].requires_grad_(False)
+    optimizer.consolidate_state_dict(to=None)
+    return optimizer.state_dict()["state"][1]["exp_avg"]
+
+
+def test_states_of_a_frozen_parameter_are_not_lost(tmp_path: Path) -> None:
+    """Where there is no place for them the load says so; built before freezing, it has them."""
+    folder = str(tmp_path / "checkpoint")
+    run_procs(2, save_frozen, folder)
+    for text in run_procs(2, load_frozen, folder, True):
+        assert "when this one was built, p1 was frozen" in text
+    for moments in run_procs(2, load_frozen, folder, False):
+        assert torch.equal(moments, torch.full((3000,), 0.1))
+
+
+def resume_sgd(folder: str, momentum: float) -> str:
+    """Load states that a momentum set after construction has made; return the error, if any."""
+    param, empty = torch.nn.Parameter(torch.ones(3000)), torch.nn.Parameter(torch.ones(0))
+    optimizer = ShardedSGD([("p", param), ("empty", empty)], lr=0.1)
+    optimizer.param_groups[0]["momentum"] = 0.5
+    param.grad, empty.grad = torch.ones(3000), torch.ones(0)
+    optimizer.step()
+    dcp.save(optimizer.sharded_state_dict(), checkpoint_id=folder)
+    optimizer.zero_grad()
+    # Frozen and updated before, but of no elements: there is nothing to lose.
+    empty.requires_grad_(False)
+    other = ShardedSGD([("p", param), ("empty", empty)], lr=0.1, momentum=momentum)
+    state_dict = other.sharded_state_dict()
+    dcp.load(state_dict, checkpoint_id=folder)
+    try:
+        other.load_sharded_state_dict(state_dict)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_states_of_other_hyper_parameters_are_not_lost(tmp_path: Path) -> None:
+    """An optimizer built without a momentum does not pass over the buffers of one that has it."""
+    for text in run_procs(2, resume_sgd, str(tmp_path / "first"), 0.0):
+        assert "momentum_buffer" in text
+        assert "hyper-parameters were others" in text
+    assert run_procs(2, resume_sgd, str(tmp_path / "second"), 0.5) == ["", ""]

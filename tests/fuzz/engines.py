@@ -1,0 +1,157 @@
+"""The references that do the updates: torch.optim or an oracle in fp64, and exact rules in fp32.
+
+They have one parameter after another, in order of registration, and take mean gradients. Nothing
+here imports shardfuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tests import oracles, oracles_family
+from tests.fuzz.choices import Kind
+from tests.fuzz.exact import RULES, State
+
+Means = Sequence[Tensor | None]
+
+
+class Engine(Protocol):
+    """A full model's optimizer in double precision."""
+
+    groups: list[dict[str, Any]]
+
+    def add_group(
+        self, values: Sequence[Tensor], names: Sequence[str], overrides: Mapping[str, Any]
+    ) -> None:
+        """Add parameters that start from ``values``."""
+
+    def step(self, means: Means) -> None:
+        """Update every parameter whose mean gradient is not None."""
+
+    def values(self) -> list[Tensor]:
+        """Return all parameters, fp64; writing to them counts."""
+
+    def states(self) -> list[dict[str, Any]]:
+        """Return {state name: tensor} of every parameter, with ``step`` where it is counted."""
+
+
+class TorchEngine:
+    """An optimizer of torch.optim, one tensor at a time."""
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        self._class, self._options = getattr(torch.optim, name), options
+        self._params: list[Tensor] = []
+        self._optimizer: Any = None
+        self.groups: list[dict[str, Any]] = []
+
+    def add_group(
+        self, values: Sequence[Tensor], names: Sequence[str], overrides: Mapping[str, Any]
+    ) -> None:
+        params = [torch.nn.Parameter(value.detach().double()) for value in values]
+        group = {"params": params, **overrides}
+        if self._optimizer is None:
+            self._optimizer = self._class([group], foreach=False, **self._options)
+        else:
+            self._optimizer.add_param_group(group)
+        self._params += params
+        self.groups = self._optimizer.param_groups
+
+    def step(self, means: Means) -> None:
+        for param, mean in zip(self._params, means, strict=True):
+            param.grad = mean
+        self._optimizer.step()
+
+    def values(self) -> list[Tensor]:
+        return [param.detach() for param in self._params]
+
+    def states(self) -> list[dict[str, Any]]:
+        return [dict(self._optimizer.state.get(param, {})) for param in self._params]
+
+
+class OracleEngine:
+    """An oracle of tests/oracles.py or tests/oracles_family.py."""
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        self._class = getattr(oracles, name, None) or getattr(oracles_family, name)
+        self._options = options
+        self._oracle: Any = None
+        self.groups: list[dict[str, Any]] = []
+
+    def add_group(
+        self, values: Sequence[Tensor], names: Sequence[str], overrides: Mapping[str, Any]
+    ) -> None:
+        group = {"params": list(values), **overrides}
+        added = self._class([group], names=[list(names)], **self._options)
+        if self._oracle is None:
+            self._oracle = added
+            self.groups = added.groups
+        else:
+            self.groups.append(added.groups[0])
+
+    def step(self, means: Means) -> None:
+        remaining = iter(means)
+        self._oracle.step([[next(remaining) for _ in group["params"]] for group in self.groups])
+
+    def values(self) -> list[Tensor]:
+        return list(self._oracle.values())
+
+    def states(self) -> list[dict[str, Any]]:
+        params = [param for group in self.groups for param in group["params"]]
+        return [{**param.state, "step": param.step} if param.step else {} for param in params]
+
+
+def engine_for(kind: Kind, options: Mapping[str, Any]) -> Engine:
+    """Return the engine of a rule, without parameters yet."""
+    if kind.torch:
+        return TorchEngine(kind.torch, options)
+    return OracleEngine(kind.oracle, options)
+
+
+class ExactEngine:
+    """A rule of exact.py over fp32 masters, with the hyper-parameters of another engine's groups.
+
+    Args:
+        name: the rule.
+        groups: read at every step.
+    """
+
+    def __init__(self, name: str, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._rule = RULES[name]
+        self._groups = groups
+        self._params: list[tuple[int, Tensor]] = []
+        self._states: list[State] = []
+        self._steps: list[int] = []
+
+    def add_group(self, values: Sequence[Tensor]) -> None:
+        """Add a group of parameters that start from ``values``."""
+        group = 1 + max((group for group, _ in self._params), default=-1)
+        for value in values:
+            self._params.append((group, value.detach().float().clone()))
+            self._states.append({})
+            self._steps.append(0)
+
+    def step(self, means: Means) -> None:
+        """Update every parameter whose mean gradient is not None."""
+        for index, mean in enumerate(means):
+            if mean is not None:
+                group, value = self._params[index]
+                self._steps[index] += 1
+                self._rule(
+                    value,
+                    mean.float(),
+                    self._states[index],
+                    self._groups[group],
+                    self._steps[index],
+                )
+
+    def values(self) -> list[Tensor]:
+        """Return all masters, fp32; writing to them counts."""
+        return [value for _, value in self._params]
+
+    def states(self) -> list[State]:
+        """Return {state name: tensor} of every parameter."""
+        return self._states

@@ -1,0 +1,35 @@
+"""What programs may contain. What is off waits for the mend of a known fault, named beside it."""
+
+from __future__ import annotations
+
+FEATURES: dict[str, bool] = {
+    # One rank alone unfreezes or freezes, or has a gradient on a frozen parameter. All ranks must
+    # raise within seconds, or all go on as the reference does.
+    "one_rank_faults": True,
+    # One rank alone has an error of its own: a re-allocated or a sparse one. As above.
+    "local_errors": False,
+    # zero_grad(set_to_none=False) while a caller holds a gradient that is no longer a p.grad.
+    "zero_in_place_after_keep": False,
+    # Optimizer.zero_grad(set_to_none=False) zeroes gradients of frozen parameters, as torch does;
+    # it sets them to None, and a zero would count as a gradient.
+    "zero_in_place_while_frozen": False,
+    # p.grad stays as it is through a step under plain GradScalers whose scales differ; it is
+    # divided by the scale in place where it lies in its slot.
+    "gradients_under_unequal_scales": False,
+    # maximize=True, in the constructor or in a group.
+    "maximize": False,
+    # register_state_dict_pre_hook and its like.
+    "state_dict_hooks": False,
+    # What has always been promised.
+    "low_precision": True,
+    "scalers": True,
+    "clips": True,
+    "hooks": True,
+    "kept_gradients": True,
+    "reloads": True,
+    "added_groups": True,
+    "edits": True,
+    "delays": True,
+    "freezing": True,
+    "reduced_elsewhere": True,
+}
