@@ -62,6 +62,7 @@ class AveragedCheck:
         """Warn, in the second step and on the first rank, of a wrapper that was not declared."""
         if self._num_seen != 2 or self._are_reduced or self._comm.rank != 0:
             return
+        self._num_seen += 1
         told = self._comm.told("sample of gradients")
         if None not in told and len(set(told)) == 1 and _is_wrapped(params):
             warnings.warn(

@@ -374,7 +374,8 @@ class ShardedOptimizer(TorchLike):
             if state.allocate(values) and not self._rule.counts_steps:
                 # Momentum was set above 0 later: its first update comes now.
                 state.set_steps({slot.param: 0 for slot in state.flat.slots})
-        self._terms.declare(lines, self.param_groups, woken, self._updater.named_grads)
+        grads = None if "found_inf" in self.__dict__ else self._updater.named_grads
+        self._terms.declare(lines, self.param_groups, woken, grads)
         self._terms.warn(self._params)
         if woken:
             self._wake(woken)

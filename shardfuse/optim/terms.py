@@ -32,7 +32,7 @@ class Terms:
         lines: Iterable[str],
         groups: Sequence[Mapping[str, Any]],
         woken: Sequence[FlatState],
-        grads: Callable[[], Sequence[tuple[str, Tensor | None]]],
+        grads: Callable[[], Sequence[tuple[str, Tensor | None]]] | None,
     ) -> None:
         """Declare ``lines`` of the call itself, and all else.
 
@@ -40,7 +40,8 @@ class Terms:
             lines: what this call is done with.
             groups: the optimizer's ``param_groups``.
             woken: flats that begin to train in it.
-            grads: gives (name, gradient on this rank) of every parameter.
+            grads: gives (name, gradient on this rank) of every parameter; None under a scaler,
+                which skips the step where they overflow on one rank.
         """
         if self._comm.world_size == 1:
             return
@@ -49,7 +50,7 @@ class Terms:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             self._unfrozen.append(f"unfrozen {', '.join(names[:3])}{more}")
         is_new, averaged = bool(woken), []
-        if not self._averaged.is_over:
+        if grads is not None and not self._averaged.is_over:
             is_new, averaged = True, self._averaged.lines(grads())
         options = self._options.lines(groups)
         self._comm.declare([*lines, *options, *self._unfrozen, *averaged], is_new=is_new)
