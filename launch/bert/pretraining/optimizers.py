@@ -25,7 +25,8 @@ EXCLUDED = ("bias", "LayerNorm")
 
 def build_optimizer(config: RunConfig, model: nn.Module) -> ShardedOptimizer:
     """Build the sharded optimizer on the model's parameters. Collective."""
-    sharding = ShardConfig(bucket_cap_mb=config.bucket_cap_mb)
+    # Checkpoints are sharded: nothing is ever consolidated.
+    sharding = ShardConfig(bucket_cap_mb=config.bucket_cap_mb, consolidate_every=0)
     lr, betas = config.lr, config.betas
     if config.optimizer == "lamb":
         return ShardedLamb(
