@@ -87,10 +87,7 @@ class BetweenSteps(Draws):
         mode = self.chance.choice(modes)
         if mode == "copies":
             self.weight = 0
-        keep = self.maybe(0.3)
-        if self.keeps and not self.features["kept_gradients_beside_an_old_optimizer"]:
-            keep = False
-        self.add("reload", mode=mode, sharding=sharding, keep=keep)
+        self.add("reload", mode=mode, sharding=sharding, keep=self.maybe(0.3))
 
     def edit_param(self) -> None:
         """Append a change of parameters in place."""

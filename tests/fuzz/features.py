@@ -13,9 +13,10 @@ FEATURES: dict[str, bool] = {
     # Optimizer.zero_grad(set_to_none=False) zeroes gradients of frozen parameters, as torch does;
     # it sets them to None, and a zero would count as a gradient.
     "zero_in_place_while_frozen": False,
-    # A kept p.grad goes on being p.grad in later backwards although an older optimizer over the
-    # same parameters is still alive; the two take gradients out of each other's buffers.
-    "kept_gradients_beside_an_old_optimizer": False,
+    # A kept gradient that is still a p.grad is the one that later backwards add to, also after it
+    # was handed to another parameter or while an older optimizer is alive. It may get a copy's
+    # values instead; p.grad itself has the right ones.
+    "kept_gradients_accumulate": False,
     # p.grad stays as it is through a step under plain GradScalers whose scales differ; it is
     # divided by the scale in place where it lies in its slot.
     "gradients_under_unequal_scales": False,
