@@ -63,6 +63,7 @@ class Draws:
         self.scaler = self.chance.choice(["torch", "sharded"]) if self.maybe(0.2, "scalers") else ""
         self.sharding = self.draw_sharding()
         self.reduced = bool(self.sharding.get("grads_are_reduced"))
+        self.all_params_fp32 = set(self.dtypes) == {"float32"}
         self.all_fp32 = self.budget() == _BUDGET["float32"]
         self.largest = 3 if self.all_fp32 else 1
         unequal = self.scaler == "torch" and self.world > 1
