@@ -209,7 +209,7 @@ def run_program(program: Program, rank: int, folder: Path) -> Outcome:
             mismatch = _run_ops(actor, state, digests)
     except InvalidProgramError as error:
         return Outcome("invalid", state["op"], str(error), 0.0, digests)
-    except Exception:
+    except BaseException:  # torch.distributed.checkpoint's own errors are no Exceptions
         seconds = time.monotonic() - state["begin"]
         return Outcome("error", state["op"], traceback.format_exc(), seconds, digests)
     finally:

@@ -36,7 +36,8 @@ class BetweenSteps(Draws):
         """Append the change of a hyper-parameter."""
         group = self.chance.randrange(self.num_groups)
         values: dict[str, list[Any]] = {"lr": [0.01, 0.04], "weight_decay": [0.0, 0.1]}
-        if self.optimizer.endswith("SGD") and not self.options["nesterov"]:
+        may_be_late = self.features["late_momentum_in_low_precision"] or self.all_params_fp32
+        if self.optimizer.endswith("SGD") and not self.options["nesterov"] and may_be_late:
             values["momentum"] = [0.5, 0.9]
         key = self.chance.choice(list(values))
         self.add("set_option", group=group, key=key, value=self.chance.choice(values[key]))

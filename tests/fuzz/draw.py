@@ -55,9 +55,15 @@ class Draws:
         self.options = choices.options(self.chance, self.optimizer)
         self.kind = self.chance.choice(["integers", "integers", "floats"])
         self.dtypes = self.draw_dtypes()
+        if self.kind == "floats" and set(self.dtypes) & set(LOW):
+            # Parameters on a coarse grid: a gradient may cancel its decay to the last digit, and
+            # what is left is divided by a root no larger than itself.
+            for key in {"eps", "e"} & set(self.options):
+                self.options[key] = 1e-3
         self.scaler = self.chance.choice(["torch", "sharded"]) if self.maybe(0.2, "scalers") else ""
         self.sharding = self.draw_sharding()
         self.reduced = bool(self.sharding.get("grads_are_reduced"))
+        self.all_params_fp32 = set(self.dtypes) == {"float32"}
         self.all_fp32 = self.budget() == _BUDGET["float32"]
         self.largest = 3 if self.all_fp32 else 1
         unequal = self.scaler == "torch" and self.world > 1

@@ -13,6 +13,13 @@ FEATURES: dict[str, bool] = {
     # Optimizer.zero_grad(set_to_none=False) zeroes gradients of frozen parameters, as torch does;
     # it sets them to None, and a zero would count as a gradient.
     "zero_in_place_while_frozen": False,
+    # SGD of bf16 or fp16 parameters is given a momentum after it has trained without one, and
+    # saved before its next step: load_state_dict() then misses the buffer, which torch does not.
+    "late_momentum_in_low_precision": False,
+    # A kept gradient that is still a p.grad is the one that later backwards add to, also after it
+    # was handed to another parameter or while an older optimizer is alive. It may get a copy's
+    # values instead; p.grad itself has the right ones.
+    "kept_gradients_accumulate": False,
     # p.grad stays as it is through a step under plain GradScalers whose scales differ; it is
     # divided by the scale in place where it lies in its slot.
     "gradients_under_unequal_scales": False,

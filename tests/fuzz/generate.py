@@ -93,7 +93,11 @@ class _Generator(BetweenSteps):
         elif what == "edit" and (self.kind == "floats" or self.spend(self.weight)):
             self.add("edit_grad", names=names, ranks=self.ranks(), factor=2.0)
         elif what == "keep" and self.keeps:
-            self.add("keep_grad", names=names, drop=self.maybe(0.5))
+            drop = self.maybe(0.5)
+            self.add("keep_grad", names=names, drop=drop)
+            if not drop and not self.features["kept_gradients_accumulate"]:
+                self.weight = 0
+                self.add("zero_grad", to_none=True, by_model=False)
         elif what == "move" and self.keeps:
             self.move()
         elif what == "norm" and not self.scaler:

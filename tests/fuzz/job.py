@@ -144,16 +144,15 @@ class Job:
             self.register(kind)
 
     def _load_sharded(self, path: str, keys: set[str]) -> None:
-        """Load into an optimizer built while nothing that has states is frozen."""
+        """Load into an optimizer built while just those parameters train that have states saved."""
         specs = self.optimizer.layout.specs
-        frozen = [
-            param
-            for spec, param in zip(specs, self.local.params.values(), strict=True)
-            if not param.requires_grad
-            and any(k.startswith(f"state.{spec.name}.") and not k.endswith(".step") for k in keys)
-        ]
-        for param in frozen:
-            param.requires_grad_(True)
+        trained = [param.requires_grad for param in self.local.params.values()]
+        saved = {
+            key.removeprefix("state.").rpartition(".")[0] for key in keys if key[-5:] != ".step"
+        }
+        for spec, param in zip(specs, self.local.params.values(), strict=True):
+            if spec.numel and saved & {other.name for other in specs}:
+                param.requires_grad_(spec.name in saved)
         if "momentum" in self.program.options:
             # It may have been set later; an optimizer built without one has no buffers to load.
             self.groups = [
@@ -164,8 +163,8 @@ class Job:
         loaded = self.optimizer.sharded_state_dict()
         dcp.load(loaded, checkpoint_id=path)
         self.optimizer.load_sharded_state_dict(loaded)
-        for param in frozen:
-            param.requires_grad_(False)
+        for param, value in zip(self.local.params.values(), trained, strict=True):
+            param.requires_grad_(value)
 
     def _through_torch(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return what torch's optimizer of the same name makes of a state dict."""
