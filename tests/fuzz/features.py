@@ -7,26 +7,26 @@ FEATURES: dict[str, bool] = {
     # raise within seconds, or all go on as the reference does.
     "one_rank_faults": True,
     # One rank alone has an error of its own: a re-allocated or a sparse one. As above.
-    "local_errors": False,
+    "local_errors": True,
     # zero_grad(set_to_none=False) while a caller holds a gradient that is no longer a p.grad.
-    "zero_in_place_after_keep": False,
+    "zero_in_place_after_keep": True,
     # Optimizer.zero_grad(set_to_none=False) zeroes gradients of frozen parameters, as torch does;
     # it sets them to None, and a zero would count as a gradient.
-    "zero_in_place_while_frozen": False,
+    "zero_in_place_while_frozen": True,
     # SGD of bf16 or fp16 parameters is given a momentum after it has trained without one, and
     # saved before its next step: load_state_dict() then misses the buffer, which torch does not.
     "late_momentum_in_low_precision": False,
     # A kept gradient that is still a p.grad is the one that later backwards add to, also after it
     # was handed to another parameter or while an older optimizer is alive. It may get a copy's
     # values instead; p.grad itself has the right ones.
-    "kept_gradients_accumulate": False,
+    "kept_gradients_accumulate": True,
     # p.grad stays as it is through a step under plain GradScalers whose scales differ; it is
     # divided by the scale in place where it lies in its slot.
-    "gradients_under_unequal_scales": False,
+    "gradients_under_unequal_scales": True,
     # maximize=True, in the constructor or in a group.
-    "maximize": False,
+    "maximize": True,
     # register_state_dict_pre_hook and its like.
-    "state_dict_hooks": False,
+    "state_dict_hooks": True,
     # What has always been promised.
     "low_precision": True,
     "scalers": True,
