@@ -19,8 +19,6 @@ from tests.fuzz.worlds import Worlds, judge
 pytestmark = pytest.mark.timeout(280)
 
 NUM_PROGRAMS = 36
-# Until ranks agree on what is awake, one rank's fault may be a hang: FEATURES says which are on.
-CALM = {**FEATURES, "one_rank_faults": False, "local_errors": False}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +32,7 @@ def worlds() -> Iterator[Worlds]:
 def test_random_programs(world: int, worlds: Worlds) -> None:
     """Every program ends as the references say, on every rank."""
     for seed in range(NUM_PROGRAMS // 3):
-        program = generate(seed, (world,), CALM)
+        program = generate(seed, (world,))
         verdict = worlds.run(program)
         assert verdict.status == "passed", f"{program}\n{verdict.text}"
 
@@ -87,7 +85,7 @@ def test_an_error_on_one_rank_alone_is_no_pass(worlds: Worlds) -> None:
 
 def test_a_smaller_program_fails_too() -> None:
     """Shrinking keeps what matters and drops the rest."""
-    program = generate(5, (3,), CALM)
+    program = generate(5, (3,))
     wanted = program.ops[len(program.ops) // 2]
     least = shrink(program, lambda other: wanted in other.ops)
     assert least.ops == (wanted,)

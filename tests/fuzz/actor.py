@@ -37,6 +37,7 @@ class Actor(Job):
         super().__init__(program, rank, folder)
         self.reference = Reference(program)
         self.expected_calls = 0  # of hooks that count
+        self.is_broken = False  # whether a gradient is what the reference has no word for
 
     def apply(self, op: Op) -> Any:
         """Do ``op``, whose effect on the reference comes afterwards; return what it returned."""
@@ -61,9 +62,11 @@ class Actor(Job):
                 param.data = param.data.clone()
             elif kind == "sparse":
                 param.grad = torch.zeros_like(param).to_sparse()
+                self.is_broken = True
 
     def zero_grad(self, to_none: bool, by_model: bool) -> None:
         """Clear gradients by the optimizer, or as a model does."""
+        self.is_broken &= not to_none
         if not by_model:
             self.optimizer.zero_grad(set_to_none=to_none)
             return
@@ -87,6 +90,7 @@ class Actor(Job):
 
     def hook_step(self, kind: str) -> None:
         """Register a hook on step()."""
+        self.is_broken = False  # whether a gradient is what the reference has no word for
         self.hooks.append(kind)
         self.register(kind)
 
