@@ -134,7 +134,8 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         mark = self._board.present.note(f"all_reduce by {op}", tensor.numel(), tensor.dtype)
         into = [everyone[rank] for rank in self._sources]
         own = [everyone[self.rank]] * len(into)
-        handle = self._move(mark, into, own, keeps_input=True)
+        # Until all have read it: it may be the last thing that an optimizer does.
+        handle = self._move(mark, into, own, keeps_input=False)
         return _Reduction(handle, everyone, tensor, op)
 
     def _move(

@@ -82,11 +82,19 @@ def _sample(grads: Sequence[tuple[str, Tensor | None]]) -> list[tuple[str, str]]
 
 
 def _is_wrapped(params: Sequence[Tensor]) -> bool:
-    """Return whether a DistributedDataParallel holds one of ``params``."""
-    own = {id(param) for param in params}
-    return any(
-        # Not isinstance(), which asks an object for its class: some are lazy.
-        issubclass(type(thing), DistributedDataParallel)
-        and any(id(param) in own for param in thing.parameters())
-        for thing in gc.get_objects()
-    )
+    """Return whether a DistributedDataParallel holds the first of ``params`` that is trained.
+
+    By who refers to it, for the wrapper leaves no mark on a parameter. Nothing new is made to
+    refer to gradients meanwhile: who holds one keeps its slot from being written.
+    """
+    trained = next((param for param in params if param.requires_grad), None)
+    for held in gc.get_referrers(trained):
+        if type(held) is not list:
+            continue
+        for owner in gc.get_referrers(held):
+            # Not isinstance(), which asks an object for its class: some are lazy.
+            is_wrapper = issubclass(type(owner), DistributedDataParallel)
+            attributes = vars(owner) if is_wrapper else owner
+            if type(attributes) is dict and attributes.get("_module_parameters") is held:
+                return True
+    return False

@@ -54,5 +54,5 @@ def test_what_is_said(wrapped: bool, declared: bool, same_data: bool) -> None:
 def test_declared_but_not_averaged() -> None:
     """Gradients that differ between ranks cannot be the mean: an error on all of them."""
     for _, error in run_procs(2, train, False, True, False):
-        assert "a gradient of bias that sums to" in error
+        assert "a gradient of weight that sums to" in error
         assert "grads_are_reduced=True is for gradients that DistributedDataParallel" in error

@@ -47,9 +47,18 @@ def make_params(dtype: torch.dtype) -> list[nn.Parameter]:
 
 
 def storage_nbytes(tensors: list[Tensor]) -> int:
-    """Return the bytes of the distinct storages behind `tensors`."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+    """Return the bytes of memory behind `tensors`: of their storages, what overlaps only once."""
+    storages: dict[int, int] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        # One parameter's storage may begin where the whole buffer's does.
+        storages[start] = max(storage.nbytes(), storages.get(start, 0))
+    total = end = 0
+    for start, nbytes in sorted(storages.items()):
+        total += max(0, start + nbytes - max(start, end))
+        end = max(end, start + nbytes)
+    return total
 
 
 def summarise(cls: Callable[..., Any], options: dict[str, Any], dtype: torch.dtype) -> Any:
