@@ -216,11 +216,13 @@ class Board:
         if call.is_confirmed:
             return
         mine = str(call.digest)
+        call.num_confirmed += 1  # a call may be declared anew after its first collectives
         before = (self.rank - 1) % self.world_size
         try:
-            self.store.set(f"confirm/{call.number}/{self.rank}", mine)
-            theirs = self._await(f"confirm/{call.number}/{before}")
-            self.store.delete_key(f"confirm/{call.number - 2}/{self.rank}")
+            key = f"confirm/{call.number}/{call.num_confirmed}"
+            self.store.set(f"{key}/{self.rank}", mine)
+            theirs = self._await(f"{key}/{before}")
+            self.store.delete_key(f"confirm/{call.number - 2}/1/{self.rank}")
         except PeerError:
             raise
         except RuntimeError as error:

@@ -23,6 +23,7 @@ class Call:
     digest: int = 0
     ops: list[str] = field(default_factory=list)
     is_confirmed: bool = False
+    num_confirmed: int = 0
     is_over: bool = False
     is_failed: bool = False
 
