@@ -75,6 +75,7 @@ FAULTS = {
         Fault(ends.hangs, _LOST, bound_s=_AFTER_TIMEOUT_S, ended="killed"),
         Fault(ends.stopped, _LOST, bound_s=_AFTER_TIMEOUT_S, ended="killed"),
         Fault(programs.destroyed_group, ("process group was destroyed",)),
-        Fault(programs.goes_on_after_an_error, ("layer0.weight is sparse",)),
+        # It waits half a minute for the others to come back.
+        Fault(programs.goes_on_after_an_error, ("layer0.weight is sparse",), ended="killed"),
     )
 }

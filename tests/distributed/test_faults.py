@@ -1,0 +1,39 @@
+"""Some of the faults that `python -m tests.faults` runs: those that no other test has."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.runner import Setting, run
+from tests.faults.table import FAULTS
+
+pytestmark = pytest.mark.timeout(120)
+
+# Of a machine that runs other things as well; the command keeps to the bounds of the table.
+SLOWNESS_S = 10.0
+
+SETTINGS = {
+    "build_another_class": Setting("native", "adam", 2),
+    "build_other_collectives": Setting("auto", "adam", 2),
+    "closure_is_interrupted": Setting("pairwise", "lamb", 2),
+    "goes_on_after_an_error": Setting("auto", "lamb", 2),
+    "group_on_one": Setting("native", "lamb", 3),
+    "halved_model": Setting("auto", "adam", 3),
+    "killed": Setting("auto", "adam", 3),
+    "killed_in_step": Setting("auto", "lamb", 2),
+    "leaves_early": Setting("pairwise", "adam", 3),
+    "not_averaged": Setting("native", "lamb", 2),
+    "scaler_on_one": Setting("pairwise", "adam", 2),
+    "two_in_opposite_order": Setting("auto", "lamb", 2),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_survivors_say_what_happened(name: str) -> None:
+    """No survivor is silent or hangs, and each names the fault."""
+    setting, fault = SETTINGS[name], FAULTS[name]
+    bad = setting.world_size - 1
+    bound_s = fault.bound_s + SLOWNESS_S
+    for ending in run(name, setting):
+        verdict = ending.verdict(fault, is_bad=ending.rank == bad, bound_s=bound_s)
+        assert verdict == "ok", f"rank {ending.rank}: {ending.message}"
