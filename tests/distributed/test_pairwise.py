@@ -174,7 +174,9 @@ def test_bytes_on_the_wire(world_size: int) -> None:
         assert sent == 2 * padded * 4 * (world_size - 1) // world_size + norms
         assert none == 0
         for param, value in zip(params, expected, strict=True):
-            torch.testing.assert_close(param, value, rtol=1e-6, atol=0)
+            # Norms are summed in another order, and elements cross zero.
+            limit = 1e-6 * float(value.abs().max())
+            torch.testing.assert_close(param, value, rtol=0, atol=limit)
 
 
 def choices() -> list[str]:
