@@ -19,8 +19,8 @@ from shardfuse.optim.state_io import (
     arenas_of,
     fragment_tensors,
     merged_groups,
-    packed_groups,
     set_group_steps,
+    without_counts,
 )
 
 
@@ -41,11 +41,7 @@ def sharded(
         for slot in state.flat.slots:
             key = f"state.{layout.specs[slot.param].name}.step"
             result[key] = torch.tensor(steps[slot.param])
-    result["param_groups"] = packed_groups(groups)
-    if rule.counts_in_groups:
-        # A key that one side lacks cannot be loaded; it comes back from the steps above.
-        for group in result["param_groups"]:
-            group.pop("step", None)
+    result["param_groups"] = without_counts(groups, rule)
     return result
 
 

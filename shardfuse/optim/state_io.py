@@ -101,6 +101,18 @@ def packed_groups(groups: Groups) -> list[dict[str, Any]]:
     return packed
 
 
+def without_counts(groups: Groups, rule: UpdateRule) -> list[dict[str, Any]]:
+    """Return packed_groups() without the steps that the rule counts in groups.
+
+    A key that one side lacks cannot be loaded by torch.distributed.checkpoint; these come back from
+    the steps of the parameters.
+    """
+    packed = packed_groups(groups)
+    for group in packed if rule.counts_in_groups else ():
+        group.pop("step", None)
+    return packed
+
+
 def fresh(groups: Groups) -> dict[str, Any]:
     """Return torch's state dict of an optimizer that has taken no step. Local."""
     return {"state": {}, "param_groups": packed_groups(groups)}
@@ -144,6 +156,7 @@ def for_torch(
     layout: FlatLayout,
     flats: Sequence[FlatState],
     groups: Groups,
+    rule: UpdateRule,
     asked: Asked,
 ) -> dict[str, Any]:
     """Return what torch.distributed.checkpoint.state_dict makes its results of. Collective.
@@ -171,7 +184,7 @@ def for_torch(
         whole = tensor if isinstance(tensor, FragmentTensor) else tensor.contiguous()
         state[param][name] = whole.to(device)
     ordered = {param: state[param] for param in sorted(state)}
-    return {"state": ordered, "param_groups": packed_groups(groups)}
+    return {"state": ordered, "param_groups": without_counts(groups, rule)}
 
 
 def is_trained(state: FlatState) -> bool:

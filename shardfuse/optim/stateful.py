@@ -88,7 +88,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         if asked is not None:
             self._can_be_saved = True
             return state_io.for_torch(
-                self.communicator, self.layout, self._flats, self.param_groups, asked
+                self.communicator, self.layout, self._flats, self.param_groups, self._rule, asked
             )
         if self.communicator.world_size == 1:
             self.consolidate_state_dict(to=0)
