@@ -26,7 +26,7 @@ ARROWS: dict[str, set[str]] = {
     "comm.calls": set(),
     "comm.board": {"comm.base", "comm.calls"},
     "comm.watch": {"comm.base", "comm.board"},
-    "comm.process_group": {"comm.base", "comm.board", "comm.traits", "comm.watch"},
+    "comm.process_group": {"comm.base", "comm.board", "comm.calls", "comm.traits", "comm.watch"},
     "comm.memory": set(),
     "comm.mailbox": {"comm.board", "comm.memory"},
     "comm.pairwise": {"comm.base", "comm.mailbox", "comm.memory", "comm.process_group"},

@@ -14,11 +14,15 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from shardfuse.comm.base import Handle, ReduceOp
 from shardfuse.comm.board import Board
+from shardfuse.comm.calls import digest
 from shardfuse.comm.traits import traits_of
 from shardfuse.comm.watch import Watch
 
 _UNBLOCK_TAG = 0x5EFFFFFF
 """Of a message that nobody sends."""
+
+_COMPARE_TAGS = 0x3F000000
+"""Tags by which neighbours compare their calls are this and 24 bits of the call."""
 
 # torch 2.13 renamed these and warns on the old names; the C++ entry points are the same.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or getattr(
@@ -164,12 +168,40 @@ class ProcessGroupCommunicator:
 
     def _confirm(self) -> None:
         """Have the ranks compare what they declared, where messages cannot tell."""
-        self._board.confirm()
+        if self._traits.aborts_on_mismatch:
+            self._compare()
+        else:
+            self._board.confirm()
+
+    def _compare(self) -> None:
+        """Compare the present call with the neighbours', by a message of 8 bytes to the next one.
+
+        Not through the store, which knows nothing of a neighbour that has ended.
+
+        Raises:
+            PeerError: the calls differ, or a rank cannot be reached.
+        """
+        call = self._board.present
+        if call.is_confirmed:
+            return
+        call.num_confirmed += 1  # a call may be declared anew after its first collectives
+        mine = torch.tensor([call.digest])
+        theirs = torch.empty_like(mine)
+        tag = _COMPARE_TAGS | digest(f"{call.number} {call.num_confirmed}") % (1 << 24)
+        before, after = ((self._rank + step) % self._world_size for step in (-1, 1))
+        works = [
+            self._launch(dist.irecv, theirs, group_src=before, tag=tag),
+            self._launch(dist.isend, mine, group_dst=after, tag=tag),
+        ]
+        WorkHandle(self._watch, works, mine, theirs).wait()
+        if int(theirs) != call.digest:
+            self._board.resolve(before)
+        call.is_confirmed = True
 
     def _note(self, kind: str, tensor: torch.Tensor) -> None:
         """Count a collective of the backend's own, which must be alike on all ranks."""
         if self._traits.aborts_on_mismatch:
-            self._board.confirm()
+            self._compare()
         self._board.present.note(kind, tensor.numel(), tensor.dtype)
 
     def _launch(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
