@@ -35,6 +35,9 @@ from torch.testing._internal.distributed import multi_threaded_pg
 # How long the other ranks may go on after one failed, so that their own errors are reported too.
 GRACE_S = 2.0
 
+# torch.optim.Optimizer imports torch._dynamo at its first use, which takes two seconds.
+PRELOADED = ["torch.distributed", "torch._dynamo", "shardfuse", "pytest", "tests.harness"]
+
 
 class RanksFailedError(AssertionError):
     """At least one rank raised or did not finish; the message holds every traceback."""
@@ -117,7 +120,7 @@ def run_procs(
     # Forked from a server that has done the slow imports and nothing else: no thread of this
     # process is inherited.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "shardfuse", "pytest", "tests.harness"])
+    context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         store_file = str(Path(folder) / "store")
         procs, pipes = [], []

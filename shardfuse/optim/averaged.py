@@ -88,13 +88,12 @@ def _is_wrapped(params: Sequence[Tensor]) -> bool:
     refer to gradients meanwhile: who holds one keeps its slot from being written.
     """
     trained = next((param for param in params if param.requires_grad), None)
-    for held in gc.get_referrers(trained):
-        if type(held) is not list:
-            continue
-        for owner in gc.get_referrers(held):
-            # Not isinstance(), which asks an object for its class: some are lazy.
-            is_wrapper = issubclass(type(owner), DistributedDataParallel)
-            attributes = vars(owner) if is_wrapper else owner
-            if type(attributes) is dict and attributes.get("_module_parameters") is held:
-                return True
+    lists = [held for held in gc.get_referrers(trained) if type(held) is list]
+    for owner in gc.get_referrers(*lists):
+        # Not isinstance(), which asks an object for its class: some are lazy.
+        is_wrapper = issubclass(type(owner), DistributedDataParallel)
+        attributes = vars(owner) if is_wrapper else owner
+        held = attributes.get("_module_parameters") if type(attributes) is dict else None
+        if any(held is candidate for candidate in lists):
+            return True
     return False

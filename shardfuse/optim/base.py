@@ -375,7 +375,8 @@ class ShardedOptimizer(TorchLike):
                 # Momentum was set above 0 later: its first update comes now.
                 state.set_steps({slot.param: 0 for slot in state.flat.slots})
         grads = None if "found_inf" in self.__dict__ else self._updater.named_grads
-        self._terms.declare(lines, self.param_groups, woken, grads)
+        awake = [state for state in self._flats if self._grads.has(state.flat)]
+        self._terms.declare(lines, self.param_groups, awake, woken, grads)
         self._terms.warn(self._params)
         if woken:
             self._wake(woken)

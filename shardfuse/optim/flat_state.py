@@ -136,6 +136,11 @@ class FlatState:
         """Return how many updates ``param`` has had."""
         return self._step if self._steps is None else self._steps[param]
 
+    @property
+    def most_steps(self) -> int:
+        """The update count of the param that has had most."""
+        return self._step if self._steps is None else max(self._steps.values(), default=0)
+
     def set_steps(self, steps: dict[int, int]) -> None:
         """Set the update counts of all parameters of the flat."""
         values = set(steps.values())

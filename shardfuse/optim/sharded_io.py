@@ -17,10 +17,10 @@ from shardfuse.optim.state_io import (
     Groups,
     agreed_steps,
     arenas_of,
+    counted_groups,
     fragment_tensors,
     merged_groups,
     set_group_steps,
-    without_counts,
 )
 
 
@@ -41,7 +41,7 @@ def sharded(
         for slot in state.flat.slots:
             key = f"state.{layout.specs[slot.param].name}.step"
             result[key] = torch.tensor(steps[slot.param])
-    result["param_groups"] = without_counts(groups, rule)
+    result["param_groups"] = counted_groups(groups, rule)
     return result
 
 

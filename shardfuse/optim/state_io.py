@@ -101,15 +101,15 @@ def packed_groups(groups: Groups) -> list[dict[str, Any]]:
     return packed
 
 
-def without_counts(groups: Groups, rule: UpdateRule) -> list[dict[str, Any]]:
-    """Return packed_groups() without the steps that the rule counts in groups.
+def counted_groups(groups: Groups, rule: UpdateRule) -> list[dict[str, Any]]:
+    """Return packed_groups(), with a step in every group where the rule counts in groups.
 
-    A key that one side lacks cannot be loaded by torch.distributed.checkpoint; these come back from
-    the steps of the parameters.
+    A live group has none before the first step. torch.distributed.checkpoint and its flattened form
+    load only keys that both sides have.
     """
     packed = packed_groups(groups)
     for group in packed if rule.counts_in_groups else ():
-        group.pop("step", None)
+        group.setdefault("step", 0)
     return packed
 
 
@@ -184,7 +184,7 @@ def for_torch(
         whole = tensor if isinstance(tensor, FragmentTensor) else tensor.contiguous()
         state[param][name] = whole.to(device)
     ordered = {param: state[param] for param in sorted(state)}
-    return {"state": ordered, "param_groups": without_counts(groups, rule)}
+    return {"state": ordered, "param_groups": counted_groups(groups, rule)}
 
 
 def is_trained(state: FlatState) -> bool:

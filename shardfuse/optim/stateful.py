@@ -197,6 +197,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._consolidated = None
         self._is_fresh = not state_dict["state"]
         self._num_calls = 0
+        self._terms.loaded(max((state.most_steps for state in self._flats), default=0))
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return this rank's state for torch.distributed.checkpoint. Collective.
@@ -226,6 +227,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._consolidated = None
         self._is_fresh = False
         self._num_calls = 0
+        self._terms.loaded(max((state.most_steps for state in self._flats), default=0))
 
     def _refuse_in_join(self, what: str) -> None:
         """Raise RuntimeError inside a Join: a rank that has joined would not take part."""

@@ -1,7 +1,15 @@
-"""What ranks must hold in common in a call: hyper-parameters, what trains, how it is averaged."""
+"""What ranks must hold in common in a call: hyper-parameters, params, states, what trains.
+
+Two of these are told from samples, so that nothing large is read or sent:
+
+* the params, by 64 elements of each flat buffer: on the CPU in every call, elsewhere (where reading
+  them waits for the device) in the first call and after a state was loaded;
+* how gradients are averaged, in the first two steps; see averaged.py.
+"""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -25,12 +33,15 @@ class Terms:
         self._comm = comm
         self._options = _Options()
         self._unfrozen: list[str] = []  # what trains although it was frozen when it was added
+        self._loaded: list[str] = []
+        self._is_changed = True  # params and states may differ between ranks since the last call
         self._averaged = AveragedCheck(comm, are_reduced)
 
     def declare(
         self,
         lines: Iterable[str],
         groups: Sequence[Mapping[str, Any]],
+        flats: Sequence[FlatState],
         woken: Sequence[FlatState],
         grads: Callable[[], Sequence[tuple[str, Tensor | None]]] | None,
     ) -> None:
@@ -39,6 +50,7 @@ class Terms:
         Args:
             lines: what this call is done with.
             groups: the optimizer's ``param_groups``.
+            flats: what is trained up to now.
             woken: flats that begin to train in it.
             grads: gives (name, gradient on this rank) of every parameter; None under a scaler,
                 which skips the step where they overflow on one rank.
@@ -49,15 +61,33 @@ class Terms:
             names = [spec.name for spec in reversed(state.specs)]
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             self._unfrozen.append(f"unfrozen {', '.join(names[:3])}{more}")
-        is_new, averaged = bool(woken), []
+        is_new, averaged = bool(woken) or self._is_changed, []
+        sampled = self._is_changed or any(s.params_buffer.data.device.type == "cpu" for s in flats)
+        params = [_sample(state) for state in flats] if sampled else []
+        self._is_changed = False
         if grads is not None and not self._averaged.is_over:
             is_new, averaged = True, self._averaged.lines(grads())
         options = self._options.lines(groups)
-        self._comm.declare([*lines, *options, *self._unfrozen, *averaged], is_new=is_new)
+        held = [*lines, *options, *self._unfrozen, *self._loaded, *params, *averaged]
+        self._comm.declare(held, is_new=is_new)
+
+    def loaded(self, step: int) -> None:
+        """Note that this rank has loaded a state, whose params were updated ``step`` times."""
+        self._loaded = [f"loaded a state of step {step}"]
+        self._is_changed = True
 
     def warn(self, params: Sequence[Tensor]) -> None:
         """Warn where gradients are averaged elsewhere and this was not said."""
         self._averaged.warn(params)
+
+
+def _sample(state: FlatState) -> str:
+    """Return a line that tells the params of a flat buffer from others, by a few of them."""
+    data = state.params_buffer.data
+    step = max(1, data.numel() // 64)
+    code = zlib.crc32(repr(data[::step].tolist()).encode())
+    first, last = state.specs[-1].name, state.specs[0].name  # laid out in reverse
+    return f"params from {first} to {last}, by a sample with checksum {code:08x}"
 
 
 class _Options:

@@ -130,8 +130,6 @@ def test_set_continues(name: str, options: StateDictOptions, at: int) -> None:
     """What get_state_dict() gave trains on to the same bits, before and after the first step."""
     if name == "sgd-plain" and options is FULL:
         pytest.skip("torch finds no device where there is no tensor of a dimension")
-    if name == "lamb" and options is OPTIONS["sharded flattened"]:
-        pytest.xfail("torch looks for the step that LAMB's groups count once they have stepped")
     expected = run_threads(1, straight, name)[0]
     for world_size in (1, 3):
         for result in run_threads(world_size, round_trip, name, options, at):

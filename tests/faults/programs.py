@@ -116,6 +116,38 @@ def betas_differ(job: Job) -> None:
     _set(job, "betas", (0.8, 0.9))
 
 
+def model_loaded_on_one(job: Job) -> None:
+    """One rank alone loads other weights, as is right before a DDP wrapper is built."""
+    job.mark()
+    if job.is_bad:
+        weights = {name: torch.zeros_like(w) for name, w in job.layers[0].state_dict().items()}
+        job.layers[0].load_state_dict(weights)
+    job.steps()
+
+
+def state_loaded_on_one(job: Job) -> None:
+    """One rank alone loads a checkpoint of the optimizer."""
+    job.optimizer.consolidate_state_dict(to=None)
+    saved = job.optimizer.state_dict()
+    job.steps(1)
+    job.mark()
+    if job.is_bad:
+        job.optimizer.load_state_dict(saved)
+    job.steps()
+
+
+def another_checkpoint(job: Job) -> None:
+    """Each rank loads the newest checkpoint that it can see, and one has not seen the last."""
+    saved = []
+    for _ in range(2):
+        job.optimizer.consolidate_state_dict(to=None)
+        saved.append(job.optimizer.state_dict())
+        job.steps(1)
+    job.mark()
+    job.optimizer.load_state_dict(saved[0 if job.is_bad else 1])
+    job.steps()
+
+
 def sparse_gradient(job: Job) -> None:
     """One rank has a sparse gradient."""
     job.mark()

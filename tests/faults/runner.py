@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from tests.faults.programs import GROUP_TIMEOUT_S, OPTIMIZERS, Job
 from tests.faults.table import FAULTS, Fault
+from tests.harness import PRELOADED
 
 _LIMIT_S = 40.0
 
@@ -57,7 +58,7 @@ class Ending:
 def run(name: str, setting: Setting) -> list[Ending]:
     """Return how the ranks end when the fault ``name`` happens to the last one."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "shardfuse", "tests.faults.runner"])
+    context.set_forkserver_preload([*PRELOADED, "tests.faults.runner"])
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         ranks = range(setting.world_size)
