@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -15,3 +16,9 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
