@@ -68,7 +68,7 @@ class Terms:
         if grads is not None and not self._averaged.is_over:
             is_new, averaged = True, self._averaged.lines(grads())
         options = self._options.lines(groups)
-        held = [*lines, *options, *self._unfrozen, *self._loaded, *params, *averaged]
+        held = [*lines, *self._loaded, *options, *self._unfrozen, *params, *averaged]
         self._comm.declare(held, is_new=is_new)
 
     def loaded(self, step: int) -> None:

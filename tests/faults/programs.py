@@ -47,7 +47,9 @@ class Job:
             {"params": list(layer.named_parameters(prefix=f"layer{i}"))}
             for i, layer in enumerate(self.layers)
         ]
-        return self.make(groups, **{"lr": 0.01, "sharding": self.sharding, **options})
+        # 0: no line in the log about state_dict() on rank 0 alone.
+        sharding = {"consolidate_every": 0, **self.sharding}
+        return self.make(groups, **{"lr": 0.01, "sharding": sharding, **options})
 
     def mark(self) -> None:
         """Tell the parent that the fault happens now."""
