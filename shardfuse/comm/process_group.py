@@ -83,10 +83,14 @@ def _post_of(group: Any, device: torch.device, backend: str) -> _Post:
 def _close_gloo(group: Any, device: torch.device) -> None:
     """Close all connections of a gloo group: what waits for them raises, here and elsewhere.
 
-    gloo closes them when a wait times out, and has no other call that does.
+    gloo closes them when a wait times out, and has no other call that does. A wait for a rank that
+    has ended raises at once and closes nothing else, so that every rank is tried.
     """
-    if group is not None:
-        other = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+    if group is None:
+        return
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    for distance in range(1, world_size):
+        other = (rank + distance) % world_size
         with suppress(RuntimeError):
             work = dist.irecv(torch.empty(1), group=group, group_src=other, tag=_UNBLOCK_TAG)
             assert work is not None

@@ -29,7 +29,8 @@ class Job:
     report: Callable[[], None]
 
     def __post_init__(self) -> None:
-        self.is_bad = dist.get_rank() == dist.get_world_size() - 1
+        self.rank = dist.get_rank()
+        self.is_bad = self.rank == dist.get_world_size() - 1
         generator = torch.Generator().manual_seed(0)
         self.layers = [torch.nn.Linear(40, 40) for _ in range(4)]
         with torch.no_grad():
@@ -57,7 +58,7 @@ class Job:
 
     def backward(self) -> None:
         """Make gradients of this rank's own data."""
-        x = torch.full((4, 40), 0.1 * (1 + dist.get_rank()))
+        x = torch.full((4, 40), 0.1 * (1 + self.rank))
         for layer in self.layers:
             x = torch.tanh(layer(x))
         x.square().mean().backward()
