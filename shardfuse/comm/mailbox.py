@@ -110,14 +110,17 @@ class Mailbox:
         """Overwrite ``out`` by what letter ``number`` of ``rank`` says to be READY there.
 
         Raises:
-            RuntimeError: as take().
+            RuntimeError, PeerError: as take().
             OSError: the kernel refuses.
         """
         address = self.take(rank, READY, number, mark)
         try:
             memory.read(self._pids[rank], address, out)
-        except ProcessLookupError as error:
-            raise self._ended(rank) from error
+        except OSError as error:
+            self._board.look()  # it may have told why before it ended
+            if isinstance(error, ProcessLookupError) or not memory.is_running(self._pids[rank]):
+                raise self._ended(rank) from error
+            raise
 
     def take(self, rank: int, kind: int, number: int, mark: int) -> int:
         """Wait for letter ``number`` of ``rank``, which has to have ``mark``; return its value.

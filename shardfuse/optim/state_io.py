@@ -131,7 +131,8 @@ def consolidate(
     steps = agreed_steps(comm, layout, flats)
     state: dict[int, dict[str, Any]] = {}
     for param, name, tensor in _whole(comm, flats, keep):
-        if steps[param] > 0:
+        # Where updates are not counted, a master may have been updated before a momentum was set.
+        if steps[param] > 0 or (name == MASTER and not rule.counts_steps):
             entry = state.setdefault(param, {"step": steps[param]} if rule.counts_steps else {})
             entry[name] = tensor
     if not keep:
@@ -254,7 +255,10 @@ def restore(
     specs = dict(enumerate(layout.specs))
     for group, new in zip(groups, merged, strict=True):
         group.update(new)
-    counts = {param: _step_in(entry, rule) for param, entry in entries.items()}
+    counts = {
+        param: _step_in(entries[param], rule, rule.state_names(groups[spec.group]))
+        for param, spec in specs.items()
+    }
     set_group_steps(groups, state_dict["param_groups"], rule, counts)
     for state in flats:
         steps = {slot.param: counts[slot.param] for slot in state.flat.slots}
@@ -308,7 +312,7 @@ def _check_entry(
                 f"{spec.shape}."
             )
     lacking = [name for name in names if entry.get(name) is None]
-    if lacking and _step_in(entry, rule) > 0:
+    if lacking and _step_in(entry, rule, names) > 0:
         raise ValueError(
             f"loaded state dict has no {lacking[0]} for {spec.name}; it is of another optimizer or "
             "of other options."
@@ -342,9 +346,11 @@ def set_group_steps(
             del group["step"]
 
 
-def _step_in(entry: Mapping[str, Any], rule: UpdateRule) -> int:
+def _step_in(entry: Mapping[str, Any], rule: UpdateRule, names: Sequence[str]) -> int:
     """Return the update count of a parameter's saved state."""
     if "step" in entry:
         return int(entry["step"])
-    has_state = any(value is not None for value in entry.values())
-    return int(has_state and not rule.counts_steps)
+    # Where there are states, a master alone is none of them: a momentum was set after the updates.
+    held = [name for name, value in entry.items() if value is not None]
+    is_updated = held != [MASTER] if names else bool(held)
+    return int(is_updated and bool(held) and not rule.counts_steps)

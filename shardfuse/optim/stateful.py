@@ -16,6 +16,7 @@ from shardfuse.optim import sharded_io, state_io
 from shardfuse.optim.flat_state import FlatState
 from shardfuse.optim.rules import UpdateRule
 from shardfuse.optim.state_view import StateView
+from shardfuse.optim.terms import Terms
 
 logger = logging.getLogger("shardfuse")
 
@@ -36,6 +37,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     _rule: UpdateRule
     _built: bool
     _flats: list[FlatState]
+    _terms: Terms
     _consolidated: dict[str, Any] | None  # the full state, until the next step
     _is_fresh: bool  # no step was taken and no state loaded: alike on all ranks
     _join_config: Any = None  # set by torch.distributed.algorithms.Join, for good

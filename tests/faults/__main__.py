@@ -41,7 +41,11 @@ def problems(name: str, endings: list[Ending]) -> list[str]:
     """Return what is wrong with how the ranks ended."""
     fault, bad = FAULTS[name], len(endings) - 1
     verdicts = [e.verdict(fault, is_bad=e.rank == bad, bound_s=fault.bound_s) for e in endings]
-    return [f"rank {rank} {text}" for rank, text in enumerate(verdicts) if text != "ok"]
+    return [
+        f"rank {rank} {verdict}: {ending.message}"
+        for rank, (verdict, ending) in enumerate(zip(verdicts, endings, strict=True))
+        if verdict != "ok"
+    ]
 
 
 def main() -> int:

@@ -13,9 +13,8 @@ FEATURES: dict[str, bool] = {
     # Optimizer.zero_grad(set_to_none=False) zeroes gradients of frozen parameters, as torch does;
     # it sets them to None, and a zero would count as a gradient.
     "zero_in_place_while_frozen": True,
-    # SGD of bf16 or fp16 parameters is given a momentum after it has trained without one, and
-    # saved before its next step: load_state_dict() then misses the buffer, which torch does not.
-    "late_momentum_in_low_precision": False,
+    # SGD of bf16 or fp16 parameters is given a momentum after it has trained without one.
+    "late_momentum_in_low_precision": True,
     # A kept gradient that is still a p.grad is the one that later backwards add to, also after it
     # was handed to another parameter or while an older optimizer is alive. It may get a copy's
     # values instead; p.grad itself has the right ones.
