@@ -93,7 +93,7 @@ ARROWS: dict[str, set[str]] = {
     "optim.state_view": {"buffers", "checkpoint", "optim.flat_state", "optim.state_io"},
     "optim.stateful": {"checkpoint", "comm", "config", "layout", "optim.flat_state", "optim.rules"}
     | {"optim.sharded_io", "optim.state_io", "optim.state_view", "optim.terms"},
-    "optim.torch_like": {"agreement", "config", "optim.stateful"},
+    "optim.torch_like": {"config", "optim.stateful"},
     "optim.sgd": {"config", "optim.base", "optim.rules", "optim.torch_like"},
     "optim.adadelta": {"config", "optim.base", "optim.rules", "optim.torch_like"},
     "optim.rmsprop": {"config", "optim.base", "optim.rules", "optim.torch_like"},

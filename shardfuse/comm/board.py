@@ -232,12 +232,19 @@ class Board:
         call.is_confirmed = True
 
     def _await(self, key: str) -> str:
-        """Return the text of ``key`` as soon as it is there."""
+        """Return the text of ``key`` as soon as it is there.
+
+        Raises:
+            RuntimeError: it does not come within the store's timeout.
+        """
+        deadline = time.monotonic() + self.store.timeout.total_seconds()
         while not self.store.check([key]):
             with suppress(RuntimeError):
                 self.store.wait([key], timedelta(seconds=PATIENCE_S))
                 break
             self.look()
+            if time.monotonic() > deadline:
+                raise RuntimeError("it did not come within the timeout of the group's store.")
         return _text(self.store.get(key))
 
     def _find_alarm(self) -> str | None:

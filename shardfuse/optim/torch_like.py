@@ -14,7 +14,6 @@ from typing import Any, NoReturn, TypedDict
 import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from shardfuse.agreement import agree
 from shardfuse.config import ShardConfig
 from shardfuse.optim.stateful import StatefulOptimizer
 
@@ -101,7 +100,6 @@ class TorchLike(StatefulOptimizer, Joinable):
 
         Raises:
             RuntimeError: a CUDA graph is being captured, or a scaler is used under Join.
-            ValueError: under Join, on all ranks: hyper-parameters differ between them.
         """
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -116,12 +114,6 @@ class TorchLike(StatefulOptimizer, Joinable):
             self._refuse_in_join("step() under a gradient scaler")
         if not self._is_shadow:
             Join.notify_join_context(self)
-        options = [
-            f"options of group {index} under Join (step schedulers outside of it): "
-            + str({key: _plain(value) for key, value in group.items() if key not in _NOT_OPTIONS})
-            for index, group in enumerate(self.param_groups)
-        ]
-        agree(self.communicator, self._device, options, None)
 
     # torch.distributed.algorithms.Join
 
@@ -152,13 +144,6 @@ class TorchLike(StatefulOptimizer, Joinable):
     def join_process_group(self) -> Any:
         """The ranks that share the states."""
         return self._config.process_group or torch.distributed.group.WORLD
-
-
-_NOT_OPTIONS = ("params", "param_names", "step")
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 class _JoinHook(JoinHook):

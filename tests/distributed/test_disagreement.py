@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from shardfuse import ShardedAdamW, ShardedLamb, ShardedSGD
 from shardfuse.comm.base import PeerError
+from shardfuse.comm.board import Board
 from tests.harness import run_procs
 
 pytestmark = pytest.mark.timeout(120)
@@ -224,3 +226,23 @@ def test_closed_connections_are_said_at_every_call() -> None:
         assert "out of step since an earlier error" in message
         assert "lr = 0.02" in message
     assert time.monotonic() - start < 20
+
+
+def test_a_neighbour_that_never_comes() -> None:
+    """Where ranks compare in the store, one that says nothing is waited for no longer than that."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.3))
+    board = Board(store, rank=0, world_size=2)
+    with pytest.raises(PeerError, match="within the timeout"), board.call("step()"):
+        board.confirm()
+
+
+def test_ranks_that_do_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that goes on after an error waits for the others only so long."""
+    monkeypatch.setattr("shardfuse.comm.board._MEET_S", 0.3)
+    board = Board(dist.HashStore(), rank=0, world_size=2)
+    with pytest.raises(ValueError, match="batch 17"), board.call("step()"):
+        raise ValueError("batch 17")
+    for _ in range(2):
+        with pytest.raises(PeerError, match="rank 1 has not come back"), board.call("step()"):
+            raise AssertionError("not reached")

@@ -134,7 +134,7 @@ def test_misuse_is_told_on_all_ranks() -> None:
     for found in run_procs(2, misuse, timeout=60):
         for name in ("clip", "norm", "save", "sharded", "scaler"):
             assert "refused inside Join" in found[name], found
-        assert "schedulers outside" in found["scheduler"], found
+        assert "rank 0 has lr = 0.05 in group 0; rank 1 has lr = 0.025" in found["scheduler"], found
         assert "grads_are_reduced=True" in found["reduced"]
 
 
