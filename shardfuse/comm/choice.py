@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardfuse.comm.base import Communicator, SingleRank
-from shardfuse.comm.pairwise import PairwiseCommunicator
+from shardfuse.comm.gloo.pairwise import PairwiseCommunicator
 from shardfuse.comm.process_group import ProcessGroupCommunicator, is_initialized
 from shardfuse.comm.traits import traits_of
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from shardfuse.comm import Communicator
+from shardfuse.engine.kernels import Kernels, SegmentSum, Span, passes
 from shardfuse.layout import BLOCK
-from shardfuse.optim.kernels import Kernels, SegmentSum, Span, passes
-from shardfuse.optim.rules import Clip, ElementwiseRule, NormRule
+from shardfuse.rules import Clip, ElementwiseRule, NormRule
 
 
 @dataclass(frozen=True, slots=True)

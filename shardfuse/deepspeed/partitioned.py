@@ -21,10 +21,11 @@ from shardfuse.agreement import agree
 from shardfuse.comm import communicator_for
 from shardfuse.config import ShardConfig
 from shardfuse.deepspeed.partition_step import PartitionStep
+from shardfuse.engine import intake
 from shardfuse.layout import FlatLayout, ParamSpec
-from shardfuse.optim import ShardedOptimizer, intake
-from shardfuse.optim.rules import NormRule
+from shardfuse.optim import ShardedOptimizer
 from shardfuse.optim.torch_like import TorchOptions, checked
+from shardfuse.rules import NormRule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

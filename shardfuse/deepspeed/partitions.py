@@ -13,7 +13,7 @@ from torch import Tensor
 from shardfuse.comm import communicator_for
 from shardfuse.deepspeed.partition_step import PartitionStep, Segment
 from shardfuse.deepspeed.partitioned import Partitioned
-from shardfuse.optim.rules import ElementwiseRule, NormRule
+from shardfuse.rules import ElementwiseRule, NormRule
 
 logger = logging.getLogger("shardfuse")
 

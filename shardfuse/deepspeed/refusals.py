@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardfuse.optim.rules import NormRule, RowRule
+from shardfuse.rules import NormRule, RowRule
 
 Refusal = tuple[bool, str, str]
 """Whether it holds, the reason, and the remedy."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardfuse.config import ShardConfig
 from shardfuse.optim.base import ShardedOptimizer
-from shardfuse.optim.rules import AdadeltaRule
 from shardfuse.optim.torch_like import TorchOptions
+from shardfuse.rules import AdadeltaRule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -21,19 +21,20 @@ from shardfuse.agreement import agree, on_rank
 from shardfuse.buffers import CombinedBuffers
 from shardfuse.comm import communicator_for
 from shardfuse.config import ShardConfig
-from shardfuse.gradients import FlatParams, clear_grads
+from shardfuse.engine import intake
+from shardfuse.engine.flat_state import FlatState, check_params
+from shardfuse.engine.gather import ParamSync
+from shardfuse.engine.kernels import Kernels
+from shardfuse.engine.step import Rule, Updater
+from shardfuse.engine.terms import Terms
+from shardfuse.grads.full import GradSync
+from shardfuse.grads.reduced import PresyncedGrads
+from shardfuse.grads.slots import FlatParams, clear_grads
 from shardfuse.layout import FlatLayout
-from shardfuse.optim import intake
-from shardfuse.optim.flat_state import FlatState, check_params
-from shardfuse.optim.kernels import Kernels
 from shardfuse.optim.memory import MemorySummary
-from shardfuse.optim.rules import NormRule, RowRule
-from shardfuse.optim.terms import Terms
 from shardfuse.optim.torch_like import TorchLike, TorchOptions, checked
-from shardfuse.optim.update import Rule, Updater
-from shardfuse.presynced import PresyncedGrads
+from shardfuse.rules import NormRule, RowRule
 from shardfuse.scaling import Overflow, OverflowReport
-from shardfuse.sync import GradSync, ParamSync
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -62,7 +63,7 @@ class ShardedOptimizer(TorchLike):
         RuntimeError: another rank failed to build the optimizer.
     """
 
-    _zero_is_absent = False  # [Note: absent gradients] in sync.py
+    _zero_is_absent = False  # [Note: absent gradients] in grads/full.py
 
     _rule: Rule
     _built = False

@@ -9,8 +9,8 @@ from torch.optim.optimizer import required
 
 from shardfuse.config import ShardConfig
 from shardfuse.optim.base import ShardedOptimizer
-from shardfuse.optim.rules import BertAdamRule
 from shardfuse.optim.torch_like import TorchOptions
+from shardfuse.rules import BertAdamRule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardfuse.config import ShardConfig
 from shardfuse.optim.base import ShardedOptimizer
-from shardfuse.optim.rules import LambRule
-from shardfuse.optim.rules.lamb import LambVariant, switches_for
 from shardfuse.optim.torch_like import TorchOptions
+from shardfuse.rules import LambRule
+from shardfuse.rules.lamb import LambVariant, switches_for
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfuse.optim import intake
-from shardfuse.optim.rules import LambRule
-from shardfuse.optim.rules.lamb import LambVariant, switches_for
+from shardfuse.engine import intake
+from shardfuse.rules import LambRule
+from shardfuse.rules.lamb import LambVariant, switches_for
 
 VariantOrSwitches = LambVariant | Mapping[str, Any]
 """A variant's name, or a dict of ShardedLamb's ``variant``, ``adam`` and switches."""

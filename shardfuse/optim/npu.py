@@ -39,7 +39,7 @@ class _NpuFused(ShardedOptimizer):
     is_params_grads_combined = True
     """Read by torch_npu's GradScaler; the buffers exist from construction on."""
 
-    _zero_is_absent = True  # [Note: absent gradients] in sync.py
+    _zero_is_absent = True  # [Note: absent gradients] in grads/full.py
     _padding_is_shared = False  # whether others may write to the padding of the parameters
 
     # Gradients

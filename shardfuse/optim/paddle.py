@@ -15,8 +15,8 @@ from torch import Tensor
 
 from shardfuse.config import ShardConfig
 from shardfuse.optim.base import ShardedOptimizer
-from shardfuse.optim.rules import PaddleLambRule
-from shardfuse.optim.rules.paddle import GroupClip
+from shardfuse.rules import PaddleLambRule
+from shardfuse.rules.paddle import GroupClip
 
 
 class LRScheduler(Protocol):

@@ -11,12 +11,12 @@ import torch
 from shardfuse.checkpoint import asked_by_torch
 from shardfuse.comm import Communicator
 from shardfuse.config import ShardConfig
+from shardfuse.engine import sharded_io, state_io
+from shardfuse.engine.flat_state import FlatState
+from shardfuse.engine.state_view import StateView
+from shardfuse.engine.terms import Terms
 from shardfuse.layout import FlatLayout
-from shardfuse.optim import sharded_io, state_io
-from shardfuse.optim.flat_state import FlatState
-from shardfuse.optim.rules import UpdateRule
-from shardfuse.optim.state_view import StateView
-from shardfuse.optim.terms import Terms
+from shardfuse.rules import UpdateRule
 
 logger = logging.getLogger("shardfuse")
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardfuse.optim.base
+from shardfuse.engine.rows import _add_rows, _row_stride
 from shardfuse.layout import ParamSpec
 from shardfuse.optim.npu import NpuFusedAdamP
-from shardfuse.optim.rows import _add_rows, _row_stride
 from tests.harness import CountingCommunicator, run_threads
 from tests.models import MIXED, Entry, flat_buffers, rank_grads
 from tests.oracles_family import AdamPOracle

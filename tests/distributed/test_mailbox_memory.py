@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from shardfuse.comm import communicator_for, mailbox, memory
-from shardfuse.comm.mailbox import Mailbox
+from shardfuse.comm import communicator_for
+from shardfuse.comm.gloo import mailbox, memory
+from shardfuse.comm.gloo.mailbox import Mailbox
 from tests.harness import run_procs
 
 pytestmark = pytest.mark.timeout(120)
 
 CPU = torch.device("cpu")
-HOST_ID = "from shardfuse.comm import memory; print(memory.host_id())"
+HOST_ID = "from shardfuse.comm.gloo import memory; print(memory.host_id())"
 
 
 @pytest.mark.parametrize("is_same_size", [True, False])

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardfuse
-from shardfuse.comm import communicator_for, memory
-from shardfuse.comm.mailbox import SLOTS
-from shardfuse.comm.pairwise import PairwiseCommunicator
+from shardfuse.comm import communicator_for
+from shardfuse.comm.gloo import memory
+from shardfuse.comm.gloo.mailbox import SLOTS
+from shardfuse.comm.gloo.pairwise import PairwiseCommunicator
 from shardfuse.comm.process_group import ProcessGroupCommunicator
 from tests.harness import RanksFailedError, run_procs, run_threads
 

@@ -200,7 +200,7 @@ def test_usual_loops_copy_nothing_out(
     def refuse(grad: Tensor) -> None:
         raise AssertionError(f"{tuple(grad.shape)} is held")
 
-    monkeypatch.setattr("shardfuse.gradients._move_out", refuse)
+    monkeypatch.setattr("shardfuse.grads.slots.move_out", refuse)
     everywhere(loop_as_usual, build, zero, clips)
     with pytest.raises(AssertionError, match="is held"):
         handle_gradients(swap_gradients, (3000,))

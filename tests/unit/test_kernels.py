@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfuse import ShardedAdam, ShardedAdamW, ShardedBertAdam, ShardedLamb, ShardedSGD
-from shardfuse.optim.kernels import SegmentSum
+from shardfuse.engine.kernels import SegmentSum
 from tests.models import flat_buffers
 
 needs_compiler = pytest.mark.skipif(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardfuse.comm import mailbox, memory
-from shardfuse.comm.mailbox import READY, Mailbox
+from shardfuse.comm.gloo import mailbox, memory
+from shardfuse.comm.gloo.mailbox import READY, Mailbox
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the system shares no such memory")

@@ -1,0 +1,296 @@
+"""Reduce-scatter and all-gather between pairs of ranks, for gloo on the CPU.
+
+gloo's own reduce-scatter clones its input and all-reduces it, so it moves twice the bytes that it
+has to, and its all-gather passes every part around a ring. Here each rank gets from every other
+rank the one part that belongs here: (W - 1) / W of the bytes each way, all pairs at once. The sums
+are left to the caller, who reads every gradient once more anyway.
+
+Parts pass no socket where all ranks are processes of one host: the owner tells the address, the
+other rank reads its memory and says when it has done. Measured: launch/bench/results.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardfuse.comm.base import Handle, ReduceOp
+from shardfuse.comm.gloo import mailbox, memory
+from shardfuse.comm.gloo.mailbox import DONE, READY, SLOTS, Mailbox
+from shardfuse.comm.process_group import ProcessGroupCommunicator, WorkHandle
+
+logger = logging.getLogger("shardfuse")
+
+_TAGS = 0x40000000
+"""Tags of messages through sockets are this and what the message is marked by."""
+
+_SMALL_NBYTES = 1 << 20
+"""An all-reduce that sends no more than so many bytes goes from rank to rank, like the rest."""
+
+
+class _DirectExchange:
+    """Parts that are read from the other ranks' memory when they are waited for."""
+
+    def __init__(self, number: int, finish: Callable[[], None]) -> None:
+        self.number = number
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self) -> None:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+class _Reduction:
+    """An all-reduce whose parts are under way; wait() adds them up, in the order of ranks."""
+
+    def __init__(
+        self, handle: Handle, everyone: torch.Tensor, output: torch.Tensor, op: ReduceOp
+    ) -> None:
+        self._handle: Handle | None = handle
+        self._everyone = everyone
+        self._output = output
+        self._op = op
+
+    def wait(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        handle.wait()
+        total = self._everyone[0].clone()
+        for part in self._everyone[1:]:
+            total = total.add_(part) if self._op == "sum" else torch.maximum(total, part)
+        self._output.copy_(total)
+
+
+class PairwiseCommunicator(ProcessGroupCommunicator):
+    """ProcessGroupCommunicator with exchange(), and an all-gather that goes from rank to rank.
+
+    For tensors that a backend can send, on a device where waiting blocks the host: gloo on CPU.
+
+    Args:
+        process_group, device: as of ProcessGroupCommunicator.
+        reads_memory: whether ranks of one host may read each other's memory. It is tried at the
+            first collective, by all ranks together.
+    """
+
+    def __init__(self, process_group: Any, device: torch.device, *, reads_memory: bool) -> None:
+        super().__init__(process_group, device)
+        distances = range(1, self.world_size)
+        self._sources = [(self.rank - k) % self.world_size for k in distances]
+        self._destinations = [(self.rank + k) % self.world_size for k in distances]
+        self._is_tried = not reads_memory
+        self._mailbox: Mailbox | None = None  # where ranks read each other's memory
+        self._epoch = self._board.epoch
+        self._num_direct = 1  # number of the next such collective, the same on all ranks
+        self._in_flight: deque[_DirectExchange] = deque()
+        self._open: list[tuple[int, int, Sequence[torch.Tensor]]] = []  # what others may still read
+
+    def _confirm(self) -> None:
+        """Do nothing: every message tells."""
+
+    @property
+    def can_exchange(self) -> bool:
+        """Whether ``exchange()`` works: yes."""
+        return True
+
+    def exchange(self, received: torch.Tensor, input: torch.Tensor) -> Handle:
+        """Send each rank its part of ``input``; receive theirs into ``received`` (W - 1, n).
+
+        Others may still read ``input`` until the next collective here has been launched, or any has
+        been waited for that they launched after they had waited for this one.
+        """
+        parts = input.chunk(self.world_size)
+        out_of = [parts[rank] for rank in self._destinations]
+        mark = self._board.present.note("reduce_scatter", input.numel(), input.dtype)
+        return self._move(mark, list(received), out_of, keeps_input=True)
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
+        """Write every rank's ``input`` (n,) into ``output`` (world_size * n,), in rank order."""
+        parts = output.chunk(self.world_size)
+        into = [parts[rank] for rank in self._sources]
+        mark = self._board.present.note("all_gather", output.numel(), output.dtype)
+        handle = self._move(mark, into, [input] * len(into), keeps_input=False)
+        if parts[self.rank].data_ptr() != input.data_ptr():
+            parts[self.rank].copy_(input)
+        return handle
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
+        """Reduce ``tensor`` (n,) over ranks, in place; the sums are equal on all ranks.
+
+        Small ones, which all of shardfuse's usually are, go from rank to rank: that takes no
+        thread of gloo's, and what does not belong together is told apart.
+        """
+        if tensor.nbytes * (self.world_size - 1) > _SMALL_NBYTES:
+            return super().all_reduce(tensor, op)
+        everyone = tensor.new_empty(self.world_size, tensor.numel())
+        everyone[self.rank] = tensor
+        mark = self._board.present.note(f"all_reduce by {op}", tensor.numel(), tensor.dtype)
+        into = [everyone[rank] for rank in self._sources]
+        own = [everyone[self.rank]] * len(into)
+        # Until all have read it: it may be the last thing that an optimizer does.
+        handle = self._move(mark, into, own, keeps_input=False)
+        return _Reduction(handle, everyone, tensor, op)
+
+    def _move(
+        self,
+        mark: int,
+        into: Sequence[torch.Tensor],
+        out_of: Sequence[torch.Tensor],
+        *,
+        keeps_input: bool,
+    ) -> Handle:
+        """Bring a part from every source ``into`` here; let every destination have its own.
+
+        Parts are told apart by ``mark``; see Board.note().
+        """
+        box = self._open_mailbox()
+        if box is None:
+            return self._send_and_receive(mark, into, out_of)
+        return self._move_directly(box, mark, into, out_of, keeps_input)
+
+    def _move_directly(
+        self,
+        box: Mailbox,
+        mark: int,
+        into: Sequence[torch.Tensor],
+        out_of: Sequence[torch.Tensor],
+        keeps_input: bool,
+    ) -> Handle:
+        """As _move(), by reading the sources' memory, not before wait().
+
+        With ``keeps_input`` wait() does not stay until others have read as well: ranks run a few
+        milliseconds apart, and would all lose them at every bucket.
+        """
+        self._start_anew()
+        number = self._num_direct
+        self._num_direct += 1
+        # Letters have a limited room: what has been under way for long is finished here.
+        while self._in_flight and self._in_flight[0].number <= number - SLOTS // 2:
+            self._in_flight.popleft().wait()
+        self._finish_open()
+        for rank, part in zip(self._destinations, out_of, strict=True):
+            box.put(rank, READY, number, mark, part.data_ptr())
+
+        def finish() -> None:
+            for rank, part in zip(self._sources, into, strict=True):
+                box.fetch(rank, number, mark, part)
+                box.put(rank, DONE, number, mark)
+            self._open.append((number, mark, out_of))
+            if not keeps_input:
+                self._finish_open()
+
+        handle = _DirectExchange(number, finish)
+        self._in_flight.append(handle)
+        return handle
+
+    def _start_anew(self) -> None:
+        """Forget what was under way when a call failed, and number letters alike on all ranks."""
+        if self._epoch != self._board.epoch:
+            self._epoch = self._board.epoch
+            self._num_direct = (self._epoch << 32) + 1
+            self._in_flight.clear()
+            self._open.clear()
+
+    def _finish_open(self) -> None:
+        """Wait until others have read what they were told of."""
+        for number, mark, _ in self._open:
+            for rank in self._destinations:
+                assert self._mailbox is not None
+                self._mailbox.take(rank, DONE, number, mark)
+        self._open.clear()
+
+    def _open_mailbox(self) -> Mailbox | None:
+        """Return the mailbox if every rank can use every other's memory. Collective at first."""
+        if not self._is_tried:
+            self._is_tried = True
+            self._mailbox = self._try_memory()
+            how = "through sockets" if self._mailbox is None else "by reading memory"
+            logger.info("parts of %d ranks move %s", self.world_size, how)
+        return self._mailbox
+
+    def _try_memory(self) -> Mailbox | None:
+        """Return a mailbox, or None if a rank cannot use another's memory. Collective.
+
+        Each reads a random number out of the others, and finds another in the mailbox's memory
+        before it writes there. Whatever surprises one of them, all use sockets.
+        """
+        secret = torch.randint(1 << 62, (1,), generator=torch.Generator().manual_seed(_entropy()))
+        shared, box, reason = None, None, ""
+        try:
+            host = memory.host_id()
+            shared = mailbox.create(self.world_size) if self.rank == 0 else None
+        except Exception as error:
+            host, reason = -1, str(error)
+        descriptor, nonce = (-1, 0) if shared is None else shared
+        mine = [host, os.getpid(), int(secret), secret.data_ptr(), descriptor, nonce]
+        rows = self._tell_all(mine)
+        try:
+            self._check_hosts(rows)
+            found = torch.empty(1, dtype=torch.int64)
+            for _, pid, value, address, _, _ in rows:
+                memory.read(pid, address, found)
+                if int(found) != value:
+                    raise OSError("process ids are of another namespace")
+            pids = [row[1] for row in rows]
+            box = Mailbox(self.rank, pids, (rows[0][4], rows[0][5]), self._timeout_s(), self._board)
+        except Exception as error:
+            reason = reason or str(error)
+        # Also keeps `secret` and the descriptor until all have used them.
+        is_failed = max(row[0] for row in self._tell_all([int(box is None)]))
+        if descriptor >= 0:
+            os.close(descriptor)
+        if is_failed:
+            logger.info("memory of other ranks is not read: %s", reason or "another rank cannot")
+        return None if is_failed else box
+
+    def _check_hosts(self, rows: Sequence[Sequence[int]]) -> None:
+        """Raise OSError unless every rank found its own host out, and all the same one."""
+        unable = [rank for rank, row in enumerate(rows) if row[0] == -1]
+        if unable:
+            raise OSError(f"rank {unable[0]} cannot; its own log tells why")
+        if any(row[0] != rows[0][0] for row in rows):
+            raise OSError("ranks are on several hosts")
+        if rows[0][4] < 0:
+            raise OSError("rank 0 has no memory to share; its own log tells why")
+
+    def _tell_all(self, values: list[int]) -> list[list[int]]:
+        """Return every rank's ``values``, which have gone through sockets."""
+        everyone = torch.empty(self.world_size, len(values), dtype=torch.int64)
+        everyone[self.rank] = torch.tensor(values)
+        mark = self._board.present.note("introduction", len(values), everyone.dtype)
+        into = [everyone[rank] for rank in self._sources]
+        self._send_and_receive(mark, into, [everyone[self.rank]] * len(into)).wait()
+        rows: list[list[int]] = everyone.tolist()
+        return rows
+
+    def _timeout_s(self) -> float:
+        """Return the timeout of the process group's collectives."""
+        options = getattr(self._group._get_backend(torch.device("cpu")), "options", None)
+        timeout = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
+        return float(timeout.total_seconds())
+
+    def _send_and_receive(
+        self, mark: int, into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor]
+    ) -> Handle:
+        """As _move(), through sockets. Only messages of one tag, and so of one size, meet."""
+        tag = _TAGS | mark % _TAGS
+        works = [
+            self._launch(dist.irecv, part, group_src=rank, tag=tag)
+            for part, rank in zip(into, self._sources, strict=True)
+        ]
+        works += [
+            self._launch(dist.isend, part, group_dst=rank, tag=tag)
+            for part, rank in zip(out_of, self._destinations, strict=True)
+        ]
+        return WorkHandle(self._watch, works, *into, *out_of)
+
+
+def _entropy() -> int:
+    return int.from_bytes(os.urandom(8), "little") >> 1

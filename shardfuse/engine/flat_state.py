@@ -1,0 +1,223 @@
+"""What one rank holds of one flat: parameters, fp32 master, states, step counters."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfuse.buffers import FlatBuffer, ShardArena, lie_at
+from shardfuse.engine.kernels import Span
+from shardfuse.layout import Bucket, Fragment, ParamSpec, round_up
+
+MASTER_DTYPE = torch.float32
+
+_REMEDY = (
+    "Change it back, as by model.float(), and call opt.rebind(); or build a new optimizer after "
+    "casting and moving the model."
+)
+
+
+class FlatState:
+    """Storage of one flat on one rank; nothing here communicates or computes an update.
+
+    Building it moves the parameters: each becomes a view of the flat buffer, of the same values.
+
+    Args:
+        params_buffer: where the parameters are to lie.
+        fragments: this rank's part of the flat.
+        params, specs: the parameters in slot order.
+        rank: rank in the shard group.
+    """
+
+    params_buffer: FlatBuffer  # all ranks' shards; the model's own tensors
+    masters: ShardArena | None  # fp32 shards of low-precision parameters, else None
+    states: dict[str, ShardArena]  # fp32 shards by state name
+
+    def __init__(
+        self,
+        params_buffer: FlatBuffer,
+        params: Sequence[Tensor],
+        specs: Sequence[ParamSpec],
+        *,
+        fragments: Iterable[Fragment],
+        rank: int,
+    ) -> None:
+        self.flat = flat = params_buffer.flat
+        self.params = params
+        self.specs = specs
+        self.rank = rank
+        self.fragments: dict[int, list[Fragment]] = {bucket.index: [] for bucket in flat.buckets}
+        for fragment in fragments:
+            self.fragments[fragment.bucket].append(fragment)
+        self.device = params[0].device
+        self.params_buffer = params_buffer
+        self._addresses: list[int] = []
+        self.bind()
+        self.masters = None
+        self.states = {}
+        # Steps are one number while all parameters have the same one, which is the usual case.
+        self._step = 0
+        self._steps: dict[int, int] | None = None
+        self._stepped: set[int] = set()  # missing ones that are updated in this step all the same
+
+    def bind(self) -> None:
+        """Make every parameter a view of the flat buffer, keeping its present values.
+
+        Raises:
+            TypeError: a parameter is not what the flat was laid out for; nothing is changed then.
+        """
+        for param, spec in zip(self.params, self.specs, strict=True):
+            if self._change(param, spec):
+                raise TypeError(f"{self._change(param, spec)}. {_REMEDY}")
+        for position, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
+            view = self.params_buffer.own_view(position, spec)
+            if param.data_ptr() != view.data_ptr() or param.stride() != view.stride():
+                view.copy_(param.detach())
+                param.data = view
+        self._addresses = [param.data_ptr() for param in self.params]
+
+    def _change(self, param: Tensor, spec: ParamSpec) -> str:
+        """Return how a parameter differs from what the flat was laid out for; empty if it fits."""
+        dtype = self.params_buffer.data.dtype
+        if (param.dtype, param.device, param.shape) == (dtype, self.device, spec.shape):
+            return ""
+        return (
+            f"{spec.name} is now {tuple(param.shape)} {param.dtype} on {param.device}, not "
+            f"{spec.shape} {dtype} on {self.device}"
+        )
+
+    def change(self) -> str:
+        """Return how the first parameter that bind() would refuse has changed; empty for none."""
+        pairs = zip(self.params, self.specs, strict=True)
+        return next((text for pair in pairs if (text := self._change(*pair))), "")
+
+    def moved(self) -> list[str]:
+        """Return names of parameters that were re-allocated since bind()."""
+        if lie_at(self.params, self._addresses):
+            return []
+        return [
+            spec.name
+            for spec, param, address in zip(self.specs, self.params, self._addresses, strict=True)
+            if param.data_ptr() != address
+        ]
+
+    def allocate(self, values: Mapping[str, float]) -> bool:
+        """Create the states that do not exist, filled with ``values``; return whether any was."""
+        if self.masters is None and self.params_buffer.data.dtype != MASTER_DTYPE:
+            self.masters = ShardArena(self.flat, self.device, MASTER_DTYPE)
+            for bucket in self.flat.buckets:
+                low = self.params_buffer.shard(bucket, self.rank)
+                self.masters.segment(bucket).copy_(low)
+        new = [name for name in values if name not in self.states]
+        for name in new:
+            self.states[name] = ShardArena(self.flat, self.device, MASTER_DTYPE)
+            self.states[name].data.fill_(values[name])
+        return bool(new)
+
+    def tensors(self, bucket: Bucket) -> tuple[Tensor, Tensor | None]:
+        """Return (fp32 master shard, low-precision parameter shard or None) of ``bucket``."""
+        shard = self.params_buffer.shard(bucket, self.rank)
+        return (shard, None) if self.masters is None else (self.masters.segment(bucket), shard)
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of this rank's masters and states."""
+        arenas = [*self.states.values(), *([] if self.masters is None else [self.masters])]
+        return sum(arena.data.nbytes for arena in arenas)
+
+    # Steps
+
+    def step_of(self, param: int) -> int:
+        """Return how many updates ``param`` has had."""
+        return self._step if self._steps is None else self._steps[param]
+
+    @property
+    def most_steps(self) -> int:
+        """The update count of the param that has had most."""
+        return self._step if self._steps is None else max(self._steps.values(), default=0)
+
+    def set_steps(self, steps: dict[int, int]) -> None:
+        """Set the update counts of all parameters of the flat."""
+        values = set(steps.values())
+        self._steps = None if len(values) == 1 else dict(steps)
+        self._step = values.pop() if len(values) == 1 else 0
+
+    def spans(self, bucket: Bucket, missing: set[int], idle: set[int]) -> list[Span]:
+        """Return what to update in ``bucket``'s shard: runs of fragments at the same step.
+
+        ``missing`` are parameters with no gradient on this rank; those of them that have none on
+        any rank are ``idle`` and left out.
+        """
+        if missing:
+            owned = {fragment.param for fragment in self.fragments[bucket.index]}
+            self._stepped |= (owned & missing) - idle
+        if not idle and self._steps is None:
+            return [Span(0, bucket.shard_numel, self._step + 1)]
+        spans: list[Span] = []
+        for fragment in self.fragments[bucket.index]:
+            if fragment.param in idle:
+                continue
+            start = fragment.shard_start
+            stop = start + round_up(fragment.numel, self.flat.align)
+            step = self.step_of(fragment.param) + 1
+            if spans and spans[-1].stop == start and spans[-1].step == step:
+                start = spans.pop().start
+            spans.append(Span(start, stop, step))
+        return spans
+
+    def advance(self, missing: set[int]) -> None:
+        """Count one update of every parameter but those ``missing`` ones that no span had."""
+        skipped = missing - self._stepped
+        self._stepped.clear()
+        if not skipped and self._steps is None:
+            self._step += 1
+            return
+        params = [slot.param for slot in self.flat.slots]
+        self.set_steps({p: self.step_of(p) + (p not in skipped) for p in params})
+
+
+def check_params(
+    groups: Sequence[Mapping[str, Any]],
+    params: Sequence[Tensor],
+    flats: Sequence[FlatState],
+    prefix: str,
+) -> None:
+    """Raise if what ``groups`` hold is no longer what the flat buffers hold.
+
+    Args:
+        groups: the optimizer's ``param_groups``.
+        params: the parameters it was built with, in the same order.
+        flats: all flats.
+        prefix: start of the message.
+
+    Raises:
+        RuntimeError: parameters were replaced by others, or re-allocated.
+    """
+    members = itertools.chain.from_iterable(group["params"] for group in groups)
+    num_members = sum(len(group["params"]) for group in groups)
+    same = num_members == len(params) and all(map(operator.is_, members, params))
+    if not same:
+        raise RuntimeError(
+            f"{prefix}param_groups hold other parameters than the optimizer was built with. Use "
+            "add_param_group() to add some, or build a new optimizer; a wrapper that replaces "
+            "parameters by copies cannot be used."
+        )
+    moved = [name for state in flats for name in state.moved()]
+    if moved:
+        names = ", ".join(moved[:3]) + (", ..." if len(moved) > 3 else "")
+        change = next((text for state in flats if (text := state.change())), "")
+        if change:
+            raise RuntimeError(
+                f"{prefix}{len(moved)} parameters were cast or moved after the optimizer was built "
+                f"({names}), where rebind() cannot follow: {change}. {_REMEDY}"
+            )
+        raise RuntimeError(
+            f"{prefix}{len(moved)} parameters were re-allocated since the optimizer was built "
+            f"({names}), so that updates would not reach the model. Call opt.rebind() after moving "
+            "them, on every rank."
+        )

@@ -1,0 +1,176 @@
+"""From the user's parameters to specs: what is accepted, under which name, in which order."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfuse.config import ShardConfig
+from shardfuse.layout import ITEMSIZE, ParamSpec, dense_stride
+from shardfuse.rules import Member, UpdateRule
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+def common_device(groups: Groups) -> torch.device:
+    """Return the device of all parameters; the CPU where there are none.
+
+    Raises:
+        ValueError: parameters live on several devices.
+    """
+    device = None
+    for index, group in enumerate(groups):
+        for position, param in enumerate(group["params"]):
+            if device is None:
+                device = param.device
+            elif param.device != device:
+                raise ValueError(
+                    f"Parameter {_name(group, index, position)} is on {param.device}, others are "
+                    f"on {device}. Give one optimizer the parameters of one device."
+                )
+    return device or torch.device("cpu")
+
+
+def fallback_device() -> torch.device:
+    """Return a device on which ranks can tell each other of an error."""
+    if torch.accelerator.is_available():
+        return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.device("cpu")
+
+
+def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tensor, ParamSpec]]:
+    """Return (parameter, spec) of every parameter of the groups from ``first_group`` on.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range, parameters share memory, or live on several
+            devices.
+        TypeError: a parameter is not a dense fp32, fp16 or bf16 tensor.
+    """
+    common_device(groups)
+    added: list[tuple[Tensor, ParamSpec]] = []
+    names = {
+        _name(group, index, position)
+        for index, group in enumerate(groups[:first_group])
+        for position in range(len(group["params"]))
+    }
+    for index in range(first_group, len(groups)):
+        group = groups[index]
+        rule.check(group)
+        for position, param in enumerate(group["params"]):
+            name = _name(group, index, position)
+            _check(param, name)
+            if name in names:
+                raise ValueError(
+                    f"The parameter name {name} is given twice. Checkpoints and error messages go "
+                    "by name: prefix the names of each model."
+                )
+            names.add(name)
+            policy = rule.policy(name, "param_names" in group, group)
+            spec = ParamSpec(
+                name=name,
+                shape=tuple(param.shape),
+                stride=dense_stride(param.shape, param.stride()),
+                dtype=str(param.dtype).removeprefix("torch."),
+                device=str(param.device),
+                group=index,
+                policy=policy,
+                frozen=not param.requires_grad and param.grad is None,
+            )
+            added.append((param, spec))
+    _check_memory([pair for pair in added if pair[1].stride == pair[0].stride()])
+    return added
+
+
+def warn(
+    rank: int, rule: UpdateRule, groups: Groups, first_group: int, specs: Sequence[ParamSpec]
+) -> None:
+    """Warn of what is legal but hardly meant, once per optimizer and by the first rank alone.
+
+    ``specs`` are those of all ``groups``; what held before ``first_group`` was said before. Where
+    warnings are errors, this raises: call it where errors still reach the other ranks.
+    """
+    if rank != 0:
+        return
+    members = [
+        (s.group, Member(s.name, len(s.shape), s.policy, groups[s.group]))
+        for s in specs
+        if not s.frozen and s.numel > 0
+    ]
+    before = rule.warnings([member for group, member in members if group < first_group])
+    for kind, text in rule.warnings([member for _, member in members]).items():
+        if kind not in before:
+            warnings.warn(text, UserWarning, stacklevel=levels_to_caller())
+
+
+def levels_to_caller() -> int:
+    """Return the stacklevel, in the function that calls this, of the first frame not of ours."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("shardfuse."):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def describe(
+    groups: Groups,
+    first_group: int,
+    rule: UpdateRule,
+    config: ShardConfig,
+    added: Sequence[tuple[Tensor, ParamSpec]],
+) -> list[str]:
+    """Return what ranks must hold in common, a line per parameter and per group."""
+    lines = [spec.describe() for _, spec in added]
+    for index in range(first_group, len(groups)):
+        options = {
+            key: value
+            for key, value in groups[index].items()
+            if key not in ("params", "param_names") and not isinstance(value, Tensor)
+        }
+        lines.append(f"options of group {index}: {options}")
+    lines.append(
+        f"{rule.describe()} bucket_cap_mb={config.bucket_cap_mb} "
+        f"grad_sync_dtype={config.grad_sync_dtype} "
+        f"grads_are_reduced={config.grads_are_reduced} clip_grad_norm={config.clip_grad_norm} "
+        f"broadcast_params={config.broadcast_params} collectives={config.collectives} "
+        f"report_overflow={config.report_overflow} consolidate_every={config.consolidate_every}"
+    )
+    return lines
+
+
+def _name(group: Mapping[str, Any], index: int, position: int) -> str:
+    names = group.get("param_names")
+    return names[position] if names else f"param_groups[{index}][{position}]"
+
+
+def _check(param: Tensor, name: str) -> None:
+    if hasattr(param, "device_mesh"):
+        raise TypeError(f"Parameter {name} is a DTensor. Pass its local tensors, or use FSDP's.")
+    if param.layout != torch.strided:
+        raise TypeError(f"Parameter {name} is {param.layout}; shardfuse needs dense parameters.")
+    if param.device.type == "meta":
+        raise TypeError(f"Parameter {name} is on the meta device. Materialise the model first.")
+    if str(param.dtype).removeprefix("torch.") not in ITEMSIZE:
+        raise TypeError(
+            "Fused optimizer's parameters must be either float32, float16 or bfloat16, but "
+            f"received {param.dtype} ({name}). Convert the model, e.g. with model.float()."
+        )
+
+
+def _check_memory(added: Sequence[tuple[Tensor, ParamSpec]]) -> None:
+    """Raise if two parameters overlap: moving them apart would silently untie them."""
+    extents = sorted(
+        (param.data_ptr(), param.data_ptr() + param.nbytes, spec.name)
+        for param, spec in added
+        if param.numel() > 0
+    )
+    for (_, stop, first), (start, _, second) in pairwise(extents):
+        if start < stop:
+            raise ValueError(
+                f"Parameters {first} and {second} share memory. Tie them by using one Parameter "
+                "object in both places, and pass it once."
+            )

@@ -1,0 +1,129 @@
+"""Sums over rows of parameters, cut across ranks anywhere, and factors on their way back.
+
+A row is what one index along dimension 0 selects. Rows do not keep to blocks, so products are first
+written out for the shard of one bucket, and then added up fragment by fragment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardfuse.engine.flat_state import FlatState
+from shardfuse.layout import Bucket, Fragment, ParamSpec
+from shardfuse.rules import Rows
+
+
+class RowSums:
+    """Sums of the rows of all parameters of two or more dimensions in ``flats``.
+
+    Args:
+        flats: the flats that take part, in layout order.
+        num_sums: sums per row.
+    """
+
+    def __init__(self, flats: Sequence[FlatState], *, num_sums: int) -> None:
+        self._specs: dict[int, ParamSpec] = {}  # of the parameters that have rows
+        self._starts: dict[int, int] = {}  # param: its first row
+        self._rows: dict[int, tuple[slice, Rows]] = {}  # flat: its rows
+        num_rows = 0
+        for state in flats:
+            pairs = zip(state.flat.slots, state.specs, strict=True)
+            specs = {slot.param: spec for slot, spec in pairs if spec.numel and len(spec.shape) > 1}
+            if not specs:
+                continue
+            self._specs |= specs
+            start, counts = num_rows, [spec.shape[0] for spec in specs.values()]
+            for param, count in zip(specs, counts, strict=True):
+                self._starts[param] = num_rows
+                num_rows += count
+            numels = torch.tensor([float(spec.numel) for spec in specs.values()])
+            owner = torch.repeat_interleave(torch.tensor(counts))
+            rows = Rows(
+                counts,
+                owner.to(state.device),
+                (numels / torch.tensor(counts)).to(state.device),
+                numels.to(state.device),
+            )
+            self._rows[state.flat.index] = (slice(start, num_rows), rows)
+        self.totals = torch.zeros(num_sums, num_rows, device=flats[0].device if flats else None)
+
+    def clear(self) -> None:
+        """Set all sums to zero."""
+        self.totals.zero_()
+
+    def products(self, bucket: Bucket) -> Tensor | None:
+        """Return zeros (num_sums, shard_numel) to be filled for ``bucket``; None if not needed."""
+        if bucket.flat not in self._rows:
+            return None
+        return self.totals.new_zeros(len(self.totals), bucket.shard_numel)
+
+    def add(self, fragments: Sequence[Fragment], products: Tensor) -> None:
+        """Add the ``products`` of a bucket's shard to this rank's part of the sums."""
+        for f in fragments:
+            if f.param in self._starts:
+                spec, start = self._specs[f.param], self._starts[f.param]
+                sums = self.totals[:, start : start + spec.shape[0]]
+                part = products[:, f.shard_start : f.shard_start + f.numel]
+                _add_rows(sums, part, f.param_start, _row_stride(spec))
+
+    def of_flat(self, flat: int) -> tuple[Tensor, Rows] | None:
+        """Return (sums (num_sums, rows), rows) of a flat; None if it has no rows."""
+        if flat not in self._rows:
+            return None
+        extent, rows = self._rows[flat]
+        return self.totals[:, extent], rows
+
+    def spread(
+        self,
+        bucket: Bucket,
+        fragments: Sequence[Fragment],
+        factors: Tensor,
+        neutral: Sequence[float],
+    ) -> Tensor:
+        """Return (num_factors, shard_numel): to every element of the shard its row's factors.
+
+        Args:
+            factors: (num_factors, rows of the flat).
+            neutral: the factors of parameters without rows.
+        """
+        start = self._rows[bucket.flat][0].start
+        spread = factors.new_tensor(neutral)[:, None].repeat(1, bucket.shard_numel)
+        for f in fragments:
+            if f.param in self._starts:
+                spec = self._specs[f.param]
+                index = torch.arange(f.param_start, f.param_start + f.numel, device=factors.device)
+                index = index // _row_stride(spec) % spec.shape[0]
+                index += self._starts[f.param] - start
+                spread[:, f.shard_start : f.shard_start + f.numel] = factors[:, index]
+        return spread
+
+
+def _row_stride(spec: ParamSpec) -> int:
+    """Return how many elements of one row are adjacent in the parameter's storage."""
+    return spec.numel if spec.shape[0] == 1 else spec.stride[0]
+
+
+def _add_rows(sums: Tensor, part: Tensor, start: int, stride: int) -> None:
+    """Add elements [start, start + n) of a parameter, ``part`` (k, n), to its rows' ``sums``.
+
+    ``sums`` is (k, rows); in storage, ``stride`` elements of a row are followed by as many of the
+    next, and after the last row by more of the first where dimension 0 is not outermost.
+    """
+    k, num_rows = sums.shape
+    stop, period = start + part.shape[1], num_rows * stride
+    first, last = start // stride, (stop - 1) // stride
+    if first == last:
+        sums[:, first % num_rows] += part.sum(1)
+    elif stop > period:
+        low, high = start // period * period, -(-stop // period) * period
+        padded = torch.nn.functional.pad(part, (start - low, high - stop))
+        sums += padded.view(k, -1, num_rows, stride).sum((1, 3))
+    else:
+        head, tail = (first + 1) * stride - start, stop - last * stride
+        sums[:, first] += part[:, :head].sum(1)
+        sums[:, last] += part[:, part.shape[1] - tail :].sum(1)
+        whole = part[:, head : part.shape[1] - tail]
+        sums[:, first + 1 : last] += whole.reshape(k, last - first - 1, stride).sum(2)

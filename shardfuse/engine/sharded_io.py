@@ -1,0 +1,122 @@
+"""Optimizer state for torch.distributed.checkpoint: every rank its part, any world size loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardfuse.checkpoint import FragmentTensor, flat_pieces
+from shardfuse.comm import Communicator
+from shardfuse.engine.flat_state import MASTER_DTYPE, FlatState
+from shardfuse.engine.state_io import (
+    MASTER,
+    Groups,
+    agreed_steps,
+    arenas_of,
+    counted_groups,
+    fragment_tensors,
+    merged_groups,
+    set_group_steps,
+)
+from shardfuse.layout import FlatLayout
+from shardfuse.rules import UpdateRule
+
+
+def sharded(
+    comm: Communicator,
+    layout: FlatLayout,
+    flats: Sequence[FlatState],
+    groups: Groups,
+    rule: UpdateRule,
+) -> dict[str, Any]:
+    """Return a flat dict for torch.distributed.checkpoint whose tensors alias this rank's state.
+
+    Collective (one small all-reduce). Keys are ``state.<param name>.<state>``; steps are tensors.
+    """
+    result: dict[str, Any] = dict(_aliases(flats))
+    steps = agreed_steps(comm, layout, flats)
+    for state in flats:
+        for slot in state.flat.slots:
+            key = f"state.{layout.specs[slot.param].name}.step"
+            result[key] = torch.tensor(steps[slot.param])
+    result["param_groups"] = counted_groups(groups, rule)
+    return result
+
+
+def _aliases(flats: Sequence[FlatState]) -> Iterator[tuple[str, FragmentTensor]]:
+    """Yield (key in sharded(), this rank's state itself)."""
+    for state in flats:
+        for name, arena in arenas_of(state).items():
+            tensors = fragment_tensors(state, arena.segment, flat_pieces)
+            for spec, tensor in zip(state.specs, tensors, strict=True):
+                if spec.numel:
+                    yield f"state.{spec.name}.{name}", tensor
+
+
+def load_sharded(
+    layout: FlatLayout,
+    flats: Sequence[FlatState],
+    groups: Groups,
+    rule: UpdateRule,
+    state_dict: Mapping[str, Any],
+) -> None:
+    """Take over steps, hyper-parameters, and tensors that were not filled in place when loaded.
+
+    Raises:
+        ValueError: groups that do not fit; states of parameters that are frozen here; a state is
+            missing or is not of this rank's fragments. Nothing is loaded then, beyond what was
+            filled in place.
+    """
+    merged = merged_groups(groups, state_dict["param_groups"], rule)
+    counts = {
+        param: int(state_dict[f"state.{spec.name}.step"]) for param, spec in enumerate(layout.specs)
+    }
+    _check_room(layout, flats, merged, rule, counts)
+    own = dict(_aliases(flats))
+    for key, tensor in own.items():
+        saved = state_dict.get(key)
+        if not isinstance(saved, FragmentTensor) or not tensor.has_pieces_of(saved):
+            raise ValueError(
+                f"{key} is missing, or is not of this rank's sharded_state_dict(). Load into the "
+                "dict that this optimizer returns, with torch.distributed.checkpoint.load()."
+            )
+    for key, tensor in own.items():
+        tensor.copy_(state_dict[key])
+    for group, new in zip(groups, merged, strict=True):
+        group.update(new)
+    set_group_steps(groups, state_dict["param_groups"], rule, counts)
+    for state in flats:
+        state.set_steps({slot.param: counts[slot.param] for slot in state.flat.slots})
+
+
+def _check_room(
+    layout: FlatLayout,
+    flats: Sequence[FlatState],
+    groups: Groups,
+    rule: UpdateRule,
+    steps: Mapping[int, int],
+) -> None:
+    """Raise ValueError if an updated parameter has elements and lacks a state or master here.
+
+    What the optimizer has no place for was not read from the checkpoint.
+    """
+    for state in flats:
+        names = rule.state_names(groups[state.flat.group])
+        lacking = [name for name in names if name not in state.states]
+        if state.masters is None and state.params_buffer.data.dtype != MASTER_DTYPE:
+            lacking.append(MASTER)
+        trained = [s.param for s in state.flat.slots if s.numel and steps[s.param] > 0]
+        if not lacking or not trained:
+            continue
+        name = layout.specs[trained[0]].name
+        remedy = (
+            f"{name} was frozen. Build while it requires a gradient, load, then freeze it."
+            if state.flat.frozen
+            else "the hyper-parameters were others. Build it with those of the checkpoint."
+        )
+        raise ValueError(
+            f"The checkpoint is of an optimizer that has trained {name}, for whose {lacking[0]} "
+            f"this one has no place: when this one was built, {remedy}"
+        )

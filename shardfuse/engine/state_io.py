@@ -1,0 +1,356 @@
+"""Optimizer state in and out: torch's ordinary dicts, and sharded ones for checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfuse.buffers import ShardArena
+from shardfuse.checkpoint import (
+    Asked,
+    FragmentTensor,
+    Piece,
+    gather,
+    scatter,
+    shaped_pieces,
+)
+from shardfuse.comm import Communicator
+from shardfuse.engine.flat_state import FlatState
+from shardfuse.layout import Bucket, FlatLayout, ParamSpec
+from shardfuse.rules import UpdateRule
+
+MASTER = "param"
+"""State key of the fp32 master of a low-precision parameter."""
+
+Groups = list[dict[str, Any]]
+Cut = Callable[[ParamSpec, int, Tensor], list[Piece]]
+
+
+def arenas_of(state: FlatState) -> dict[str, ShardArena]:
+    """Return {state key: this rank's part}, masters last."""
+    arenas = dict(state.states)
+    if state.masters is not None:
+        arenas[MASTER] = state.masters
+    return arenas
+
+
+def fragment_tensors(
+    state: FlatState,
+    segment: Callable[[Bucket], Tensor],
+    cut: Cut,
+    position: int | None = None,
+) -> list[FragmentTensor]:
+    """Return what this rank has of one state of a flat, a tensor per parameter in slot order.
+
+    Args:
+        state: the flat.
+        segment: gives this rank's part of a bucket, which the pieces alias.
+        cut: makes pieces of a run of elements: flat_pieces or shaped_pieces.
+        position: of the one parameter that is wanted; None: all of them.
+    """
+    wanted = range(len(state.specs)) if position is None else [position]
+    specs = {state.flat.slots[at].param: state.specs[at] for at in wanted}
+    pieces: dict[int, list[Piece]] = {param: [] for param in specs}
+    sample = state.params_buffer.data
+    for bucket in state.flat.buckets:
+        sample = segment(bucket)
+        for f in state.fragments[bucket.index]:
+            if f.param in specs:
+                data = sample[f.shard_start : f.shard_start + f.numel]
+                pieces[f.param] += cut(specs[f.param], f.param_start, data)
+    return [
+        FragmentTensor(
+            spec.shape if cut is shaped_pieces else (spec.numel,),
+            sample.dtype,
+            sample.device,
+            pieces[param],
+        )
+        for param, spec in specs.items()
+    ]
+
+
+def agreed_steps(comm: Communicator, layout: FlatLayout, flats: Sequence[FlatState]) -> list[int]:
+    """Return the update count of every parameter. Collective.
+
+    A rank that neither has a gradient of a parameter nor owns a fragment of it cannot count its
+    updates; the others can, hence the maximum.
+    """
+    steps = torch.zeros(len(layout.specs), dtype=torch.int32)
+    for state in flats:
+        for slot in state.flat.slots:
+            steps[slot.param] = state.step_of(slot.param)
+    if flats and layout.specs:
+        steps = steps.to(flats[0].device)
+        comm.all_reduce(steps, "max").wait()
+    result: list[int] = steps.tolist()
+    return result
+
+
+def packed_groups(groups: Groups) -> list[dict[str, Any]]:
+    """Return the groups with parameters replaced by their running number, as torch does."""
+    packed = []
+    start = 0
+    for group in groups:
+        stop = start + len(group["params"])
+        options = {key: value for key, value in group.items() if key != "params"}
+        packed.append({**options, "params": list(range(start, stop))})
+        start = stop
+    return packed
+
+
+def counted_groups(groups: Groups, rule: UpdateRule) -> list[dict[str, Any]]:
+    """Return packed_groups(), with a step in every group where the rule counts in groups.
+
+    A live group has none before the first step. torch.distributed.checkpoint and its flattened form
+    load only keys that both sides have.
+    """
+    packed = packed_groups(groups)
+    for group in packed if rule.counts_in_groups else ():
+        group.setdefault("step", 0)
+    return packed
+
+
+def fresh(groups: Groups) -> dict[str, Any]:
+    """Return torch's state dict of an optimizer that has taken no step. Local."""
+    return {"state": {}, "param_groups": packed_groups(groups)}
+
+
+def consolidate(
+    comm: Communicator,
+    layout: FlatLayout,
+    flats: Sequence[FlatState],
+    groups: Groups,
+    rule: UpdateRule,
+    to: int | None,
+) -> dict[str, Any] | None:
+    """Return torch's state dict, of full CPU tensors, on rank ``to`` (None: on all). Collective."""
+    keep = to is None or comm.rank == to
+    steps = agreed_steps(comm, layout, flats)
+    state: dict[int, dict[str, Any]] = {}
+    for param, name, tensor in _whole(comm, flats, keep):
+        # Where updates are not counted, a master may have been updated before a momentum was set.
+        if steps[param] > 0 or (name == MASTER and not rule.counts_steps):
+            entry = state.setdefault(param, {"step": steps[param]} if rule.counts_steps else {})
+            entry[name] = tensor
+    if not keep:
+        return None
+    ordered = {param: state[param] for param in sorted(state)}
+    return {"state": ordered, "param_groups": packed_groups(groups)}
+
+
+def _whole(
+    comm: Communicator, flats: Sequence[FlatState], keep: bool
+) -> Iterator[tuple[int, str, Tensor]]:
+    """Yield (parameter, state key, full CPU tensor) where ``keep`` is True. Collective."""
+    for flat_state in flats:
+        for name, arena in arenas_of(flat_state).items():
+            full = gather(comm, flat_state.flat, arena, flat_state.specs, keep=keep)
+            for param, tensor in full.items():
+                yield param, name, tensor
+
+
+def for_torch(
+    comm: Communicator,
+    layout: FlatLayout,
+    flats: Sequence[FlatState],
+    groups: Groups,
+    rule: UpdateRule,
+    asked: Asked,
+) -> dict[str, Any]:
+    """Return what torch.distributed.checkpoint.state_dict makes its results of. Collective.
+
+    It has an entry for every parameter that is trained, updated or not, because torch loads only
+    what is there to be overwritten; steps are fp32 tensors, as torch.optim's. Tensors are copies,
+    and have the parameter's shape: whole with ``full_state_dict`` and where one rank has them
+    all, else FragmentTensors. With ``cpu_offload`` they are on the CPU, and of full ones only the
+    first rank's are kept, as by torch.
+    """
+    steps = agreed_steps(comm, layout, flats)
+    state: dict[int, dict[str, Any]] = {}
+    for flat_state in flats:
+        if is_trained(flat_state):
+            for slot in flat_state.flat.slots:
+                state[slot.param] = {"step": torch.tensor(float(steps[slot.param]))}
+    if asked.full_state_dict or comm.world_size == 1:
+        keep = not (asked.full_state_dict and asked.cpu_offload) or comm.rank == 0
+        values = _whole(comm, flats, keep)
+    else:
+        values = _parts(flats)
+    for param, name, tensor in values:
+        device = "cpu" if asked.cpu_offload else layout.specs[param].device
+        # torch broadcasts a full tensor's memory and receives it as contiguous.
+        whole = tensor if isinstance(tensor, FragmentTensor) else tensor.contiguous()
+        state[param][name] = whole.to(device)
+    ordered = {param: state[param] for param in sorted(state)}
+    return {"state": ordered, "param_groups": counted_groups(groups, rule)}
+
+
+def is_trained(state: FlatState) -> bool:
+    """Return whether a flat has states, or would have them if its rule had any."""
+    return bool(state.states) or state.masters is not None or not state.flat.frozen
+
+
+def _parts(flats: Sequence[FlatState]) -> Iterator[tuple[int, str, Tensor]]:
+    """Yield (parameter, state key, a copy of what this rank has of it)."""
+    for state in flats:
+        for name, arena in arenas_of(state).items():
+            tensors = fragment_tensors(state, arena.segment, shaped_pieces)
+            for slot, spec, tensor in zip(state.flat.slots, state.specs, tensors, strict=True):
+                # An empty one has no pieces, and would not be written at all.
+                empty = torch.zeros(spec.shape, dtype=tensor.dtype)
+                yield slot.param, name, tensor.clone() if spec.numel else empty
+
+
+def merged_groups(groups: Groups, saved: Sequence[Mapping[str, Any]], rule: UpdateRule) -> Groups:
+    """Return the groups with the hyper-parameters of ``saved``, after checking that they fit.
+
+    Raises:
+        ValueError: other numbers of groups or parameters, or a hyper-parameter out of range.
+    """
+    if len(saved) != len(groups):
+        raise ValueError(
+            f"loaded state dict has {len(saved)} parameter groups, the optimizer has {len(groups)}"
+        )
+    merged = []
+    for index, (group, other) in enumerate(zip(groups, saved, strict=True)):
+        if len(other["params"]) != len(group["params"]):
+            raise ValueError(
+                f"loaded state dict has {len(other['params'])} parameters in group {index}, the "
+                f"optimizer has {len(group['params'])}"
+            )
+        options = {
+            # torch.distributed.checkpoint.state_dict makes lists of tuples.
+            key: tuple(value) if isinstance(group.get(key), tuple) and value is not None else value
+            for key, value in other.items()
+            if key not in ("params", "param_names")
+        }
+        merged.append({**group, **options})
+        rule.check(merged[-1])
+    return merged
+
+
+def restore(
+    layout: FlatLayout,
+    flats: Sequence[FlatState],
+    groups: Groups,
+    rule: UpdateRule,
+    state_dict: Mapping[str, Any],
+) -> None:
+    """Load torch's state dict: every rank takes its fragments of the full tensors. Local.
+
+    Raises:
+        ValueError: tensors of another shape, groups that do not fit, or a missing state.
+    """
+    merged = merged_groups(groups, state_dict["param_groups"], rule)
+    order = [p for group in state_dict["param_groups"] for p in group["params"]]
+    entries = {i: dict(state_dict["state"].get(key, {})) for i, key in enumerate(order)}
+    for param, spec in enumerate(layout.specs):
+        _count_by_group(entries[param], state_dict["param_groups"][spec.group], rule)
+        _check_entry(spec, entries[param], rule, rule.state_names(merged[spec.group]))
+    for state in flats:
+        _check_parts(state, entries)
+    specs = dict(enumerate(layout.specs))
+    for group, new in zip(groups, merged, strict=True):
+        group.update(new)
+    counts = {
+        param: _step_in(entries[param], rule, rule.state_names(groups[spec.group]))
+        for param, spec in specs.items()
+    }
+    set_group_steps(groups, state_dict["param_groups"], rule, counts)
+    for state in flats:
+        steps = {slot.param: counts[slot.param] for slot in state.flat.slots}
+        if state.flat.frozen and not state.states and not any(steps.values()):
+            continue
+        state.allocate(rule.initial_states(groups[state.flat.group]))
+        for name, arena in arenas_of(state).items():
+            held = {
+                slot.param: entries[slot.param][name]
+                for slot in state.flat.slots
+                if entries[slot.param].get(name) is not None
+            }
+            parts = {p: held.pop(p) for p in list(held) if isinstance(held[p], FragmentTensor)}
+            if name != MASTER:
+                arena.data.fill_(rule.initial(name))
+            for bucket in state.flat.buckets:
+                fragments = [f for f in state.fragments[bucket.index] if f.param in held]
+                scatter(fragments, arena.segment(bucket), held, specs)
+            own = fragment_tensors(state, arena.segment, shaped_pieces)
+            for slot, tensor in zip(state.flat.slots, own, strict=True):
+                if slot.param in parts:
+                    tensor.copy_(parts[slot.param])
+        state.set_steps(steps)
+
+
+def _check_parts(state: FlatState, entries: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raise ValueError if a FragmentTensor of a saved state is not of this rank's fragments."""
+
+    def shard(bucket: Bucket) -> Tensor:
+        return state.params_buffer.shard(bucket, state.rank)
+
+    own_tensors = fragment_tensors(state, shard, shaped_pieces)
+    for slot, spec, own in zip(state.flat.slots, state.specs, own_tensors, strict=True):
+        for name, value in entries[slot.param].items():
+            if isinstance(value, FragmentTensor) and not own.has_pieces_of(value):
+                raise ValueError(
+                    f"State {name} of {spec.name} holds another rank's part, or one of another "
+                    "world size. Save and load it with torch.distributed.checkpoint, which finds "
+                    "every rank its part, or use full_state_dict=True."
+                )
+
+
+def _check_entry(
+    spec: ParamSpec, entry: Mapping[str, Any], rule: UpdateRule, names: Sequence[str]
+) -> None:
+    """Raise ValueError unless a parameter's saved state is whole and of its shape."""
+    for name, value in entry.items():
+        if isinstance(value, Tensor) and name != "step" and value.shape != spec.shape:
+            raise ValueError(
+                f"State {name} of {spec.name} has shape {tuple(value.shape)}, the parameter has "
+                f"{spec.shape}."
+            )
+    lacking = [name for name in names if entry.get(name) is None]
+    if lacking and _step_in(entry, rule, names) > 0:
+        raise ValueError(
+            f"loaded state dict has no {lacking[0]} for {spec.name}; it is of another optimizer or "
+            "of other options."
+        )
+    if len(lacking) < len(names) and "step" not in entry and rule.counts_steps:
+        raise ValueError(
+            f"loaded state dict has no step for {spec.name}, neither with its states nor in its "
+            "group: how often they were updated is not known. Add it to the dict."
+        )
+
+
+def _count_by_group(entry: dict[str, Any], group: Mapping[str, Any], rule: UpdateRule) -> None:
+    """Give a saved state the ``step`` of its group, where apex counts."""
+    if entry and "step" not in entry and "step" in group and rule.counts_steps:
+        entry["step"] = group["step"]
+
+
+def set_group_steps(
+    groups: Groups,
+    saved: Sequence[Mapping[str, Any]],
+    rule: UpdateRule,
+    counts: Mapping[int, int],
+) -> None:
+    """Set the ``step`` of groups that have one: the saved one, or the most of any parameter."""
+    if not rule.counts_in_groups:
+        return
+    most = max(counts.values(), default=0)
+    for group, other in zip(groups, saved, strict=True):
+        group["step"] = int(other.get("step", most))
+        if not group["step"]:
+            del group["step"]
+
+
+def _step_in(entry: Mapping[str, Any], rule: UpdateRule, names: Sequence[str]) -> int:
+    """Return the update count of a parameter's saved state."""
+    if "step" in entry:
+        return int(entry["step"])
+    # Where there are states, a master alone is none of them: a momentum was set after the updates.
+    held = [name for name, value in entry.items() if value is not None]
+    is_updated = held != [MASTER] if names else bool(held)
+    return int(is_updated and bool(held) and not rule.counts_steps)

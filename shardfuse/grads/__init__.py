@@ -1,0 +1,1 @@
+"""Gradients: where they lie, whose they are, and how they are averaged."""

@@ -1,0 +1,288 @@
+"""Gradients into the flat buffers and over the wire, one collective per bucket.
+
+[Note: absent gradients] A parameter may have no gradient on this rank while it has one on others,
+or on none. torch leaves a parameter without a gradient untouched, moments and step included, so
+the owner of a fragment has to know whether any rank had one. Absent gradients are sent as -0.0:
+IEEE sums of -0.0 alone are -0.0, and one +0.0 or other value among them shows. The owner looks only
+at fragments whose gradient it lacks itself, so the usual step pays nothing and no collective is
+added. A gradient that is present but -0.0 in every element of a fragment cannot be told from none.
+
+Where the caller wants gradients that zero() cleared and backward did not reach to be absent too,
+zero() fills with -0.0 and remembers the tensors; a post-accumulate hook forgets one again. pack()
+looks only at those still remembered: absent if every element is -0.0. Any edit shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from shardfuse.buffers import CombinedBuffers, ShardArena
+from shardfuse.comm import Communicator, Handle
+from shardfuse.grads.ownership import GradVersions
+from shardfuse.grads.slots import FlatGrads, FlatParams, Parts, is_absent
+from shardfuse.layout import Bucket, Flat
+
+_IN_FLIGHT = 2
+"""Reduce-scatters launched ahead of the bucket being updated."""
+
+
+class _Staging:
+    """Persistent 1-D buffers; fresh ones would be page-faulted in every step."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def take(self, role: str, slot: int, numel: int, like: Tensor) -> Tensor:
+        """Return (numel,) of the buffer of a role and slot, of ``like``'s dtype and device."""
+        key = (role, slot, like.dtype)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < numel:
+            buffer = self._buffers[key] = like.new_empty(numel)
+        return buffer[:numel]
+
+    def scaled(self, send: Tensor, factor: float | None, slot: int, like: Tensor) -> Tensor:
+        """Return ``send`` (numel,) times ``factor`` in ``like``'s dtype; itself, if that is it."""
+        if factor is None and send.dtype == like.dtype:
+            return send
+        staged = self.take("send", slot, send.numel(), like)
+        if factor is None:
+            return staged.copy_(send)
+        if like.dtype.itemsize > send.dtype.itemsize:
+            return staged.copy_(send).mul_(factor)
+        return torch.mul(send, factor, out=staged)
+
+
+class GradSync:
+    """Packs gradients into flat buffers and reduce-scatters them, one collective per bucket.
+
+    Gradients stay where autograd accumulates: ``p.grad`` is, or is copied into, a view of the flat
+    buffer, and reducing leaves it as it is.
+
+    Args:
+        comm: the ranks to sum over.
+        wire_dtype: dtype of the sum on the wire; None is the gradients' own.
+    """
+
+    def __init__(self, comm: Communicator, wire_dtype: torch.dtype | None) -> None:
+        self._comm = comm
+        self._wire_dtype = wire_dtype
+        self._flats: dict[int, FlatGrads] = {}
+        self._buffers = CombinedBuffers()
+        self._is_shared = False  # whether others may write to the padding
+        self._staging = _Staging()
+        self._is_reduced = False
+        self._factor: float | None = None  # what multiply() asked for
+        self._reduced_from: GradVersions | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held for gradients: flat buffers, retained shards and staging."""
+        tensors = [grads.buffer.data for grads in self._flats.values()]
+        tensors += [
+            grads.retained.data for grads in self._flats.values() if grads.retained is not None
+        ]
+        return sum(tensor.nbytes for tensor in tensors) + self._staging.nbytes
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether reduced shards are being kept for the next ``reduced()``."""
+        return self._is_reduced
+
+    def attach(self, members: Sequence[FlatParams], device: torch.device) -> None:
+        """Take over the gradients of flats; their buffers lie together in one tensor per dtype."""
+        buffers = self._buffers.add([member.flat for member in members], device)
+        for member, buffer in zip(members, buffers, strict=True):
+            grads = FlatGrads(buffer, member.params, member.specs, member.fragments)
+            self._flats[member.flat.index] = grads
+            grads.watch()
+
+    def has(self, flat: Flat) -> bool:
+        """Return whether ``flat`` is attached."""
+        return flat.index in self._flats
+
+    def missing(self, flat: Flat) -> set[int]:
+        """Return the params of ``flat`` that had no gradient on this rank at the last pack()."""
+        return self._flats[flat.index].missing
+
+    def idle(self, bucket: Bucket, parts: Parts) -> set[int]:
+        """Return the params with a fragment in ``bucket``'s shard that no rank has a gradient of.
+
+        ``parts`` are what ``reduced()`` gave for ``bucket``. See [Note: absent gradients].
+        """
+        grads = self._flats[bucket.flat]
+        if self._comm.world_size == 1:
+            return grads.missing
+        idle = set()
+        for fragment in grads.fragments[bucket.index] if grads.missing else ():
+            if fragment.param in grads.missing:
+                stop = fragment.shard_start + fragment.numel
+                if all(is_absent(part[fragment.shard_start : stop]) for part in parts):
+                    idle.add(fragment.param)
+        return idle
+
+    def scale(self, flat_index: int) -> float | None:
+        """Return the factor from a flat's reduced gradients to their mean over ranks; None is 1."""
+        world_size = self._comm.world_size
+        divided = self._wire(self._flats[flat_index]) == torch.float16
+        return None if world_size == 1 or divided else 1.0 / world_size
+
+    def pack(self) -> None:
+        """Note which parameters have no gradient, and which gradients are not in their slots yet.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        if self._is_reduced and self._reduced_from == GradVersions(self._params()):
+            return
+        self._is_reduced, self._factor = False, None
+        flats = self._flats.values()
+        for grads in flats:
+            grads.note()
+        if any(grads.is_lent for grads in flats):
+            # Before any slot is written: a gradient may lie in that of another flat.
+            extents = self._buffers.extents()
+            for grads in flats:
+                grads.keep(extents)
+        for grads in flats:
+            grads.clear_absent()
+            if self._is_shared:
+                grads.buffer.clear_padding()
+
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply what this rank sends next by ``factor`` (); its gradients stay as they are."""
+        self._factor = float(factor)
+
+    def combined(self, *, shared: bool) -> list[Tensor | None]:
+        """Return the tensors that the gradient buffers lie in, every gradient a view of them.
+
+        Edits of them are edits of the gradients. See CombinedBuffers.
+
+        Args:
+            shared: whether the caller may write other than zeros into the padding.
+        """
+        self.pack()
+        for grads in self._flats.values():
+            grads.flush()
+            grads.adopt()
+        if self._is_reduced:
+            # What is kept for step() stays valid: being moved does not change a gradient.
+            self._reduced_from = GradVersions(self._params())
+        self._is_shared |= shared
+        return list(self._buffers.combined)
+
+    def zero(self, set_to_none: bool, *, absent: bool = False) -> None:
+        """Clear the gradients, to None or to zero, and forget reduced shards.
+
+        ``absent``: one that is not written until pack() counts as none. [Note: absent gradients]
+        """
+        self.release()
+        for grads in self._flats.values():
+            if set_to_none:
+                grads.drop()
+            else:
+                grads.zero(absent=absent)
+
+    def retain(self) -> None:
+        """Reduce-scatter all buckets now and keep the shards for the next ``reduced()``."""
+        if self._is_reduced:
+            return
+        if self._comm.world_size == 1:
+            for grads in self._flats.values():
+                grads.flush()
+        else:
+            self._reduce_all()
+        self._is_reduced = True
+        self._reduced_from = GradVersions(self._params())
+
+    def _reduce_all(self) -> None:
+        """Reduce-scatter every bucket into the retained shards."""
+        for grads in self._flats.values():
+            if grads.retained is None:
+                dtype = self._wire(grads)
+                grads.retained = ShardArena(grads.flat, grads.buffer.data.device, dtype)
+        for bucket, parts in self._pipeline(retain=True):
+            arena = self._flats[bucket.flat].retained
+            assert arena is not None
+            if len(parts) > 1:
+                total = torch.add(parts[0], parts[1], out=arena.segment(bucket))
+                for part in parts[2:]:
+                    total.add_(part)
+
+    def release(self) -> None:
+        """Forget shards kept by ``retain()``, and what pack() noted; the next step begins anew."""
+        self._is_reduced, self._factor = False, None
+        self._reduced_from = None
+        for grads in self._flats.values():
+            grads.forget()
+
+    def _params(self) -> list[Tensor]:
+        return [param for grads in self._flats.values() for param in grads.params]
+
+    def reduced(self) -> Iterator[tuple[Bucket, Parts]]:
+        """Yield (bucket, its shard of the summed gradient), in launch order.
+
+        Parts are in the wire dtype and valid until the next are asked for. After retain() there is
+        one, the sum.
+        """
+        if self._comm.world_size == 1:
+            for grads in self._flats.values():
+                for bucket in grads.flat.buckets:
+                    grads.flush(bucket.start + bucket.numel)
+                    yield bucket, (grads.buffer.bucket(bucket),)
+        elif self._is_reduced:
+            for grads in self._flats.values():
+                assert grads.retained is not None
+                for bucket in grads.flat.buckets:
+                    yield bucket, (grads.retained.segment(bucket),)
+        else:
+            yield from self._pipeline(retain=False)
+
+    def _pipeline(self, *, retain: bool) -> Iterator[tuple[Bucket, Parts]]:
+        """Reduce-scatter every bucket, _IN_FLIGHT ahead of the one yielded."""
+        queue = [(grads, bucket) for grads in self._flats.values() for bucket in grads.flat.buckets]
+        handles: list[tuple[Handle, Parts]] = []
+        for index in range(len(queue) + _IN_FLIGHT):
+            if index >= _IN_FLIGHT:
+                handle, parts = handles[index - _IN_FLIGHT]
+                with record_function("shardfuse::wait_reduce_scatter"):
+                    handle.wait()
+                yield queue[index - _IN_FLIGHT][1], parts
+            if index < len(queue):
+                handles.append(self._launch(*queue[index], index, retain))
+
+    def _launch(
+        self, grads: FlatGrads, bucket: Bucket, index: int, retain: bool
+    ) -> tuple[Handle, Parts]:
+        # Others may read what exchange() sends until the one after it has been launched.
+        send_slot, slot = index % (_IN_FLIGHT + 1), index % _IN_FLIGHT
+        grads.flush(bucket.start + bucket.numel)
+        like = torch.empty(0, dtype=self._wire(grads), device=grads.buffer.data.device)
+        factor = self._factor
+        if like.dtype == torch.float16:
+            # Divided before the sum, which would overflow at 65504.
+            factor = (1.0 if factor is None else factor) / self._comm.world_size
+        send = self._staging.scaled(grads.buffer.bucket(bucket), factor, send_slot, like)
+        with record_function(f"shardfuse::reduce_scatter b{bucket.index}"):
+            if self._comm.can_exchange:
+                others = self._comm.world_size - 1
+                received = self._staging.take("receive", slot, others * bucket.shard_numel, like)
+                received = received.view(others, bucket.shard_numel)
+                own = send.chunk(self._comm.world_size)[self._comm.rank]
+                return self._comm.exchange(received, send), (own, *received)
+            if retain:
+                assert grads.retained is not None
+                shard = grads.retained.segment(bucket)
+            else:
+                shard = self._staging.take("receive", slot, bucket.shard_numel, like)
+            return self._comm.reduce_scatter(shard, send), (shard,)
+
+    def _wire(self, grads: FlatGrads) -> torch.dtype:
+        return self._wire_dtype or grads.buffer.data.dtype

@@ -1,0 +1,124 @@
+"""AdamP: Adam whose step loses its part along the weights (arXiv 2006.08217)."""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfuse.rules.base import (
+    Group,
+    RowRule,
+    Rows,
+    Scalars,
+    as_float,
+    check_at_least_zero,
+    check_betas,
+    divide,
+    vanishes,
+)
+
+
+class _Flags(NamedTuple):
+    decay: bool
+    nesterov: bool
+    guard: bool
+
+
+class AdamPRule(RowRule):
+    """m, v moments of g; u = m / (sqrt(v_hat) + eps), projected off p where g is nearly normal.
+
+    Nearly normal is |cos(g, p)| < delta / sqrt(n), of all rows (channels) of n elements, or else of
+    the whole tensor. There u -= p * <p, u> / (|p| + eps)^2, per row or whole, and the decay is
+    wd_ratio times weaker. p *= 1 - lr * weight_decay; p -= lr / (1 - beta1^t) * u.
+    """
+
+    torch_keys: ClassVar[frozenset[str]] = frozenset({"nesterov", "decoupled_weight_decay"})
+    num_sums: ClassVar[int] = 4
+    neutral: ClassVar[tuple[float, ...]] = (0.0, 1.0)
+
+    def check_values(self, group: Group) -> None:
+        check_at_least_zero(group, "lr", "Invalid learning rate: {}")
+        check_betas(group)
+        check_at_least_zero(group, "eps", "Invalid epsilon value: {}")
+        check_at_least_zero(group, "weight_decay", "Invalid weight_decay value: {}")
+        check_at_least_zero(group, "delta", "Invalid delta value: {}")
+        check_at_least_zero(group, "wd_ratio", "Invalid wd_ratio value: {}")
+
+    def state_names(self, group: Group) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def flags(self, group: Group, policy: str) -> _Flags:
+        return _Flags(group["weight_decay"] > 0, bool(group["nesterov"]), vanishes(group["eps"]))
+
+    def keeps_gradient(self, group: Group) -> bool:
+        return bool(group["nesterov"])
+
+    def scalars(self, group: Group, policy: str, step: int) -> tuple[float, ...]:
+        lr = as_float(group["lr"])
+        beta1, beta2 = (as_float(beta) for beta in group["betas"])
+        return (
+            beta1,
+            1.0 - beta1,
+            beta2,
+            1.0 - beta2,
+            as_float(group["eps"]),
+            lr * as_float(group["weight_decay"]),
+            lr / (1.0 - beta1**step),
+            (1.0 - beta2**step) ** 0.5,
+        )
+
+    def moments(self, flags: _Flags, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
+        beta1, take1, beta2, take2 = h[:4]
+        exp_avg, exp_avg_sq = state
+        exp_avg.mul_(beta1).add_(g * take1)
+        exp_avg_sq.mul_(beta2).add_(g * g * take2)
+
+    def direction(self, flags: _Flags, h: Scalars, g: Tensor | None, *state: Tensor) -> Tensor:
+        beta1, take1, eps, root_correction2 = h[0], h[1], h[4], h[7]
+        exp_avg, exp_avg_sq = state
+        if flags.nesterov:
+            assert g is not None
+            exp_avg = exp_avg * beta1 + g * take1
+        return divide(exp_avg, exp_avg_sq.sqrt() / root_correction2 + eps, guard=flags.guard)
+
+    def products(self, p: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, ...]:
+        return p * p, g * g, p * g, p * u
+
+    def factors(self, group: Group, sums: Tensor, rows: Rows) -> Tensor:
+        eps, delta = as_float(group["eps"]), as_float(group["delta"])
+        whole = torch.stack([part.sum(1) for part in torch.split(sums, rows.counts, 1)], dim=1)
+        row_cos, row_along = _cosine(sums, eps)
+        cos, along = _cosine(whole, eps)
+        worst = torch.stack([part.max() for part in torch.split(row_cos, rows.counts)])
+        by_row = worst < delta * rows.row_numel.rsqrt()
+        by_tensor = ~by_row & (cos < delta * rows.numel.rsqrt())
+        projected = torch.where(by_row[rows.owner], row_along, along[rows.owner])
+        projects = (by_row | by_tensor)[rows.owner]
+        return torch.stack(
+            [
+                torch.where(projects, projected, torch.zeros_like(projected)),
+                torch.where(projects, as_float(group["wd_ratio"]), torch.ones_like(projected)),
+            ]
+        )
+
+    def apply(
+        self, flags: _Flags, h: Scalars, p: Tensor, u: Tensor, factors: Tensor | None
+    ) -> None:
+        decay, step_size = h[5], h[6]
+        if factors is None:
+            if flags.decay:
+                p.mul_(1.0 - decay)
+        else:
+            u = u - p * factors[0]
+            if flags.decay:
+                p.mul_(1.0 - factors[1] * decay)
+        p.sub_(u * step_size)
+
+
+def _cosine(sums: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return |cos(g, p)| and <p, u> / (|p| + eps)^2 from sums of p^2, g^2, p g, p u."""
+    p_norm, g_norm = sums[0].sqrt() + eps, sums[1].sqrt() + eps
+    cos = divide(divide(sums[2].abs(), p_norm, guard=True), g_norm, guard=True)
+    return cos, divide(divide(sums[3], p_norm, guard=True), p_norm, guard=True)

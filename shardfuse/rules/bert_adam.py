@@ -1,0 +1,90 @@
+"""BertAdam: Adam without bias correction, decoupled decay, own schedule and clipping."""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+from shardfuse.rules.base import (
+    Clip,
+    ElementwiseRule,
+    Group,
+    Scalars,
+    as_float,
+    check_at_least_zero,
+    check_number,
+    divide,
+    number,
+    vanishes,
+)
+from shardfuse.rules.schedules import SCHEDULES
+
+
+class _Flags(NamedTuple):
+    decay: bool
+    guard: bool
+
+
+class BertAdamRule(ElementwiseRule):
+    """m, v moments of g; p -= lr_t * (m / (sqrt(v) + e) + weight_decay * p).
+
+    Source: torch_npu's NpuFusedBertAdam. lr_t is read at the 0-based step: with a warm-up the first
+    update has lr 0. Gradients are first clipped to max_grad_norm per (group, dtype); each group's
+    own max_grad_norm counts, where upstream uses the constructor's for all.
+    """
+
+    torch_keys: ClassVar[frozenset[str]] = frozenset({"decoupled_weight_decay"})
+
+    def check_values(self, group: Group) -> None:
+        check_at_least_zero(group, "lr", "Invalid learning rate: {}")
+        warmup = number(group["warmup"], "warmup")
+        if not (warmup == -1 or 0.0 <= warmup < 1.0):
+            raise ValueError(f"Invalid warmup: {group['warmup']}")
+        if group["schedule"] not in SCHEDULES:
+            raise ValueError(f"Invalid schedule parameter: {group['schedule']}")
+        for name in ("b1", "b2"):
+            if not 0.0 <= number(group[name], name) < 1.0:
+                raise ValueError(f"Invalid {name} parameter: {group[name]}")
+        check_at_least_zero(group, "e", "Invalid epsilon value: {}")
+        check_number(group, "weight_decay", "Invalid weight_decay value: {}")
+        check_number(group, "max_grad_norm", "Invalid max_grad_norm value: {}")
+        t_total = number(group["t_total"], "t_total")
+        if not (t_total == -1 or t_total > 0):
+            raise ValueError(f"Invalid t_total: {group['t_total']}. Must be > 0 steps, or -1.")
+
+    def state_names(self, group: Group) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def flags(self, group: Group, policy: str) -> _Flags:
+        return _Flags(as_float(group["weight_decay"]) > 0, vanishes(group["e"]))
+
+    def scalars(self, group: Group, policy: str, step: int) -> tuple[float, ...]:
+        lr = as_float(group["lr"])
+        if group["t_total"] != -1:
+            schedule = SCHEDULES[group["schedule"]]
+            lr *= schedule((step - 1) / as_float(group["t_total"]), as_float(group["warmup"]))
+        b1, b2 = as_float(group["b1"]), as_float(group["b2"])
+        return (
+            b1,
+            1.0 - b1,
+            b2,
+            1.0 - b2,
+            as_float(group["e"]),
+            as_float(group["weight_decay"]),
+            lr,
+        )
+
+    def clip(self, group: Group) -> Clip | None:
+        max_norm = as_float(group["max_grad_norm"])
+        return Clip(max_norm, "flat", eps=1e-6) if max_norm > 0 else None
+
+    def update(self, flags: _Flags, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
+        b1, take1, b2, take2, e, weight_decay, lr = h
+        exp_avg, exp_avg_sq = state
+        exp_avg.mul_(b1).add_(g * take1)
+        exp_avg_sq.mul_(b2).add_(g * g * take2)
+        u = divide(exp_avg, exp_avg_sq.sqrt() + e, guard=flags.guard)
+        if flags.decay:
+            u += p * weight_decay
+        p.sub_(u * lr)

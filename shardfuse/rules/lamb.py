@@ -1,0 +1,301 @@
+"""LAMB: layer-wise adaptive moments (arXiv 1904.00962), in the variants that are in use."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from shardfuse.rules.base import (
+    Clip,
+    Group,
+    Member,
+    NormRule,
+    Scalars,
+    as_float,
+    check_at_least_zero,
+    check_betas,
+    check_number,
+    divide,
+    number,
+    vanishes,
+)
+
+LambVariant = Literal["npu", "apex", "nvlamb", "google", "paddle", "deepspeed"]
+
+NO_DECAY = "no_decay"
+NO_ADAPT = "no_adapt"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LambSwitches:
+    """What the variants of LAMB differ in."""
+
+    variant: str = "none"
+    """The preset that these began as."""
+
+    bias_correction: bool | Literal["outside"]
+    """Divide the moments by 1 - beta ** step: inside the ratio (True), where it cancels up to eps
+    and decay, or in the step size ("outside"), where it acts as a second warm-up."""
+
+    clamp_value: float
+    """Upper bound of the weight norm; inf for none."""
+
+    always_adapt: bool
+    """Use the trust ratio also where weight decay is 0."""
+
+    min_coeff: float = 0.0
+    max_coeff: float = math.inf
+    """Bounds of the trust ratio itself."""
+
+    exclude_from_weight_decay: tuple[str, ...] = ()
+    """Regular expressions, searched in parameter names, of parameters with no decay."""
+
+    exclude_from_layer_adaptation: tuple[str, ...] = ()
+    """Regular expressions, searched in parameter names, of parameters with trust ratio 1."""
+
+
+_GOOGLE_EXCLUSIONS = ("LayerNorm", "layer_norm", "bias")
+
+PRESETS: dict[str, LambSwitches] = {
+    # torch_npu NpuFusedLamb; the same as pytorch-lamb.
+    "npu": LambSwitches(bias_correction=False, clamp_value=10.0, always_adapt=True),
+    # apex FusedLAMB with use_nvlamb=False.
+    "apex": LambSwitches(bias_correction=True, clamp_value=math.inf, always_adapt=False),
+    # apex FusedLAMB with use_nvlamb=True.
+    "nvlamb": LambSwitches(bias_correction=True, clamp_value=math.inf, always_adapt=True),
+    # The reference of the paper's authors, lamb_optimizer_v1.py.
+    "google": LambSwitches(
+        bias_correction=True,
+        clamp_value=math.inf,
+        always_adapt=True,
+        exclude_from_weight_decay=_GOOGLE_EXCLUSIONS,
+        exclude_from_layer_adaptation=_GOOGLE_EXCLUSIONS,
+    ),
+    # paddle.optimizer.Lamb.
+    "paddle": LambSwitches(bias_correction=True, clamp_value=math.inf, always_adapt=False),
+    # DeepSpeed FusedLamb.
+    "deepspeed": LambSwitches(
+        bias_correction="outside",
+        clamp_value=math.inf,
+        always_adapt=True,
+        min_coeff=0.01,
+        max_coeff=10.0,
+    ),
+}
+
+
+def switches_for(variant: str, **overrides: object) -> LambSwitches:
+    """Return the preset ``variant`` with every override that is not None applied.
+
+    Raises:
+        ValueError: an unknown variant, a bound out of range, or a bad pattern.
+        TypeError: patterns that are not a sequence.
+    """
+    if variant not in PRESETS:
+        raise ValueError(f"Invalid variant: {variant!r}. Use one of {get_args(LambVariant)}.")
+    given = {name: value for name, value in overrides.items() if value is not None}
+    given["variant"] = variant
+    for name in ("exclude_from_weight_decay", "exclude_from_layer_adaptation"):
+        patterns = given.get(name)
+        if patterns is None:
+            continue
+        if isinstance(patterns, str) or not isinstance(patterns, Sequence):
+            raise TypeError(f"{name} must be a list of regular expressions, got {patterns!r}.")
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"Invalid pattern in {name}: {pattern!r} ({error}).") from error
+        given[name] = tuple(patterns)
+    switches = replace(PRESETS[variant], **given)  # type: ignore[arg-type]
+    if not switches.clamp_value > 0:
+        raise ValueError(f"Invalid clamp_value: {switches.clamp_value}. Must be > 0, or inf.")
+    if switches.bias_correction not in (False, True, "outside"):
+        raise ValueError(
+            f"Invalid bias_correction: {switches.bias_correction!r}. Use True, False or 'outside'."
+        )
+    if not 0 <= switches.min_coeff <= switches.max_coeff:
+        raise ValueError(
+            f"Invalid min_coeff, max_coeff: {switches.min_coeff}, {switches.max_coeff}. Must be "
+            "0 <= min_coeff <= max_coeff."
+        )
+    return switches
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+class _Flags(NamedTuple):
+    decay: bool
+    guard: bool
+
+
+class LambRule(NormRule):
+    """m, v moments of g; u = m / (sqrt(v) + eps) + weight_decay * p; p -= lr * ratio * u.
+
+    ratio = min(||p||, clamp_value) / ||u|| per parameter, 1 where either norm is 0; p before the
+    update. With ``adam=True`` the ratio is 1 everywhere.
+    """
+
+    counts_in_groups: ClassVar[bool] = True
+    torch_keys: ClassVar[frozenset[str]] = frozenset({"decoupled_weight_decay"})
+    num_sums: ClassVar[int] = 2
+
+    # The remedies that warnings() names, in terms of the class whose rule this is.
+    _adapt_again: ClassVar[str] = (
+        "Set weight_decay above 0, or always_adapt=True (apex: use_nvlamb); or say adam=True"
+    )
+    _leave_out: ClassVar[str] = (
+        "give (name, parameter) pairs, and patterns that match them, such as ['bias', 'norm'], as "
+        "exclude_from_weight_decay and exclude_from_layer_adaptation (variant='google' has "
+        "BERT's); or put them in a group with weight_decay=0"
+    )
+
+    def __init__(
+        self,
+        switches: LambSwitches,
+        *,
+        adam: bool = False,
+        use_global_grad_norm: bool = False,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        bound = 1.0 if max_grad_norm is None else number(max_grad_norm, "max_grad_norm")
+        if use_global_grad_norm and not bound > 0:
+            raise ValueError(f"Invalid max_grad_norm: {max_grad_norm}. Must be > 0.")
+        self.switches = switches
+        self.adam = adam
+        self.use_global_grad_norm = use_global_grad_norm
+        self.max_grad_norm = bound
+        self._has_idle_bound = max_grad_norm is not None and not use_global_grad_norm
+
+    def check_values(self, group: Group) -> None:
+        check_at_least_zero(group, "lr", "Invalid learning rate: {}")
+        check_betas(group)
+        check_at_least_zero(group, "eps", "Invalid epsilon value: {}")
+        check_number(group, "weight_decay", "Invalid weight_decay value: {}")
+
+    def describe(self) -> str:
+        switches = ", ".join(
+            f"{f.name}={getattr(self.switches, f.name)!r}" for f in fields(self.switches)
+        )
+        return (
+            f"{type(self).__name__}({switches}, adam={self.adam}, "
+            f"use_global_grad_norm={self.use_global_grad_norm}, max_grad_norm={self.max_grad_norm})"
+        )
+
+    def state_names(self, group: Group) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def policy(self, name: str, named: bool, group: Group) -> str:
+        switches = self.switches
+        if not named and (switches.exclude_from_weight_decay or self._excludes_adaptation):
+            raise ValueError(
+                "exclude_from_weight_decay and exclude_from_layer_adaptation (set by "
+                "variant='google') match parameter names, but the parameters have none. Pass "
+                "model.named_parameters(), or give both as empty lists."
+            )
+        no_decay = any(re.search(p, name) for p in switches.exclude_from_weight_decay)
+        no_adapt = any(re.search(p, name) for p in switches.exclude_from_layer_adaptation)
+        return ",".join([NO_DECAY] * no_decay + [NO_ADAPT] * no_adapt)
+
+    @property
+    def _excludes_adaptation(self) -> bool:
+        return bool(self.switches.exclude_from_layer_adaptation)
+
+    def _weight_decay(self, group: Group, policy: str) -> float:
+        return 0.0 if NO_DECAY in policy else as_float(group["weight_decay"])
+
+    def adapts(self, group: Group, policy: str) -> bool:
+        if self.adam or NO_ADAPT in policy:
+            return False
+        return self.switches.always_adapt or self._weight_decay(group, policy) != 0
+
+    def warnings(self, members: Sequence[Member]) -> dict[str, str]:
+        adapted = [m for m in members if self.adapts(m.group, m.policy)]
+        candidates = [m.name for m in members if NO_ADAPT not in m.policy]
+        found = {}
+        if members and self._has_idle_bound:
+            found["nothing is clipped"] = (
+                f"max_grad_norm={self.max_grad_norm} does nothing without "
+                "use_global_grad_norm=True: gradients are not clipped. Set that too, or leave "
+                "max_grad_norm out."
+            )
+        if candidates and not adapted and not self.adam:
+            found["nothing is adapted"] = (
+                "A trust ratio is taken only where the weight decay is not 0, and it is 0 for all "
+                f"parameters ({_listed(candidates)}): every trust ratio is 1, this is Adam, not "
+                f"LAMB. {self._adapt_again}, if that is meant."
+            )
+        vectors = [
+            m.name for m in adapted if m.ndim < 2 and self._weight_decay(m.group, m.policy) != 0
+        ]
+        if vectors:
+            found["vectors are adapted"] = (
+                f"{len(vectors)} parameter{'s' * (len(vectors) > 1)} of fewer than two dimensions "
+                f"({_listed(vectors)}) decayed and scaled by a trust ratio. Recipes for LAMB leave "
+                f"biases and norms out of both: {self._leave_out}."
+            )
+        return found
+
+    def flags(self, group: Group, policy: str) -> Any:
+        return _Flags(self._weight_decay(group, policy) != 0, vanishes(group["eps"]))
+
+    def scalars(self, group: Group, policy: str, step: int) -> tuple[float, ...]:
+        beta1, beta2 = (as_float(beta) for beta in group["betas"])
+        correction1, correction2 = 1.0 / (1.0 - beta1**step), 1.0 / (1.0 - beta2**step)
+        lr, corrects = as_float(group["lr"]), self.switches.bias_correction
+        if corrects == "outside":
+            lr *= correction1 / correction2**0.5
+        return (
+            beta1,
+            1.0 - beta1,
+            beta2,
+            1.0 - beta2,
+            as_float(group["eps"]),
+            self._weight_decay(group, policy),
+            lr,
+            correction1,
+            correction2,
+        )
+
+    def clip(self, group: Group) -> Clip | None:
+        return Clip(self.max_grad_norm, "global") if self.use_global_grad_norm else None
+
+    def moments(self, flags: Any, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
+        beta1, take1, beta2, take2 = h[:4]
+        exp_avg, exp_avg_sq = state
+        exp_avg.mul_(beta1).add_(g * take1)
+        exp_avg_sq.mul_(beta2).add_(g * g * take2)
+
+    def direction(self, flags: Any, h: Scalars, p: Tensor, *state: Tensor) -> Tensor:
+        eps, weight_decay, _, correction1, correction2 = h[4:9]
+        exp_avg, exp_avg_sq = state
+        if self.switches.bias_correction is True:
+            denominator = (exp_avg_sq * correction2).sqrt() + eps
+            u = divide(exp_avg * correction1, denominator, guard=flags.guard)
+        else:
+            u = divide(exp_avg, exp_avg_sq.sqrt() + eps, guard=flags.guard)
+        if flags.decay:
+            u += p * weight_decay
+        return u
+
+    def products(self, p: Tensor, u: Tensor) -> tuple[Tensor, ...]:
+        return p * p, u * u
+
+    def ratio(self, sums: Tensor) -> Tensor:
+        weight_norm, update_norm = sums.sqrt()
+        weight_norm = weight_norm.clamp(max=self.switches.clamp_value)
+        usable = (weight_norm != 0) & (update_norm != 0)
+        ratio = (weight_norm / update_norm).clamp(self.switches.min_coeff, self.switches.max_coeff)
+        return torch.where(usable, ratio, torch.ones_like(ratio))
+
+    def apply(self, h: Scalars, p: Tensor, u: Tensor, ratio: Tensor | None) -> None:
+        lr = h[6]
+        p.sub_(u * lr if ratio is None else u * (ratio * lr))

@@ -1,0 +1,66 @@
+"""Stochastic gradient descent with momentum, as torch.optim.SGD and torch_npu's NpuFusedSGD."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+from shardfuse.rules.base import (
+    ElementwiseRule,
+    Group,
+    Scalars,
+    as_float,
+    check_at_least_zero,
+    check_number,
+)
+
+
+class _Flags(NamedTuple):
+    decay: bool
+    momentum: bool
+    nesterov: bool
+
+
+class SGDRule(ElementwiseRule):
+    """buf = momentum * buf + (1 - dampening) * g (the first time buf = g); p -= lr * buf."""
+
+    counts_steps: ClassVar[bool] = False
+    torch_keys: ClassVar[frozenset[str]] = frozenset({"momentum", "dampening", "nesterov"})
+
+    def check_values(self, group: Group) -> None:
+        check_at_least_zero(group, "lr", "Invalid learning rate: {}")
+        check_at_least_zero(group, "momentum", "Invalid momentum value: {}")
+        check_at_least_zero(group, "weight_decay", "Invalid weight_decay value: {}")
+        check_number(group, "dampening", "Invalid dampening value: {}")
+        undamped = math.isclose(group["dampening"], 0.0, abs_tol=1e-15)
+        if group["nesterov"] and (group["momentum"] <= 0 or not undamped):
+            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+
+    def state_names(self, group: Group) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+
+    def flags(self, group: Group, policy: str) -> _Flags:
+        return _Flags(group["weight_decay"] != 0, group["momentum"] != 0, bool(group["nesterov"]))
+
+    def scalars(self, group: Group, policy: str, step: int) -> tuple[float, ...]:
+        momentum = as_float(group["momentum"])
+        first = step == 1
+        return (
+            as_float(group["lr"]),
+            as_float(group["weight_decay"]),
+            momentum,
+            0.0 if first else momentum,
+            1.0 if first else 1.0 - as_float(group["dampening"]),
+        )
+
+    def update(self, flags: _Flags, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
+        lr, weight_decay, momentum, keep, take = h
+        if flags.decay:
+            g = g + p * weight_decay
+        if flags.momentum:
+            (buf,) = state
+            buf.mul_(keep).add_(g * take)
+            g = g + buf * momentum if flags.nesterov else buf
+        p.sub_(g * lr)
