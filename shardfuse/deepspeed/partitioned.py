@@ -12,7 +12,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,12 +20,12 @@ from torch import Tensor
 from shardfuse.agreement import agree
 from shardfuse.comm import communicator_for
 from shardfuse.config import ShardConfig
-from shardfuse.deepspeed.partition_step import PartitionStep
 from shardfuse.engine import intake
+from shardfuse.engine.foreign_shards import ForeignShards
+from shardfuse.engine.step import StepEngine
 from shardfuse.layout import FlatLayout, ParamSpec
 from shardfuse.optim import ShardedOptimizer
 from shardfuse.optim.torch_like import TorchOptions, checked
-from shardfuse.rules import NormRule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -35,6 +35,14 @@ class _Ratios:
     """What ShardedLamb.trust_ratios() reads: (num_params,), 1 where none was taken."""
 
     ratio: Tensor | None = None
+
+
+class _Partition(NamedTuple):
+    """A partition that DeepSpeed has made."""
+
+    shards: ForeignShards
+    engine: StepEngine
+    positions: list[int]  # of its group's parameters in the layout
 
 
 class Partitioned(ShardedOptimizer):
@@ -93,9 +101,8 @@ class Partitioned(ShardedOptimizer):
         self.__dict__["state"] = value
 
     def _start(self, specs: list[ParamSpec]) -> None:
-        self._steps: dict[int, PartitionStep] = {}
-        self._positions: dict[int, list[int]] = {}
-        self._updater = _Ratios()  # type: ignore[assignment]
+        self._partitions: dict[int, _Partition] = {}
+        self._engine = _Ratios()  # type: ignore[assignment]
         # Names only: there are no buffers.
         empty = FlatLayout.empty(world_size=self.communicator.world_size, bucket_nbytes=1)
         self.layout = replace(empty, specs=tuple(specs))
@@ -104,10 +111,11 @@ class Partitioned(ShardedOptimizer):
         for group in self.param_groups:
             group.pop("param_names", None)  # names of what DeepSpeed is about to replace
 
-    def bind(self, flat: Tensor, step: PartitionStep, positions: list[int]) -> None:
+    def bind(
+        self, flat: Tensor, shards: ForeignShards, engine: StepEngine, positions: list[int]
+    ) -> None:
         """Take over the partition ``flat``; ``positions`` are its group's parameters in layout."""
-        self._steps[id(flat)] = step
-        self._positions[id(flat)] = positions
+        self._partitions[id(flat)] = _Partition(shards, engine, positions)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -123,7 +131,7 @@ class Partitioned(ShardedOptimizer):
         self._refresh_groups()
         for group in self.param_groups:
             flat = group["params"][0]
-            if id(flat) not in self._steps or flat.grad is None:
+            if id(flat) not in self._partitions or flat.grad is None:
                 raise RuntimeError(
                     f"{type(self).__name__} was given a flat partition that it knows no tensors "
                     "of, or no gradient for it. Build it through deepspeed.initialize() with "
@@ -140,17 +148,19 @@ class Partitioned(ShardedOptimizer):
                 if not self._rule.counts_steps:
                     state["step"] = 0  # momentum was set above 0 later: its first update comes now
         step = int(state.get("step", 0)) + 1
-        names = self._rule.state_names(group)
-        ratio = self._steps[id(flat)].run(group, [state[name] for name in names], step)
+        own = self._partitions[id(flat)]
+        states = [state[name] for name in self._rule.state_names(group)]
+        own.engine.ratio = None
+        own.shards.set_step(group, states, step)
+        own.engine.run(None, None)
         state["step"] = step
         if self._rule.counts_in_groups:
             group["step"] = step
-        if isinstance(self._rule, NormRule):
-            ratios = self._updater.ratio
-            if ratios is None:
-                ratios = torch.ones(len(self.layout.specs), device=flat.device)
-            ratios[self._positions[id(flat)]] = 1.0 if ratio is None else ratio
-            self._updater.ratio = ratios
+        ratios = self._engine.ratio
+        if ratios is None:
+            ratios = torch.ones(len(self.layout.specs), device=flat.device)
+        ratios[own.positions] = 1.0 if own.engine.ratio is None else own.engine.ratio
+        self._engine.ratio = ratios
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the partitions; DeepSpeed clears the model's."""
@@ -272,7 +282,16 @@ def hand_over(optimizer: ShardedOptimizer) -> None:
             f"This {type(optimizer).__name__} was stepped already. Pass a fresh one to "
             "deepspeed.initialize(), and load its state through engine.load_checkpoint()."
         )
-    for name in ("_flats", "_view", "_grads", "_gather", "_updater", "_overflows", "_buffers"):
+    for name in (
+        "_flats",
+        "_view",
+        "_grads",
+        "_gather",
+        "_engine",
+        "_shards",
+        "_overflows",
+        "_buffers",
+    ):
         optimizer.__dict__.pop(name, None)
     optimizer.__class__ = partitioned_class(type(optimizer))
     assert isinstance(optimizer, Partitioned)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from shardfuse.comm import communicator_for
-from shardfuse.deepspeed.partition_step import PartitionStep, Segment
 from shardfuse.deepspeed.partitioned import Partitioned
-from shardfuse.rules import ElementwiseRule, NormRule
+from shardfuse.engine.foreign_shards import ForeignShards, Segment
+from shardfuse.engine.kernels import Kernels
+from shardfuse.engine.step import StepEngine
 
 logger = logging.getLogger("shardfuse")
 
@@ -28,9 +29,8 @@ def bind(zero: Any, optimizer: Partitioned) -> None:
         RuntimeError: the partitions are not what zero's tables say.
     """
     rule = optimizer._rule
-    assert isinstance(rule, ElementwiseRule | NormRule)  # check_rule() refuses the others
     index_of = {param: index for index, param in enumerate(optimizer._params)}
-    norm = functools.partial(_global_norm, weakref.ref(zero))
+    square = functools.partial(_global_square, weakref.ref(zero))
     for number, flat in enumerate(zero.single_partition_of_fp32_groups):
         members = zero.round_robin_bit16_groups[number]
         positions = [index_of[param] for param in members]
@@ -38,17 +38,11 @@ def bind(zero: Any, optimizer: Partitioned) -> None:
         whole = zero.bit16_groups_flat[number]
         comm = communicator_for(zero.real_dp_process_group[number], whole.device)
         segments = _segments(zero, number, comm.rank, policies)
-        step = PartitionStep(
-            rule,
-            flat,
-            segments,
-            policies=policies,
-            comm=comm,
-            comm_device=whole.device,
-            global_norm=norm,
-            kernel=optimizer._config.kernel,
-        )
-        optimizer.bind(flat, step, positions)
+        shards = ForeignShards(rule, flat, segments, policies=policies, global_square=square)
+        kernels = Kernels(rule, kernel=optimizer._config.kernel, device=flat.device)
+        kernels.choose(flat.numel())
+        engine = StepEngine(rule, shards, comm=comm, kernels=kernels, comm_device=whole.device)
+        optimizer.bind(flat, shards, engine, positions)
         _check_map(members, segments, number)
     optimizer._params = []  # the optimizer is to hold nothing but its partitions
 
@@ -100,11 +94,11 @@ def _check_map(members: list[Tensor], segments: list[Segment], number: int) -> N
             return
 
 
-def _global_norm(zero_ref: weakref.ref[Any]) -> Tensor:
-    """Return the norm () of all gradients as they are in step(): DeepSpeed has clipped them."""
+def _global_square(zero_ref: weakref.ref[Any]) -> Tensor:
+    """Return the squared norm () of all gradients as they are in step(): DeepSpeed has clipped."""
     zero = zero_ref()
     assert zero is not None
     norm = torch.as_tensor(zero._global_grad_norm, dtype=torch.float32)
     if zero.clip_grad > 0:
         norm = norm / ((norm + 1e-6) / zero.clip_grad).clamp(min=1.0)
-    return norm
+    return norm.square()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardfuse.buffers import FlatBuffer, ShardArena, lie_at
-from shardfuse.engine.kernels import Span
+from shardfuse.engine.units import Span
 from shardfuse.layout import Bucket, Fragment, ParamSpec, round_up
 
 MASTER_DTYPE = torch.float32

@@ -1,7 +1,7 @@
 """Sums over rows of parameters, cut across ranks anywhere, and factors on their way back.
 
 A row is what one index along dimension 0 selects. Rows do not keep to blocks, so products are first
-written out for the shard of one bucket, and then added up fragment by fragment.
+written out for one unit, and then added up fragment by fragment.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardfuse.engine.flat_state import FlatState
-from shardfuse.layout import Bucket, Fragment, ParamSpec
+from shardfuse.engine.units import Shards, Unit
+from shardfuse.layout import ParamSpec
 from shardfuse.rules import Rows
 
 
 class RowSums:
-    """Sums of the rows of all parameters of two or more dimensions in ``flats``.
+    """Sums of the rows of all parameters of two or more dimensions.
 
     Args:
-        flats: the flats that take part, in layout order.
+        shards: whose parameters.
         num_sums: sums per row.
     """
 
-    def __init__(self, flats: Sequence[FlatState], *, num_sums: int) -> None:
+    def __init__(self, shards: Shards, *, num_sums: int) -> None:
         self._specs: dict[int, ParamSpec] = {}  # of the parameters that have rows
         self._starts: dict[int, int] = {}  # param: its first row
-        self._rows: dict[int, tuple[slice, Rows]] = {}  # flat: its rows
-        num_rows = 0
-        for state in flats:
-            pairs = zip(state.flat.slots, state.specs, strict=True)
-            specs = {slot.param: spec for slot, spec in pairs if spec.numel and len(spec.shape) > 1}
+        self._rows: dict[int, tuple[slice, Rows]] = {}  # index of a Trained: its rows
+        num_rows, device = 0, shards.device
+        for trained in shards.trained:
+            pairs = shards.params(trained.number)
+            specs = {param: spec for param, spec in pairs if spec.numel and len(spec.shape) > 1}
             if not specs:
                 continue
             self._specs |= specs
@@ -43,55 +43,49 @@ class RowSums:
             owner = torch.repeat_interleave(torch.tensor(counts))
             rows = Rows(
                 counts,
-                owner.to(state.device),
-                (numels / torch.tensor(counts)).to(state.device),
-                numels.to(state.device),
+                owner.to(device),
+                (numels / torch.tensor(counts)).to(device),
+                numels.to(device),
             )
-            self._rows[state.flat.index] = (slice(start, num_rows), rows)
-        self.totals = torch.zeros(num_sums, num_rows, device=flats[0].device if flats else None)
+            self._rows[trained.number] = (slice(start, num_rows), rows)
+        self.totals = torch.zeros(num_sums, num_rows, device=device)
 
     def clear(self) -> None:
         """Set all sums to zero."""
         self.totals.zero_()
 
-    def products(self, bucket: Bucket) -> Tensor | None:
-        """Return zeros (num_sums, shard_numel) to be filled for ``bucket``; None if not needed."""
-        if bucket.flat not in self._rows:
+    def products(self, unit: Unit) -> Tensor | None:
+        """Return zeros (num_sums, numel) to be filled for ``unit``; None if not needed."""
+        if unit.trained not in self._rows:
             return None
-        return self.totals.new_zeros(len(self.totals), bucket.shard_numel)
+        return self.totals.new_zeros(len(self.totals), unit.numel)
 
-    def add(self, fragments: Sequence[Fragment], products: Tensor) -> None:
-        """Add the ``products`` of a bucket's shard to this rank's part of the sums."""
-        for f in fragments:
+    def add(self, unit: Unit, products: Tensor) -> None:
+        """Add the ``products`` of a unit to this rank's part of the sums."""
+        for f in unit.fragments:
             if f.param in self._starts:
                 spec, start = self._specs[f.param], self._starts[f.param]
                 sums = self.totals[:, start : start + spec.shape[0]]
                 part = products[:, f.shard_start : f.shard_start + f.numel]
                 _add_rows(sums, part, f.param_start, _row_stride(spec))
 
-    def of_flat(self, flat: int) -> tuple[Tensor, Rows] | None:
-        """Return (sums (num_sums, rows), rows) of a flat; None if it has no rows."""
-        if flat not in self._rows:
+    def of_trained(self, index: int) -> tuple[Tensor, Rows] | None:
+        """Return (sums (num_sums, rows), rows) of a Trained; None if it has no rows."""
+        if index not in self._rows:
             return None
-        extent, rows = self._rows[flat]
+        extent, rows = self._rows[index]
         return self.totals[:, extent], rows
 
-    def spread(
-        self,
-        bucket: Bucket,
-        fragments: Sequence[Fragment],
-        factors: Tensor,
-        neutral: Sequence[float],
-    ) -> Tensor:
-        """Return (num_factors, shard_numel): to every element of the shard its row's factors.
+    def spread(self, unit: Unit, factors: Tensor, neutral: Sequence[float]) -> Tensor:
+        """Return (num_factors, numel): to every element of the unit its row's factors.
 
         Args:
-            factors: (num_factors, rows of the flat).
+            factors: (num_factors, rows of the Trained).
             neutral: the factors of parameters without rows.
         """
-        start = self._rows[bucket.flat][0].start
-        spread = factors.new_tensor(neutral)[:, None].repeat(1, bucket.shard_numel)
-        for f in fragments:
+        start = self._rows[unit.trained][0].start
+        spread = factors.new_tensor(neutral)[:, None].repeat(1, unit.numel)
+        for f in unit.fragments:
             if f.param in self._starts:
                 spec = self._specs[f.param]
                 index = torch.arange(f.param_start, f.param_start + f.numel, device=factors.device)

@@ -15,9 +15,9 @@ from shardfuse.engine.state_io import (
     Groups,
     agreed_steps,
     arenas_of,
-    counted_groups,
     fragment_tensors,
     merged_groups,
+    packed_groups,
     set_group_steps,
 )
 from shardfuse.layout import FlatLayout
@@ -41,7 +41,12 @@ def sharded(
         for slot in state.flat.slots:
             key = f"state.{layout.specs[slot.param].name}.step"
             result[key] = torch.tensor(steps[slot.param])
-    result["param_groups"] = counted_groups(groups, rule)
+    # A key that one side lacks cannot be loaded; the steps of groups come back from the params'.
+    counted = {"step"} if rule.counts_in_groups else set()
+    result["param_groups"] = [
+        {key: value for key, value in group.items() if key not in counted}
+        for group in packed_groups(groups)
+    ]
     return result
 
 

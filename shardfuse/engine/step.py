@@ -1,306 +1,205 @@
-"""One step over the shards: clip factors, spans, kernels, and the two small all-reduces of LAMB."""
+"""The driver: one update over the shards, by whatever rule, pass by pass.
+
+A rule of grain "element" has one pass: each unit is updated as soon as its gradient is there, and
+may leave for the other ranks. Any other has two, with one all-reduce of its sums between them.
+Clips by a norm come before: gradients are then reduced first, and kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from shardfuse.comm import Communicator
-from shardfuse.engine.flat_state import FlatState
-from shardfuse.engine.gather import ParamSync
-from shardfuse.engine.kernels import Kernels, Span
-from shardfuse.engine.kernels.passes import Scale, ascending
-from shardfuse.engine.norms import BlockSums
-from shardfuse.engine.rows import RowSums
-from shardfuse.grads.full import GradSync
-from shardfuse.grads.reduced import PresyncedGrads
-from shardfuse.grads.slots import Parts
-from shardfuse.layout import BLOCK, Bucket
-from shardfuse.rules import Clip, ElementwiseRule, NormRule, RowRule
-from shardfuse.scaling import OverflowReport, agree_on_step
-
-Rule = ElementwiseRule | NormRule | RowRule
-Call = tuple[Any, tuple[float, ...], Span, list[Tensor]]
+from shardfuse.engine.kernels import Kernels, Pass, Scale, ascending, passes
+from shardfuse.engine.reductions import BlockSums, reduction_for
+from shardfuse.engine.units import Shards, Trained, Unit
+from shardfuse.rules import Clip, ReducingRule, UpdateRule
 
 
-class Updater:
-    """Runs a rule over the flats that have gradients.
+class StepEngine:
+    """Runs a rule over shards.
 
     Args:
         rule: the math.
-        groups: the optimizer's own ``param_groups``, read at every step.
-        flats: all flats, indexed as in the layout; dormant ones are those ``grads`` does not have.
-        comm, grads, gather: the ranks, and the two directions of data.
+        shards: what is updated.
+        comm: the ranks that share them.
+        comm_device: where its collectives take tensors; None is where the shards are.
         kernels: how the math is run.
-        overflows: told of skipped steps.
     """
 
     def __init__(
         self,
-        rule: Rule,
-        groups: Sequence[dict[str, Any]],
-        flats: Sequence[FlatState],
+        rule: UpdateRule,
+        shards: Shards,
         *,
         comm: Communicator,
-        grads: GradSync | PresyncedGrads,
-        gather: ParamSync,
         kernels: Kernels,
-        overflows: OverflowReport,
+        comm_device: torch.device | None = None,
     ) -> None:
         self._rule = rule
-        self._groups = groups
-        self._flats = flats
-        self._awake = [state for state in flats if grads.has(state.flat)]
+        self._shards = shards
         self._comm = comm
-        self._grads = grads
-        self._gather = gather
+        self._comm_device = comm_device
         self._kernels = kernels
-        self._overflows = overflows
-        self._adapted: list[FlatState] = []
-        self._sums: BlockSums | None = None
-        self._row_sums: RowSums | None = None
-        self._clipped: list[FlatState] = []
+        self._reduction = reduction_for(rule, shards) if isinstance(rule, ReducingRule) else None
+        self._trained: dict[int, Trained] = {}  # as the present step has them
+        self._clipped: list[int] = []
         self._norms: BlockSums | None = None  # spread: the norm of the tensor each block is of
         self.ratio: Tensor | None = None  # (num_params,), of the last step; 1 where none was taken
 
     def square_norms(self) -> Tensor:
-        """Return the squared norm of each flat's mean gradient over all ranks, (num_flats,) fp32.
+        """Return the squared norm of each Trained's mean gradient over all ranks, (n,) fp32.
 
         Reduces the gradients and keeps them reduced. One all-reduce.
         """
-        self._grads.retain()
-        device = self._flats[0].device if self._flats else torch.device("cpu")
-        squares = torch.zeros(max(len(self._flats), 1), dtype=torch.float32, device=device)
-        for bucket, parts in self._grads.reduced():
-            blocks = torch.empty(bucket.shard_numel // BLOCK, dtype=torch.float32, device=device)
-            self._kernels.square_sum(self._grads.scale(bucket.flat), blocks, parts)
-            squares[bucket.flat] += blocks.sum()
-        self._comm.all_reduce(squares).wait()
-        return squares
+        self._shards.retain()
+        num_trained = 1 + max((trained.number for trained in self._shards.trained), default=0)
+        squares = torch.zeros(num_trained, dtype=torch.float32, device=self._shards.device)
+        for unit in self._shards.gradients():
+            blocks = squares.new_empty(1, unit.num_blocks)
+            self._square(unit, blocks)
+            squares[unit.trained] += blocks.sum()
+        return self._total(squares)
 
-    def run(
-        self,
-        coefficient: Tensor | None,
-        max_norm: float | None,
-        found_inf: Tensor | None,
-        grad_scale: Tensor | None,
-    ) -> None:
-        """Update states and parameters; gathering of the parameters is left in flight.
+    def run(self, coefficient: Tensor | None, max_norm: float | None) -> None:
+        """Update states and parameters; what ``Shards.close()`` has launched stays in flight.
 
         Args:
             coefficient: () scales the mean gradient, on top of the rule's own clipping.
             max_norm: bound of the norm of the mean gradient so scaled, before that clipping.
-            found_inf, grad_scale: see [Note: gradient scalers] in scaling.py; where any rank found
-                a non-finite gradient, nothing is changed.
-
-        Raises:
-            RuntimeError: on all ranks, where their loss scales differ and gradients were clipped
-                without being unscaled.
         """
-        scaled = agree_on_step(self._comm, found_inf, grad_scale)
-        if scaled.skip:
-            self._overflows.note(self.named_grads(), self._flats[0].device)
-            return
-        if scaled.inverse is not None and scaled.is_equal:
-            coefficient = scaled.inverse if coefficient is None else coefficient * scaled.inverse
-        elif scaled.inverse is not None:
-            if self._grads.is_reduced:
-                raise RuntimeError(
-                    "The ranks have different loss scales, and clip_grad_norm() has added up "
-                    "gradients that are still scaled by them. Call scaler.unscale_(optimizer) "
-                    "before it, or use shardfuse.ShardedGradScaler, which keeps one scale."
-                )
-            self._grads.multiply(scaled.inverse)
+        self._trained = {trained.number: trained for trained in self._shards.trained}
         scales = self._scales(coefficient, max_norm)
-        if isinstance(self._rule, NormRule):
-            self._by_norms(self._rule, scales)
-        elif isinstance(self._rule, RowRule):
-            self._by_rows(self._rule, scales)
+        if self._reduction is None:
+            for unit in self._shards.gradients():
+                self._shards.open(unit)
+                self._pass(passes.only_pass, unit, scales, None)
+                self._shards.close(unit)
         else:
-            self._elementwise(scales)
-        for state in self._awake:
-            state.advance(self._grads.missing(state.flat))
-        if self._rule.counts_in_groups:
-            for group in self._groups:
-                group["step"] = group.get("step", 0) + 1
+            self._two_passes(scales)
+        self._shards.advance()
 
-    def named_grads(self) -> list[tuple[str, Tensor | None]]:
-        """Return (name, gradient on this rank) of every parameter, in order of registration."""
-        members = [
-            (slot.param, spec.name, param.grad)
-            for state in self._flats
-            for slot, spec, param in zip(state.flat.slots, state.specs, state.params, strict=True)
-        ]
-        return [(name, grad) for _, name, grad in sorted(members, key=lambda member: member[0])]
+    def _two_passes(self, scales: Mapping[int, Scale]) -> None:
+        rule, sums = self._rule, self._reduction
+        assert isinstance(rule, ReducingRule)
+        assert sums is not None
+        keeps = {index: rule.keeps_gradient(t.group) for index, t in self._trained.items()}
+        if any(keeps.values()):
+            self._shards.retain()
+        sums.begin()
+        units = []
+        for unit in self._shards.gradients():
+            self._shards.open(unit)
+            room = sums.room(unit)
+            self._pass(passes.first_pass, unit, scales, room)
+            sums.collect(unit, room)
+            if not keeps[unit.trained]:
+                unit.grad = ()
+            units.append(unit)
+        totals = sums.totals()
+        ratio = None if totals is None else sums.finish(self._total(totals))
+        self.ratio = self.ratio if ratio is None else ratio
+        for unit in units:
+            self._pass(passes.second_pass, unit, scales, sums.factors(unit))
+            self._shards.close(unit)
+
+    def _pass(
+        self, function: Pass, unit: Unit, scales: Mapping[int, Scale], extra: Tensor | None
+    ) -> None:
+        """Run one pass over the spans of a unit."""
+        trained = self._trained[unit.trained]
+        flags = self._rule.flags(trained.group, trained.policy)
+        scale = self._scale(scales, trained, unit)
+        for span in unit.spans:
+            h = self._rule.scalars(trained.group, trained.policy, span.step)
+            self._kernels.run(
+                function,
+                flags,
+                h,
+                unit.scale(span, scale),
+                unit.tile(span, extra),
+                is_tail=unit.is_tail,
+            )
+
+    # Clips
 
     def _scales(self, coefficient: Tensor | None, max_norm: float | None) -> dict[int, Scale]:
-        """Return for each flat the factor from summed to clipped mean gradient; its sign, too.
+        """Return for each Trained the factor from summed to clipped mean gradient; its sign, too.
 
         Clipping per tensor is left to _scale().
         """
-        clips = {state.flat.index: self._rule.clip(self._group(state)) for state in self._awake}
+        trained = list(self._trained.values())
+        clips = {t.number: self._rule.clip(t.group) for t in trained}
         shared = [clip for clip in clips.values() if clip is not None and clip.scope != "tensor"]
-        squares = self.square_norms() if shared or max_norm is not None else None
+        known = self._shards.global_square()
+        needs = [clip for clip in shared if known is None or clip.scope != "global"]
+        squares = self.square_norms() if needs or max_norm is not None else None
         if max_norm is not None and squares is not None:
             coefficient = _factor(Clip(max_norm, "global", eps=1e-6), squares.sum(), coefficient)
         self._sum_tensors(clips, coefficient)
         scales: dict[int, Scale] = {}
-        for index, clip in clips.items():
-            factor = coefficient
-            if clip is not None and squares is not None and clip.scope != "tensor":
-                factor = _factor(clip, squares[self._peers(index, clip)].sum(), coefficient)
-            mean: Scale = self._grads.scale(index)
+        for own in trained:
+            clip, factor = clips[own.number], coefficient
+            if clip is not None and clip.scope != "tensor":
+                square = known if known is not None and clip.scope == "global" else None
+                if square is None:
+                    assert squares is not None
+                    square = squares[_peers(trained, own, clip)].sum()
+                factor = _factor(clip, square, coefficient)
+            mean: Scale = self._shards.mean(own.number)
             if factor is not None:
                 mean = factor if mean is None else factor * mean
-            scales[index] = ascending(mean, self._group(self._flats[index]))
+            scales[own.number] = ascending(mean, own.group)
         return scales
-
-    def _peers(self, index: int, clip: Clip) -> slice | list[int]:
-        """Return the flats whose norm clips flat ``index``."""
-        if clip.scope == "global":
-            return slice(None)
-        if clip.scope == "group":
-            group = self._flats[index].flat.group
-            return [s.flat.index for s in self._awake if s.flat.group == group]
-        key = (self._flats[index].flat.group, self._flats[index].flat.dtype)
-        return [s.flat.index for s in self._awake if (s.flat.group, s.flat.dtype) == key]
 
     def _sum_tensors(self, clips: Mapping[int, Clip | None], coefficient: Tensor | None) -> None:
         """Note the norm of every tensor that is clipped by its own. One all-reduce, if any is."""
-        clipped = [s for s in self._awake if (c := clips[s.flat.index]) and c.scope == "tensor"]
+        clipped = [i for i, clip in clips.items() if clip is not None and clip.scope == "tensor"]
         if clipped != self._clipped:
             self._clipped = clipped
-            self._norms = self._new_sums(clipped, num_sums=1)
+            self._norms = BlockSums(self._shards, clipped, num_sums=1) if clipped else None
         if self._norms is None:
             return
-        self._grads.retain()
-        for bucket, parts in self._grads.reduced():
-            rows = self._norms.rows(bucket)
-            if rows is not None:
-                self._kernels.square_sum(self._grads.scale(bucket.flat), rows[0], parts)
-        squares = self._norms.per_param()
-        self._comm.all_reduce(squares.view(-1)).wait()
-        norms = squares[0].sqrt()
+        self._shards.retain()
+        for unit in self._shards.gradients():
+            room = self._norms.room(unit)
+            if room is not None:
+                self._square(unit, room)
+        norms = self._total(self._norms.per_param())[0].sqrt()
         self._norms.spread(norms if coefficient is None else norms * coefficient)
 
-    def _scale(self, scales: Mapping[int, Scale], bucket: Bucket) -> Scale:
-        """Return the factor for ``bucket``'s shard, of each block where tensors are clipped."""
-        scale = scales[bucket.flat]
-        norms = None if self._norms is None else self._norms.ratio(bucket)
-        clip = None if norms is None else self._rule.clip(self._group(self._flats[bucket.flat]))
+    def _scale(self, scales: Mapping[int, Scale], trained: Trained, unit: Unit) -> Scale:
+        """Return the factor for ``unit``, of each block (blocks, 1) where tensors are clipped."""
+        scale = scales[trained.number]
+        norms = None if self._norms is None else self._norms.value(unit)
+        clip = None if norms is None else self._rule.clip(trained.group)
         if norms is None or clip is None:
             return scale
-        factor = (clip.max_norm / (norms + clip.eps)).clamp(max=1.0)[:, None]
+        factor = (clip.max_norm / (norms[0] + clip.eps)).clamp(max=1.0)[:, None]
         return factor if scale is None else factor * scale
 
-    def _new_sums(self, flats: Sequence[FlatState], num_sums: int) -> BlockSums | None:
-        num_params = sum(len(state.params) for state in self._flats)
-        return BlockSums(flats, num_sums=num_sums, num_params=num_params) if flats else None
+    def _square(self, unit: Unit, blocks: Tensor) -> None:
+        """Write the sum of squares of every block of a mean gradient into ``blocks`` (1, n)."""
+        tile = unit.tile_of_blocks(blocks)
+        scale = self._shards.mean(unit.trained)
+        self._kernels.run(passes.square_sum_pass, None, (), scale, tile, is_tail=unit.is_tail)
 
-    def _group(self, state: FlatState) -> Mapping[str, Any]:
-        return self._groups[state.flat.group]
+    def _total(self, sums: Tensor) -> Tensor:
+        """Return ``sums`` added up over the ranks."""
+        total = sums.contiguous().to(self._comm_device or sums.device)
+        self._comm.all_reduce(total.view(-1)).wait()
+        return total.to(sums.device)
 
-    def _spans(self, state: FlatState, bucket: Bucket, parts: Parts) -> list[Span]:
-        idle = self._grads.idle(bucket, parts)
-        return state.spans(bucket, self._grads.missing(state.flat), idle)
 
-    def _calls(self, state: FlatState, bucket: Bucket, spans: list[Span]) -> Iterator[Call]:
-        """Yield (flags, scalars, span, states) of each kernel call on ``bucket``."""
-        group, policy = self._group(state), state.flat.policy
-        names = self._rule.state_names(group)
-        tensors = [state.states[name].segment(bucket) for name in names]
-        flags = self._rule.flags(group, policy)
-        for span in spans:
-            yield flags, self._rule.scalars(group, policy, span.step), span, tensors
-
-    def _elementwise(self, scales: dict[int, Scale]) -> None:
-        for bucket, parts in self._grads.reduced():
-            state = self._flats[bucket.flat]
-            master, low = state.tensors(bucket)
-            spans = self._spans(state, bucket, parts)
-            scale = scales[bucket.flat]
-            for flags, h, span, states in self._calls(state, bucket, spans):
-                tensors = (master, low, *states)
-                self._kernels.elementwise(flags, h, scale, span, parts, tensors)
-            self._gather.start(state.params_buffer, bucket)
-
-    def _by_norms(self, rule: NormRule, scales: dict[int, Scale]) -> None:
-        sums = self._block_sums(rule)
-        all_spans: dict[int, list[Span]] = {}
-        for bucket, parts in self._grads.reduced():
-            state = self._flats[bucket.flat]
-            master, low = state.tensors(bucket)
-            spans = all_spans[bucket.index] = self._spans(state, bucket, parts)
-            rows = None if sums is None else sums.rows(bucket)
-            scale = self._scale(scales, bucket)
-            for flags, h, span, states in self._calls(state, bucket, spans):
-                tensors = (rows, master, low, *states)
-                self._kernels.direction(flags, h, scale, span, parts, tensors)
-        if sums is not None:
-            totals = sums.per_param()
-            self._comm.all_reduce(totals.view(-1)).wait()
-            self.ratio = rule.ratio(totals)
-            sums.spread(self.ratio)
-        for state in self._awake:
-            for bucket in state.flat.buckets:
-                master, low = state.tensors(bucket)
-                ratio = None if sums is None else sums.ratio(bucket)
-                for flags, h, span, states in self._calls(state, bucket, all_spans[bucket.index]):
-                    self._kernels.apply(flags, h, span, (ratio, master, low, *states))
-                self._gather.start(state.params_buffer, bucket)
-
-    def _by_rows(self, rule: RowRule, scales: dict[int, Scale]) -> None:
-        if any(rule.keeps_gradient(self._group(state)) for state in self._awake):
-            self._grads.retain()
-        sums = self._cleared_row_sums(rule)
-        all_spans: dict[int, list[Span]] = {}
-        kept: dict[int, Parts] = {}
-        for bucket, parts in self._grads.reduced():
-            state = self._flats[bucket.flat]
-            master, low = state.tensors(bucket)
-            spans = all_spans[bucket.index] = self._spans(state, bucket, parts)
-            if rule.keeps_gradient(self._group(state)):
-                kept[bucket.index] = parts
-            products = sums.products(bucket)
-            for flags, h, span, states in self._calls(state, bucket, spans):
-                tensors = (products, master, low, *states)
-                self._kernels.row_direction(flags, h, scales[bucket.flat], span, parts, tensors)
-            if products is not None:
-                sums.add(state.fragments[bucket.index], products)
-        if sums.totals.numel():
-            self._comm.all_reduce(sums.totals.view(-1)).wait()
-        for state in self._awake:
-            own = sums.of_flat(state.flat.index)
-            factors = None if own is None else rule.factors(self._group(state), *own)
-            scale = scales[state.flat.index]
-            for bucket in state.flat.buckets:
-                master, low = state.tensors(bucket)
-                fragments, spread = state.fragments[bucket.index], None
-                if factors is not None:
-                    spread = sums.spread(bucket, fragments, factors, rule.neutral)
-                for flags, h, span, states in self._calls(state, bucket, all_spans[bucket.index]):
-                    tensors, grad = (spread, master, low, *states), kept.get(bucket.index, ())
-                    self._kernels.row_apply(flags, h, scale, span, grad, tensors)
-                self._gather.start(state.params_buffer, bucket)
-
-    def _cleared_row_sums(self, rule: RowRule) -> RowSums:
-        if self._row_sums is None:
-            self._row_sums = RowSums(self._awake, num_sums=rule.num_sums)
-        self._row_sums.clear()
-        return self._row_sums
-
-    def _block_sums(self, rule: NormRule) -> BlockSums | None:
-        """Return cleared sums for the flats whose ratios are needed now; None if there are none."""
-        adapted = [s for s in self._awake if rule.adapts(self._group(s), s.flat.policy)]
-        if adapted != self._adapted:
-            self._adapted = adapted
-            self._sums = self._new_sums(adapted, rule.num_sums)
-        if self._sums is not None:
-            self._sums.clear()
-        return self._sums
+def _peers(trained: list[Trained], own: Trained, clip: Clip) -> slice | list[int]:
+    """Return the Trained, by index, whose norm clips ``own``."""
+    if clip.scope == "global":
+        return slice(None)
+    group = [t for t in trained if t.group is own.group]
+    return [t.number for t in group if clip.scope == "group" or t.dtype == own.dtype]
 
 
 def _factor(clip: Clip, square: Tensor, coefficient: Tensor | None) -> Tensor:

@@ -25,7 +25,8 @@ from shardfuse.engine import intake
 from shardfuse.engine.flat_state import FlatState, check_params
 from shardfuse.engine.gather import ParamSync
 from shardfuse.engine.kernels import Kernels
-from shardfuse.engine.step import Rule, Updater
+from shardfuse.engine.own_shards import OwnShards
+from shardfuse.engine.step import StepEngine
 from shardfuse.engine.terms import Terms
 from shardfuse.grads.full import GradSync
 from shardfuse.grads.reduced import PresyncedGrads
@@ -33,8 +34,8 @@ from shardfuse.grads.slots import FlatParams, clear_grads
 from shardfuse.layout import FlatLayout
 from shardfuse.optim.memory import MemorySummary
 from shardfuse.optim.torch_like import TorchLike, TorchOptions, checked
-from shardfuse.rules import NormRule, RowRule
-from shardfuse.scaling import Overflow, OverflowReport
+from shardfuse.rules import UpdateRule
+from shardfuse.scaling import Overflow, OverflowReport, agree_on_step
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -65,14 +66,14 @@ class ShardedOptimizer(TorchLike):
 
     _zero_is_absent = False  # [Note: absent gradients] in grads/full.py
 
-    _rule: Rule
+    _rule: UpdateRule
     _built = False
 
     def __init__(
         self,
         params: Any,
         defaults: dict[str, Any],
-        make_rule: Callable[[], Rule],
+        make_rule: Callable[[], UpdateRule],
         sharding: ShardConfig | Mapping[str, Any] | None,
         **torch_options: Unpack[TorchOptions],
     ) -> None:
@@ -101,13 +102,13 @@ class ShardedOptimizer(TorchLike):
         """Lay out and adopt the parameters; ``error`` is what went wrong on this rank before."""
         bucket_nbytes = max(1, int(self._config.bucket_cap_mb * (1 << 20)))
         alone = self.communicator.world_size == 1
-        if alone and error is None and not isinstance(self._rule, RowRule):
+        if alone and error is None and self._rule.grain != "row":
             # Nothing is sent, and no temporary is as large as a bucket: fewer, larger calls.
             bucket_nbytes = sys.maxsize
         self.layout = FlatLayout.empty(
             world_size=self.communicator.world_size,
             bucket_nbytes=bucket_nbytes,
-            whole_blocks=error is None and isinstance(self._rule, NormRule),
+            whole_blocks=error is None and self._rule.grain == "block",
         )
         self._params: list[Tensor] = []
         self._flats: list[FlatState] = []
@@ -119,6 +120,9 @@ class ShardedOptimizer(TorchLike):
         )
         self._gather = ParamSync(self.communicator)
         self._overflows = OverflowReport(self.communicator, self._config.report_overflow)
+        if error is None:
+            kernel = self._config.kernel
+            self._kernels = Kernels(self._rule, kernel=kernel, device=self._device)
         self._clip_coefficient: Tensor | None = None
         self._terms = Terms(self.communicator, self._config.grads_are_reduced)
         self._consolidated: dict[str, Any] | None = None
@@ -193,22 +197,17 @@ class ShardedOptimizer(TorchLike):
         for state in states:
             state.allocate(self._rule.initial_states(self.param_groups[state.flat.group]))
         awake = [state for state in self._flats if self._grads.has(state.flat)]
-        kernels = Kernels(
-            self._rule,
-            row=self.layout.align,
-            kernel=self._config.kernel,
-            device=self._device,
-            shard_numel=sum(b.shard_numel for state in awake for b in state.flat.buckets),
-        )
-        self._updater = Updater(
+        self._kernels.choose(sum(b.shard_numel for state in awake for b in state.flat.buckets))
+        self._shards = OwnShards(
             self._rule,
             self.param_groups,
             self._flats,
-            comm=self.communicator,
             grads=self._grads,
             gather=self._gather,
-            kernels=kernels,
-            overflows=self._overflows,
+            row=self.layout.align,
+        )
+        self._engine = StepEngine(
+            self._rule, self._shards, comm=self.communicator, kernels=self._kernels
         )
 
     def rebind(self) -> None:
@@ -269,7 +268,7 @@ class ShardedOptimizer(TorchLike):
     def _grad_norm(self, max_norm: float | None = None) -> Tensor:
         self._refuse_in_join("The norm of the mean gradient")
         self._begin(f"max_norm = {max_norm}")
-        return self._clipped(self._updater.square_norms().sum().sqrt())
+        return self._clipped(self._engine.square_norms().sum().sqrt())
 
     def _clipped(self, norm: Tensor) -> Tensor:
         """Return the norm () that a gradient of ``norm`` has after the clips made so far."""
@@ -348,9 +347,16 @@ class ShardedOptimizer(TorchLike):
             if found_inf is not None and not isinstance(found_inf, Tensor):
                 # torch's scaler gives the number 0 where this rank has no gradient at all.
                 found_inf = torch.tensor(float(found_inf), device=self._device)
-            max_norm = self._config.clip_grad_norm
-            self._updater.run(self._clip_coefficient, max_norm, found_inf, grad_scale)
-            self._gather.finish()
+            scaled = agree_on_step(self.communicator, found_inf, grad_scale)
+            if scaled.skip:
+                self._overflows.note(self._shards.named_grads(), self._device)
+            else:
+                coefficient = self._shards.unscale(scaled, self._clip_coefficient)
+                self._engine.run(coefficient, self._config.clip_grad_norm)
+                self._gather.finish()
+                if self._rule.counts_in_groups:
+                    for group in self.param_groups:
+                        group["step"] = group.get("step", 0) + 1
         self._grads.release()
         self._clip_coefficient = None
         self._after_step()
@@ -375,7 +381,7 @@ class ShardedOptimizer(TorchLike):
             if state.allocate(values) and not self._rule.counts_steps:
                 # Momentum was set above 0 later: its first update comes now.
                 state.set_steps({slot.param: 0 for slot in state.flat.slots})
-        grads = None if "found_inf" in self.__dict__ else self._updater.named_grads
+        grads = None if "found_inf" in self.__dict__ else self._shards.named_grads
         awake = [state for state in self._flats if self._grads.has(state.flat)]
         self._terms.declare(lines, self.param_groups, awake, woken, grads)
         self._terms.warn(self._params)

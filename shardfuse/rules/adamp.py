@@ -75,7 +75,9 @@ class AdamPRule(RowRule):
         exp_avg.mul_(beta1).add_(g * take1)
         exp_avg_sq.mul_(beta2).add_(g * g * take2)
 
-    def direction(self, flags: _Flags, h: Scalars, g: Tensor | None, *state: Tensor) -> Tensor:
+    def direction(
+        self, flags: _Flags, h: Scalars, p: Tensor, g: Tensor | None, *state: Tensor
+    ) -> Tensor:
         beta1, take1, eps, root_correction2 = h[0], h[1], h[4], h[7]
         exp_avg, exp_avg_sq = state
         if flags.nesterov:

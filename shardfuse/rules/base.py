@@ -47,7 +47,13 @@ class Member(NamedTuple):
 
 
 class UpdateRule(ABC):
-    """Hyper-parameters, states and scalars; subclassed by ElementwiseRule and NormRule."""
+    """Hyper-parameters, states and scalars; subclassed by ElementwiseRule and ReducingRule."""
+
+    grain: ClassVar[str]
+    """What an update depends on: "element" alone, or sums over "block" (and so tensor) or "row".
+
+    One pass over the shards for elements, else two, with an all-reduce of the sums between them.
+    """
 
     counts_steps: ClassVar[bool] = True
     """Whether checkpoints hold a ``step`` per parameter, as the torch optimizer of this name does.
@@ -122,40 +128,66 @@ class UpdateRule(ABC):
 class ElementwiseRule(UpdateRule):
     """A rule whose new values depend only on the same element of parameter, gradient, states."""
 
+    grain = "element"
+
     @abstractmethod
     def update(self, flags: Any, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
         """Update ``p`` and ``state`` in place from the mean gradient ``g``, all (rows, n)."""
 
 
-class NormRule(UpdateRule):
-    """A rule whose step is scaled per parameter by a ratio of norms over the whole parameter."""
+class ReducingRule(UpdateRule):
+    """A rule of two passes: the step is scaled by factors made of sums over more than one rank.
+
+    First pass: ``moments``, ``direction`` and ``products``, which are summed. Second pass:
+    ``direction`` again, and ``apply`` with the factors that NormRule and RowRule make of the sums.
+    The direction is computed twice: reading the moments costs no more than reading a stored
+    direction would, and no buffer is needed.
+    """
 
     num_sums: ClassVar[int]
-    """Sums over each parameter that the ratio needs."""
+    """Sums that the factors need, over each tensor or row."""
 
-    @abstractmethod
     def adapts(self, group: Group, policy: str) -> bool:
-        """Return whether ratios are needed; if not, they are taken as 1 and nothing is summed."""
+        """Return whether factors are needed; if not, there are none and nothing is summed."""
+        return True
+
+    def keeps_gradient(self, group: Group) -> bool:
+        """Return whether the direction needs the gradient, so that it is kept until the update."""
+        return False
 
     @abstractmethod
     def moments(self, flags: Any, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
         """Update ``state`` in place from the mean gradient ``g``, all (rows, n)."""
 
     @abstractmethod
-    def direction(self, flags: Any, h: Scalars, p: Tensor, *state: Tensor) -> Tensor:
-        """Return the direction (rows, n) of the update; zero where all inputs are zero."""
+    def direction(
+        self, flags: Any, h: Scalars, p: Tensor, g: Tensor | None, *state: Tensor
+    ) -> Tensor:
+        """Return the direction (rows, n) of the update; zero where all inputs are zero.
+
+        ``g`` is None in the second pass unless keeps_gradient().
+        """
 
     @abstractmethod
-    def products(self, p: Tensor, u: Tensor) -> tuple[Tensor, ...]:
-        """Return ``num_sums`` tensors (rows, n) to be summed over each parameter."""
+    def products(self, p: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, ...]:
+        """Return ``num_sums`` tensors (rows, n) to be summed; ``u`` is the direction."""
+
+    @abstractmethod
+    def apply(self, flags: Any, h: Scalars, p: Tensor, u: Tensor, factors: Tensor | None) -> None:
+        """Update ``p`` (rows, n) in place along ``u``; None stands for no factors.
+
+        ``factors`` are (num_factors, rows, 1) by tensor, (num_factors, rows, n) by row.
+        """
+
+
+class NormRule(ReducingRule):
+    """A rule whose step is scaled per parameter by a ratio of norms over the whole parameter."""
+
+    grain = "block"
 
     @abstractmethod
     def ratio(self, sums: Tensor) -> Tensor:
         """Return the ratio per parameter (num_params,) from ``sums`` (num_sums, num_params)."""
-
-    @abstractmethod
-    def apply(self, h: Scalars, p: Tensor, u: Tensor, ratio: Tensor | None) -> None:
-        """Update ``p`` (rows, n) in place along ``u``; ``ratio`` is (rows, 1) or None for 1."""
 
 
 class Rows(NamedTuple):
@@ -171,38 +203,17 @@ class Rows(NamedTuple):
     """(params,) elements of each parameter."""
 
 
-class RowRule(UpdateRule):
+class RowRule(ReducingRule):
     """A rule whose step depends on sums over the rows of parameters of two or more dimensions."""
 
-    num_sums: ClassVar[int]
-    """Sums over each row that the factors need."""
+    grain = "row"
 
     neutral: ClassVar[tuple[float, ...]]
     """The factors of parameters that have no rows."""
 
     @abstractmethod
-    def keeps_gradient(self, group: Group) -> bool:
-        """Return whether the direction needs the gradient, so that it is kept until the update."""
-
-    @abstractmethod
-    def moments(self, flags: Any, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
-        """Update ``state`` in place from the mean gradient ``g``, all (rows, n)."""
-
-    @abstractmethod
-    def direction(self, flags: Any, h: Scalars, g: Tensor | None, *state: Tensor) -> Tensor:
-        """Return the direction (rows, n); ``g`` is None unless keeps_gradient()."""
-
-    @abstractmethod
-    def products(self, p: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, ...]:
-        """Return ``num_sums`` tensors (rows, n) to be summed over rows of parameters."""
-
-    @abstractmethod
     def factors(self, group: Group, sums: Tensor, rows: Rows) -> Tensor:
         """Return (num_factors, rows of parameters) from their ``sums`` (num_sums, the same)."""
-
-    @abstractmethod
-    def apply(self, flags: Any, h: Scalars, p: Tensor, u: Tensor, factors: Tensor | None) -> None:
-        """Update ``p`` (rows, n) in place; ``factors`` (num_factors, rows, n) or None."""
 
 
 def as_float(value: Any) -> float:

@@ -274,7 +274,9 @@ class LambRule(NormRule):
         exp_avg.mul_(beta1).add_(g * take1)
         exp_avg_sq.mul_(beta2).add_(g * g * take2)
 
-    def direction(self, flags: Any, h: Scalars, p: Tensor, *state: Tensor) -> Tensor:
+    def direction(
+        self, flags: Any, h: Scalars, p: Tensor, g: Tensor | None, *state: Tensor
+    ) -> Tensor:
         eps, weight_decay, _, correction1, correction2 = h[4:9]
         exp_avg, exp_avg_sq = state
         if self.switches.bias_correction is True:
@@ -286,7 +288,7 @@ class LambRule(NormRule):
             u += p * weight_decay
         return u
 
-    def products(self, p: Tensor, u: Tensor) -> tuple[Tensor, ...]:
+    def products(self, p: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, ...]:
         return p * p, u * u
 
     def ratio(self, sums: Tensor) -> Tensor:
@@ -296,6 +298,6 @@ class LambRule(NormRule):
         ratio = (weight_norm / update_norm).clamp(self.switches.min_coeff, self.switches.max_coeff)
         return torch.where(usable, ratio, torch.ones_like(ratio))
 
-    def apply(self, h: Scalars, p: Tensor, u: Tensor, ratio: Tensor | None) -> None:
+    def apply(self, flags: Any, h: Scalars, p: Tensor, u: Tensor, factors: Tensor | None) -> None:
         lr = h[6]
-        p.sub_(u * lr if ratio is None else u * (ratio * lr))
+        p.sub_(u * lr if factors is None else u * (factors[0] * lr))

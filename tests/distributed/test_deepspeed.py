@@ -251,8 +251,14 @@ def test_traffic_at_stage_0(name: str, collectives: str) -> None:
     for calls, buckets, numel in run_procs(runs.WORLD, count_traffic, job, timeout=TIMEOUT):
         assert buckets >= 4
         # The squared norms of the clip, and LAMB's two per tensor; between pairs they are sent to
-        # the other rank, and with "auto" nothing is where ranks read each other's memory.
-        reduced = [n for op, n in calls if op == "allreduce_" or (op == "send" and n < 100)]
+        # the other rank, and with "auto" nothing is where ranks read each other's memory. Sends
+        # beside gloo's own collectives compare the two calls, clip and step, by a number each.
+        small = [n for op, n in calls if op == "send" and n < 100]
+        reduced = [n for op, n in calls if op == "allreduce_"]
+        if collectives == "native":
+            assert small == [1, 1]
+        else:
+            reduced += small
         rest = [(op, n) for op, n in calls if op != "allreduce_" and n >= 100]
         assert sum(reduced) < 100 < numel
         if collectives != "auto" or rest:

@@ -210,7 +210,7 @@ def test_collectives(reduced: bool) -> None:
         optimizer = CASES["plain"].build(params, sharding)
         optimizer.param_groups[0]["grad_clip"] = clip
         counting = CountingCommunicator(optimizer.communicator)
-        optimizer._grads._comm = optimizer._gather._comm = optimizer._updater._comm = counting
+        optimizer._grads._comm = optimizer._gather._comm = optimizer._engine._comm = counting
         params.assign(mean_grads("floats", 2, 0, ONE_GROUP))
         optimizer.step()
         return [call.numel for call in counting.calls if call.op == "all_reduce"]
@@ -247,7 +247,7 @@ def test_compiled_clip() -> None:
         for target, optimizer in ((params, compiled), (reference, eager)):
             target.assign(mean_grads("floats", 2, step, case.entries))
             optimizer.step()
-    assert compiled._updater._kernels.choice == "compile"
+    assert compiled._kernels.choice == "compile"
     start = case.param_set().values()
     assert max_relative_error(params.values(), reference.values(), start) < TOLERANCE
 

@@ -14,7 +14,7 @@ from launch.bench.__main__ import main, parse
 from launch.bench.drivers import ByHand, Driver, Method
 from launch.bench.options import Options, interleaved
 from launch.bench.synthetic import Model
-from tests.harness import RanksFailedError, run_threads
+from tests.harness import RanksFailedError, run_procs
 
 TINY = "5x3000"
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ def measure_without_reduction() -> None:
 def test_ranks_that_differ_are_refused() -> None:
     """A peer that forgets to average its gradients is found on every rank."""
     with pytest.raises(RanksFailedError, match="ranks ended with different parameters") as error:
-        run_threads(2, measure_without_reduction)
+        run_procs(2, measure_without_reduction)  # of threads, the first to fail ends the other
     assert set(error.value.failures) == {0, 1}
 
 

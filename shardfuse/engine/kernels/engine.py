@@ -1,24 +1,24 @@
-"""Runs passes over the spans of a shard and chooses how.
+"""Runs passes over tiles and chooses how.
 
 Eager passes go tile by tile: a rule makes temporaries, and in tiles that fit the cache these cost
 no memory traffic. On accelerators tiles only bound the temporaries. Compiled passes fuse the
-temporaries away and take the span whole.
+temporaries away and take all rows at once.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardfuse.engine.kernels import passes
-from shardfuse.engine.kernels.passes import Grad, Scale, Tensors
-from shardfuse.rules import ElementwiseRule, NormRule, RowRule
+from shardfuse.engine.kernels.passes import Scale, Tile
+from shardfuse.rules import UpdateRule
 
 logger = logging.getLogger("shardfuse")
 
@@ -30,163 +30,86 @@ COMPILE_MIN_NUMEL = 2 << 20
 """Smaller shards repay the seconds that a compilation takes only after thousands of steps."""
 
 Floats = tuple[float, ...]
-Pass = Callable[[Any, Any, Any, Scale, Grad, Tensors], None]
-
-
-class Span(NamedTuple):
-    """Elements [start, stop) of a bucket's shard, all at the same step; whole rows of a tile."""
-
-    start: int
-    stop: int
-    step: int
+Pass = Callable[[Any, Any, Any, Scale, Tile], None]
 
 
 class Kernels:
     """The passes of one rule on one device.
 
-    A ``scale`` is one factor; for norm rules also a tensor (rows, 1) over the bucket's shard.
-
     Args:
         rule: the math.
-        row: elements per row of a tile; of norm rules, a block.
         kernel: "eager", "compile" or "auto".
         device: where the shards are.
-        shard_numel: elements of this rank's shards together; "auto" compiles large ones only.
     """
 
-    def __init__(
-        self,
-        rule: ElementwiseRule | NormRule | RowRule,
-        *,
-        row: int,
-        kernel: str,
-        device: torch.device,
-        shard_numel: int,
-    ) -> None:
+    def __init__(self, rule: UpdateRule, *, kernel: str, device: torch.device) -> None:
         self._rule = rule
-        self._row = row
+        self._kernel = kernel
         self._tile_numel = CPU_TILE if device.type == "cpu" else DEVICE_TILE
         self._device = device
-        self.choice, self.reason = _choose(kernel, device, shard_numel)
-        logger.info("kernel=%s on %s: %s", self.choice, device, self.reason)
         self._compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
+        self.choice, self.reason = "", ""
 
-    def elementwise(
-        self, flags: Any, h: Floats, scale: Scale, span: Span, grad: Grad, tensors: Tensors
-    ) -> None:
-        """Run elementwise_pass on ``tensors`` = (p, low, *state), each 1-D, over ``span``."""
-        rows = self._rows(span, tensors)
-        self._run(passes.elementwise_pass, flags, h, scale, self._parts(span, grad), rows)
-
-    def direction(
-        self, flags: Any, h: Floats, scale: Scale, span: Span, grad: Grad, tensors: Tensors
-    ) -> None:
-        """Run direction_pass on ``tensors`` = (sums (k, blocks) or None, p, low, *state)."""
-        sums, *flat = tensors
-        first, last = span.start // self._row, span.stop // self._row
-        sums = None if sums is None else sums[:, first:last]
-        rows = (sums, *self._rows(span, flat))
-        scale = _narrow(scale, first, last - first)
-        if self.choice == "compile":
-            scale = self._per_row(scale, last - first)
-        parts = self._parts(span, grad)
-        self._run(passes.direction_pass, flags, h, scale, parts, rows, first_dim=1)
-
-    def apply(self, flags: Any, h: Floats, span: Span, tensors: Tensors) -> None:
-        """Run apply_pass on ``tensors`` = (ratio (blocks,) or None, p, low, *state)."""
-        ratio, *flat = tensors
-        first, last = span.start // self._row, span.stop // self._row
-        ratio = None if ratio is None else ratio[first:last]
-        self._run(passes.apply_pass, flags, h, None, (), (ratio, *self._rows(span, flat)))
-
-    def row_direction(
-        self, flags: Any, h: Floats, scale: Scale, span: Span, grad: Grad, tensors: Tensors
-    ) -> None:
-        """Run row_direction_pass on (products (k, numel) or None, p, low, *state)."""
-        rows, parts = self._with_planes(span, tensors), self._parts(span, grad)
-        self._run(passes.row_direction_pass, flags, h, scale, parts, rows, first_dim=1)
-
-    def row_apply(
-        self, flags: Any, h: Floats, scale: Scale, span: Span, grad: Grad, tensors: Tensors
-    ) -> None:
-        """Run row_apply_pass on (factors (k, numel) or None, p, low, *state); no ``grad`` is ()."""
-        rows, parts = self._with_planes(span, tensors), self._parts(span, grad)
-        self._run(passes.row_apply_pass, flags, h, scale, parts, rows, first_dim=1)
-
-    def _with_planes(self, span: Span, tensors: Tensors) -> Tensors:
-        planes, *flat = tensors
-        if planes is not None:
-            planes = planes[:, span.start : span.stop].view(len(planes), -1, self._row)
-        return (planes, *self._rows(span, flat))
-
-    def square_sum(self, scale: Scale, sums: Tensor, grad: Grad) -> None:
-        """Write the sum of squares of every block of ``grad`` into ``sums`` (blocks,)."""
-        parts = tuple(part.view(len(sums), -1) for part in grad)
-        self._run(passes.square_sum_pass, None, (), scale, parts, (sums,))
-
-    def _parts(self, span: Span, grad: Grad) -> Grad:
-        return tuple(part[span.start : span.stop].view(-1, self._row) for part in grad)
-
-    def _rows(self, span: Span, tensors: Iterable[Tensor | None]) -> Tensors:
-        return tuple(
-            None if tensor is None else tensor[span.start : span.stop].view(-1, self._row)
-            for tensor in tensors
-        )
-
-    def _run(
-        self,
-        function: Pass,
-        flags: Any,
-        h: Floats,
-        scale: Scale,
-        grad: Grad,
-        tensors: Tensors,
-        first_dim: int = 0,
-    ) -> None:
-        """Run ``function``; rows are along dimension 0, but ``first_dim`` in the first tensor."""
-        if self.choice == "compile" and self._run_compiled(
-            function, flags, h, scale, grad, tensors
-        ):
+    def choose(self, shard_numel: int) -> None:
+        """Choose how to run on shards of so many elements together; what is compiled is kept."""
+        if self.reason.startswith(_FAILED):
             return
-        num_rows, row = _shape(grad, tensors)
+        self.choice, self.reason = _choose(self._kernel, self._device, shard_numel)
+        logger.info("kernel=%s on %s: %s", self.choice, self._device, self.reason)
+
+    def run(
+        self, function: Pass, flags: Any, h: Floats, scale: Scale, tile: Tile, *, is_tail: bool
+    ) -> None:
+        """Run ``function`` on the rows of ``tile``.
+
+        ``scale`` is one factor, or of norm rules (rows, 1). ``is_tail``: rows of a length that
+        occurs nowhere else, not worth a compilation.
+        """
+        if self.choice == "compile" and not is_tail:
+            if function is passes.first_pass and self._rule.grain == "block":
+                scale = self._per_row(scale, _shape(tile)[0])
+            if self._run_compiled(function, flags, h, scale, tile):
+                return
+        num_rows, row = _shape(tile)
         tile_rows = max(1, self._tile_numel // row)
+        if num_rows <= tile_rows:
+            function(self._rule, flags, h, scale, tile)
+            return
         for start in range(0, num_rows, tile_rows):
             length = min(tile_rows, num_rows - start)
-            tile = tuple(
-                None if t is None else t.narrow(first_dim if i == 0 else 0, start, length)
-                for i, t in enumerate(tensors)
+            part = Tile(
+                tuple(g.narrow(0, start, length) for g in tile.grad),
+                None if tile.p is None else tile.p.narrow(0, start, length),
+                None if tile.low is None else tile.low.narrow(0, start, length),
+                tuple(state.narrow(0, start, length) for state in tile.states),
+                None if tile.extra is None else tile.extra.narrow(1, start, length),
             )
-            parts = tuple(part.narrow(0, start, length) for part in grad)
-            function(self._rule, flags, h, _narrow(scale, start, length), parts, tile)
+            function(self._rule, flags, h, _narrow(scale, start, length), part)
 
     def _run_compiled(
-        self,
-        function: Pass,
-        flags: Any,
-        h: Floats,
-        scale: Scale,
-        grad: Grad,
-        tensors: Tensors,
+        self, function: Pass, flags: Any, h: Floats, scale: Scale, tile: Tile
     ) -> bool:
         """Run ``function`` compiled; on a compiler's failure, log it and go eager for good."""
-        key = (function, flags, len(grad), tuple(tensor is None for tensor in tensors))
+        tensors = [*tile.grad, tile.p, tile.low, *tile.states, tile.extra]
+        has = tuple(tensor is None for tensor in tensors)
+        key = (function, flags, len(tile.grad), len(tile.states), has)
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = torch.compile(_copy(function), dynamic=True)
         if isinstance(scale, float):
             scale = torch.tensor(scale, dtype=torch.float32, device=self._device)
         scalars = torch.tensor(h, dtype=torch.float32, device=self._device).unbind()
-        row = _shape(grad, tensors)[1]
-        for tensor in (*grad, *tensors):
+        row = _shape(tile)[1]
+        for tensor in tensors:
             if tensor is not None and tensor.shape[-1] == row:
                 torch._dynamo.mark_static(tensor, tensor.dim() - 1)
         try:
-            compiled(self._rule, flags, scalars, scale, grad, tensors)
+            compiled(self._rule, flags, scalars, scale, tile)
         except Exception as error:
             # Compilation happens before anything is written, so an eager run can take over.
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 raise
-            self.choice, self.reason = "eager", f"torch.compile failed: {error}"
+            self.choice, self.reason = "eager", f"{_FAILED}: {error}"
             logger.warning("kernel=eager on %s: %s", self._device, self.reason)
             return False
         return True
@@ -204,6 +127,9 @@ class Kernels:
         return rows.fill_(1.0 if scale is None else scale)
 
 
+_FAILED = "torch.compile failed"
+
+
 def _copy(function: Pass) -> Pass:
     """Return ``function`` with a code object of its own.
 
@@ -214,9 +140,10 @@ def _copy(function: Pass) -> Pass:
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
-def _shape(grad: Grad, tensors: Tensors) -> tuple[int, int]:
-    """Return (rows, elements per row) of what a pass is run on; the first tensor may be sums."""
-    num_rows, row = next(t.shape for t in (*grad, *tensors[1:]) if t is not None)
+def _shape(tile: Tile) -> tuple[int, int]:
+    """Return (rows, elements per row) of what a pass is run on."""
+    tensor = tile.p if tile.p is not None else tile.grad[0]
+    num_rows, row = tensor.shape
     return num_rows, row
 
 

@@ -1,0 +1,158 @@
+"""ForeignShards: one flat partition that somebody else has laid out, as the driver sees it.
+
+Such a partition cuts tensors anywhere, so that the blocks of shardfuse's own layout do not exist in
+it. A segment, the part of one tensor in the partition, is run as rows of BLOCK elements and one
+shorter row, its tail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfuse.engine.units import BlockTable, Span, Trained, Unit
+from shardfuse.layout import BLOCK, ParamSpec
+from shardfuse.rules import UpdateRule
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Elements [start, start + numel) of a partition, all of one parameter."""
+
+    param: int  # position among the parameters of the group
+    start: int
+    numel: int
+    policy: str
+
+
+class _Cut(NamedTuple):
+    """Elements [start, stop) of a partition: whole blocks, or the one shorter row after them."""
+
+    start: int
+    stop: int
+    trained: int
+    param: int
+
+
+class ForeignShards:
+    """Units are the segments' blocks and tails; see Shards. The group and step are set per step.
+
+    Args:
+        rule: names the states.
+        flat: the partition, (numel,) fp32 or fp64; its ``grad`` is the mean gradient.
+        segments: the tensors in it, in order; padding is in none.
+        policies: the policy of every parameter of the group, on this rank or not.
+        global_square: returns the squared norm () of the gradients of all groups, as they are now.
+    """
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        flat: Tensor,
+        segments: Sequence[Segment],
+        *,
+        policies: Sequence[str],
+        global_square: Callable[[], Tensor] | None = None,
+    ) -> None:
+        self._rule = rule
+        self._flat = flat
+        self._global_square = global_square
+        self._num_params = len(policies)
+        self._policies = sorted(set(policies))
+        if rule.grain == "element" and len(self._policies) == 1:
+            # Nothing depends on where tensors begin.
+            segments = [Segment(0, 0, flat.numel(), policies[0])]
+        self._cuts = [cut for segment in segments for cut in self._cut(segment)]
+        self._group: Mapping[str, Any] = {}
+        self._states: Sequence[Tensor] = ()
+        self._step = 0
+
+    def _cut(self, segment: Segment) -> Iterator[_Cut]:
+        stop = segment.start + segment.numel
+        middle = stop - segment.numel % BLOCK
+        trained = self._policies.index(segment.policy)
+        if middle > segment.start:
+            yield _Cut(segment.start, middle, trained, segment.param)
+        if stop > middle:
+            yield _Cut(middle, stop, trained, segment.param)
+
+    def set_step(self, group: Mapping[str, Any], states: Sequence[Tensor], step: int) -> None:
+        """Set what the next update is made with.
+
+        Args:
+            group: hyper-parameters.
+            states: the rule's states, each (numel,), in the order of its names.
+            step: number of the update, from 1.
+        """
+        self._group, self._states, self._step = group, states, step
+
+    @property
+    def device(self) -> torch.device:
+        """Where the partition is."""
+        return self._flat.device
+
+    @property
+    def trained(self) -> Sequence[Trained]:
+        """The group, once for each policy in it."""
+        dtype = str(self._flat.dtype)
+        return [Trained(i, self._group, policy, dtype) for i, policy in enumerate(self._policies)]
+
+    def gradients(self) -> Iterator[Unit]:
+        """Yield every cut."""
+        assert self._flat.grad is not None
+        for index, cut in enumerate(self._cuts):
+            numel = cut.stop - cut.start
+            row = BLOCK if numel % BLOCK == 0 else numel
+            yield Unit(index, cut.trained, numel, row, (self._flat.grad[cut.start : cut.stop],))
+
+    def open(self, unit: Unit) -> None:
+        """Fill in parameters and states."""
+        cut = self._cuts[unit.index]
+        unit.p = self._flat.detach()[cut.start : cut.stop]
+        unit.states = tuple(state[cut.start : cut.stop] for state in self._states)
+        unit.spans = [Span(0, unit.numel, self._step)]
+
+    def close(self, unit: Unit) -> None:
+        """Do nothing: who owns the partition gathers it."""
+
+    def advance(self) -> None:
+        """Do nothing: who owns the partition counts."""
+
+    def retain(self) -> None:
+        """Do nothing: gradients stay."""
+
+    def mean(self, trained: int) -> float | None:
+        """Return None: the gradient is the mean."""
+        return None
+
+    def global_square(self) -> Tensor | None:
+        """Return the squared norm () of all groups' gradients; one partition has but its own."""
+        clip = self._rule.clip(self._group)
+        if self._global_square is None or clip is None or clip.scope != "global":
+            return None
+        return self._global_square().to(self._flat.device)
+
+    def blocks(self, trained: Sequence[int]) -> BlockTable:
+        """Return the blocks of the cuts, a tail being one."""
+        owners: list[tuple[int, int, int]] = []
+        extents: dict[int, tuple[int, int]] = {}
+        num_blocks = 0
+        for index, cut in enumerate(self._cuts):
+            if cut.trained in trained:
+                stop = num_blocks + -(-(cut.stop - cut.start) // BLOCK)
+                extents[index] = (num_blocks, stop)
+                owners.append((cut.param, num_blocks, stop))
+                num_blocks = stop
+        return BlockTable(owners, extents, num_blocks, self._num_params)
+
+    def params(self, trained: int) -> Sequence[tuple[int, ParamSpec]]:
+        """Refuse: which rows a segment has parts of is not known.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("Sums over rows are not there over foreign partitions.")

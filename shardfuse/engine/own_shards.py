@@ -1,0 +1,155 @@
+"""OwnShards: the flat buffers of ShardedOptimizer, as the driver sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfuse.engine.flat_state import FlatState
+from shardfuse.engine.gather import ParamSync
+from shardfuse.engine.units import BlockTable, Trained, Unit
+from shardfuse.grads.full import GradSync
+from shardfuse.grads.reduced import PresyncedGrads
+from shardfuse.layout import BLOCK, Bucket, ParamSpec, round_up
+from shardfuse.rules import UpdateRule
+from shardfuse.scaling import ScaledStep
+
+
+class OwnShards:
+    """Units are buckets' shards; see Shards. A flat that ``grads`` does not have is dormant.
+
+    Args:
+        rule: names the states.
+        groups: the optimizer's own ``param_groups``, read at every step.
+        flats: all flats, indexed as in the layout; may grow.
+        grads, gather: the two directions of data.
+        row: elements of a tile's row, which every slot has a multiple of.
+    """
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        groups: Sequence[Mapping[str, Any]],
+        flats: Sequence[FlatState],
+        *,
+        grads: GradSync | PresyncedGrads,
+        gather: ParamSync,
+        row: int,
+    ) -> None:
+        self._rule = rule
+        self._groups = groups
+        self._flats = flats
+        self._grads = grads
+        self._gather = gather
+        self._row = row
+        self._awake = [state for state in flats if grads.has(state.flat)]
+        self._buckets: dict[int, Bucket] = {
+            bucket.index: bucket for state in self._awake for bucket in state.flat.buckets
+        }
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parts are."""
+        return self._flats[0].device if self._flats else torch.device("cpu")
+
+    @property
+    def trained(self) -> Sequence[Trained]:
+        """The flats that are awake."""
+        return [
+            Trained(flat.index, self._groups[flat.group], flat.policy, flat.dtype)
+            for flat in (state.flat for state in self._awake)
+        ]
+
+    def gradients(self) -> Iterator[Unit]:
+        """Yield the shard of every bucket, in launch order."""
+        for bucket, parts in self._grads.reduced():
+            fragments = self._flats[bucket.flat].fragments[bucket.index]
+            row = self._row
+            yield Unit(bucket.index, bucket.flat, bucket.shard_numel, row, parts, fragments)
+
+    def open(self, unit: Unit) -> None:
+        """Fill in master, states and spans."""
+        state, bucket = self._flats[unit.trained], self._buckets[unit.index]
+        unit.p, unit.low = state.tensors(bucket)
+        names = self._rule.state_names(self._groups[state.flat.group])
+        unit.states = tuple(state.states[name].segment(bucket) for name in names)
+        idle = self._grads.idle(bucket, unit.grad)
+        unit.spans = state.spans(bucket, self._grads.missing(state.flat), idle)
+
+    def close(self, unit: Unit) -> None:
+        """Launch the all-gather of the bucket."""
+        self._gather.start(self._flats[unit.trained].params_buffer, self._buckets[unit.index])
+
+    def advance(self) -> None:
+        """Count an update of every parameter that had one."""
+        for state in self._awake:
+            state.advance(self._grads.missing(state.flat))
+
+    def retain(self) -> None:
+        """Keep the reduced gradients."""
+        self._grads.retain()
+
+    def mean(self, trained: int) -> float | None:
+        """Return the factor from a flat's summed gradients to their mean over ranks."""
+        return self._grads.scale(trained)
+
+    def global_square(self) -> Tensor | None:
+        """Return None: nobody has summed it up."""
+        return None
+
+    def unscale(self, scaled: ScaledStep, coefficient: Tensor | None) -> Tensor | None:
+        """Return ``coefficient`` with what undoes the loss scale; see [Note: gradient scalers].
+
+        Raises:
+            RuntimeError: on all ranks, where their loss scales differ and gradients were clipped
+                without being unscaled.
+        """
+        if scaled.inverse is None:
+            return coefficient
+        if scaled.is_equal:
+            return scaled.inverse if coefficient is None else coefficient * scaled.inverse
+        if self._grads.is_reduced:
+            raise RuntimeError(
+                "The ranks have different loss scales, and clip_grad_norm() has added up gradients "
+                "that are still scaled by them. Call scaler.unscale_(optimizer) before it, or use "
+                "shardfuse.ShardedGradScaler, which keeps one scale."
+            )
+        self._grads.multiply(scaled.inverse)
+        return coefficient
+
+    def named_grads(self) -> list[tuple[str, Tensor | None]]:
+        """Return (name, gradient on this rank) of every parameter, in order of registration."""
+        members = [
+            (slot.param, spec.name, param.grad)
+            for state in self._flats
+            for slot, spec, param in zip(state.flat.slots, state.specs, state.params, strict=True)
+        ]
+        return [(name, grad) for _, name, grad in sorted(members, key=lambda member: member[0])]
+
+    def blocks(self, trained: Sequence[int]) -> BlockTable:
+        """Return the blocks of flats, which have slots of whole ones."""
+        owners: list[tuple[int, int, int]] = []
+        extents: dict[int, tuple[int, int]] = {}
+        num_blocks = 0
+        for state in (self._flats[index] for index in trained):
+            assert state.flat.align == BLOCK, "a block holds several parameters"
+            for bucket in state.flat.buckets:
+                stop = num_blocks + bucket.shard_numel // BLOCK
+                extents[bucket.index] = (num_blocks, stop)
+                for fragment in state.fragments[bucket.index]:
+                    start = num_blocks + fragment.shard_start // BLOCK
+                    length = round_up(fragment.numel, BLOCK) // BLOCK
+                    owners.append((fragment.param, start, start + length))
+                num_blocks = stop
+        num_params = sum(len(state.params) for state in self._flats)
+        return BlockTable(owners, extents, num_blocks, num_params)
+
+    def params(self, trained: int) -> Sequence[tuple[int, ParamSpec]]:
+        """Return (number, spec) of the parameters of a flat, in slot order."""
+        state = self._flats[trained]
+        return [
+            (slot.param, spec) for slot, spec in zip(state.flat.slots, state.specs, strict=True)
+        ]
