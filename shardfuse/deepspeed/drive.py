@@ -20,8 +20,8 @@ from torch import Tensor
 from shardfuse.deepspeed import partitions, peer, refusals
 from shardfuse.deepspeed.bridge import EngineBridge
 from shardfuse.deepspeed.lamb import from_fused_lamb, from_lamb_options
-from shardfuse.deepspeed.partitioned import Partitioned, hand_over, partitioned_class
 from shardfuse.optim import ShardedLamb, ShardedOptimizer
+from shardfuse.optim.foreign import laid_out_elsewhere
 
 
 @dataclass
@@ -131,7 +131,7 @@ class _Plan:
         """Let shardfuse shard, and the engine drive it."""
         engine, optimizer = self._engine, self._instance
         if optimizer is None:
-            optimizer = self._build(self.cls)
+            optimizer = self._build()
         else:
             _rebind(optimizer)
         # No wrapper: those of the bf16 block would hand out copies of the parameters.
@@ -150,11 +150,10 @@ class _Plan:
         engine, zero = self._engine, peer.zero_class()
         optimizer = self._instance
         if optimizer is None:
-            optimizer = self._build(partitioned_class(self.cls))
+            with laid_out_elsewhere():
+                optimizer = self._build()
         refusals.check_rule(optimizer._rule, engine, self.cls.__name__)
-        if optimizer is self._instance:
-            hand_over(optimizer)
-        assert isinstance(optimizer, Partitioned)
+        own = partitions.Partitions(optimizer)
         supported = peer.supported_optimizers()
         supported.append(type(optimizer))
         try:
@@ -171,12 +170,12 @@ class _Plan:
                 "further options, and see the list in shardfuse's README."
             )
         peer.probe(wrapper, zero.__name__, peer.ZERO_ATTRIBUTES)
-        partitions.bind(wrapper, optimizer)
+        partitions.bind(wrapper, optimizer, own)
 
-    def _build(self, cls: type[Any]) -> ShardedOptimizer:
+    def _build(self) -> ShardedOptimizer:
         groups = _named(_groups(self._params), self._engine.param_names)
-        built: ShardedOptimizer = cls(groups, **self._options)
-        return built
+        make: Callable[..., ShardedOptimizer] = self.cls
+        return make(groups, **self._options)
 
 
 def _groups(params: Any) -> list[dict[str, Any]]:

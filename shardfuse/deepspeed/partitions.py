@@ -1,26 +1,154 @@
-"""Reads where tensors lie in the partitions of DeepSpeed's ZeRO stages 1 and 2."""
+"""ZeRO stages 1 and 2: our optimizers over partitions that DeepSpeed makes.
+
+DeepSpeed gives the optimizer it wraps one flat fp32 partition per group in place of the group's
+parameters, and calls step() once per group. States lie in ``optimizer.state`` as torch keeps them,
+each of the partition's shape: DeepSpeed's checkpoints, universal ones too, find what they expect.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
 import weakref
-from typing import Any
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from shardfuse.comm import communicator_for
-from shardfuse.deepspeed.partitioned import Partitioned
+from shardfuse.config import ShardConfig
 from shardfuse.engine.foreign_shards import ForeignShards, Segment
 from shardfuse.engine.kernels import Kernels
+from shardfuse.engine.state_io import merged_groups, packed_groups
 from shardfuse.engine.step import StepEngine
+from shardfuse.optim import ShardedOptimizer
+from shardfuse.optim.foreign import hand_over
 
 logger = logging.getLogger("shardfuse")
 
 
-def bind(zero: Any, optimizer: Partitioned) -> None:
-    """Tell ``optimizer`` of every partition that ``zero`` has put in its groups.
+class _Partition(NamedTuple):
+    """This rank's part of a group."""
+
+    shards: ForeignShards
+    engine: StepEngine
+    positions: list[int]  # of the group's parameters in the optimizer's layout
+
+
+class Partitions:
+    """What an optimizer works on in place of flat buffers of its own; see Foreign.
+
+    A parameter that had no gradient counts as one of gradient zero: DeepSpeed fills it in.
+
+    Args:
+        optimizer: has read its parameters, and gets ``self`` as its Foreign.
+
+    Raises:
+        ValueError: it was stepped, or is over partitions already.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        if isinstance(optimizer._foreign, Partitions):
+            raise ValueError(
+                f"This {type(optimizer).__name__} is driven by another DeepSpeed engine. Build a "
+                "new one for this engine."
+            )
+        _check_config(optimizer._config)
+        flats = optimizer._flats
+        if any(state.step_of(slot.param) for state in flats for slot in state.flat.slots):
+            raise ValueError(
+                f"This {type(optimizer).__name__} was stepped already. Pass a fresh one to "
+                "deepspeed.initialize(), and load its state through engine.load_checkpoint()."
+            )
+        self._optimizer = weakref.ref(optimizer)
+        self._partitions: dict[int, _Partition] = {}
+        self.state: Any = defaultdict(dict)
+        self.ratio: Tensor | None = None
+        self._num_params = len(optimizer.layout.specs)
+        hand_over(optimizer, self)
+
+    def add(self, flat: Tensor, partition: _Partition) -> None:
+        """Take over the partition ``flat``."""
+        self._partitions[id(flat)] = partition
+
+    def step(self) -> None:
+        """Update the partitions that are in the groups. Collective where norms are needed.
+
+        Raises:
+            RuntimeError: a group holds what no partition was made of.
+        """
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        for group in optimizer.param_groups:
+            flat = group["params"][0]
+            if id(flat) not in self._partitions or flat.grad is None:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} was given a flat partition that it knows no "
+                    "tensors of, or no gradient for it. Build it through deepspeed.initialize() "
+                    "with shardfuse.deepspeed imported, and leave the steps to the engine."
+                )
+            self._update(optimizer, flat, group)
+
+    def _update(self, optimizer: ShardedOptimizer, flat: Tensor, group: dict[str, Any]) -> None:
+        rule, state, own = optimizer._rule, self.state[flat], self._partitions[id(flat)]
+        for name, value in rule.initial_states(group).items():
+            if name not in state:
+                state[name] = torch.full_like(flat, value, requires_grad=False)
+                if not rule.counts_steps:
+                    state["step"] = 0  # momentum was set above 0 later: its first update comes now
+        step = int(state.get("step", 0)) + 1
+        own.engine.ratio = None
+        own.shards.set_step(group, [state[name] for name in rule.state_names(group)], step)
+        own.engine.run(None, None)
+        state["step"] = step
+        if rule.counts_in_groups:
+            group["step"] = step
+        if self.ratio is None:
+            self.ratio = torch.ones(self._num_params, device=flat.device)
+        self.ratio[own.positions] = 1.0 if own.engine.ratio is None else own.engine.ratio
+
+    def collect(self) -> dict[str, Any]:
+        """Return this rank's partitions of the states, as torch keeps them. Local."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        flats = [flat for group in optimizer.param_groups for flat in group["params"]]
+        state = {index: self.state[flat] for index, flat in enumerate(flats) if flat in self.state}
+        return {"state": state, "param_groups": packed_groups(optimizer.param_groups)}
+
+    def restore(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what collect() gave on this rank. Local.
+
+        Raises:
+            ValueError: a hyper-parameter out of range; nothing is loaded then.
+        """
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        merged = merged_groups(optimizer.param_groups, state_dict["param_groups"], optimizer._rule)
+        for group, new in zip(optimizer.param_groups, merged, strict=True):
+            group.update(new)
+        flats = [flat for group in optimizer.param_groups for flat in group["params"]]
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        for key, flat in zip(keys, flats, strict=True):
+            saved = state_dict["state"].get(key, {})
+            self.state[flat] = {
+                name: value.to(flat.device, flat.dtype, copy=True)
+                if isinstance(value, Tensor) and name != "step"
+                else value
+                for name, value in saved.items()
+            }
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raise RuntimeError: ``what`` is DeepSpeed's, or of buffers that are not there."""
+        raise RuntimeError(
+            f"{what} is not there while DeepSpeed shards (ZeRO stage 1 and 2): ask the engine, or "
+            'set "zero_optimization": {"stage": 0}.'
+        )
+
+
+def bind(zero: Any, optimizer: ShardedOptimizer, own: Partitions) -> None:
+    """Tell ``own`` of every partition that ``zero`` has put in the groups of ``optimizer``.
 
     Args:
         zero: DeepSpeed's optimizer of stage 1 or 2, which wraps ``optimizer``.
@@ -36,13 +164,14 @@ def bind(zero: Any, optimizer: Partitioned) -> None:
         positions = [index_of[param] for param in members]
         policies = [optimizer.layout.specs[position].policy for position in positions]
         whole = zero.bit16_groups_flat[number]
-        comm = communicator_for(zero.real_dp_process_group[number], whole.device)
+        group, collectives = zero.real_dp_process_group[number], optimizer._config.collectives
+        comm = communicator_for(group, whole.device, collectives)
         segments = _segments(zero, number, comm.rank, policies)
         shards = ForeignShards(rule, flat, segments, policies=policies, global_square=square)
-        kernels = Kernels(rule, kernel=optimizer._config.kernel, device=flat.device)
+        kernels = Kernels(rule, optimizer._config.kernel, flat.device)
         kernels.choose(flat.numel())
         engine = StepEngine(rule, shards, comm=comm, kernels=kernels, comm_device=whole.device)
-        optimizer.bind(flat, shards, engine, positions)
+        own.add(flat, _Partition(shards, engine, positions))
         _check_map(members, segments, number)
     optimizer._params = []  # the optimizer is to hold nothing but its partitions
 
@@ -102,3 +231,12 @@ def _global_square(zero_ref: weakref.ref[Any]) -> Tensor:
     if zero.clip_grad > 0:
         norm = norm / ((norm + 1e-6) / zero.clip_grad).clamp(min=1.0)
     return norm.square()
+
+
+def _check_config(config: ShardConfig) -> None:
+    """Raise ValueError if ``config`` has what only shardfuse's own steps do."""
+    if config.clip_grad_norm is not None:
+        raise ValueError(
+            'sharding={"clip_grad_norm": ...} is for loops without DeepSpeed, whose engine clips '
+            'at ZeRO stages 1 and 2: write "gradient_clipping" in its configuration.'
+        )

@@ -99,7 +99,8 @@ class ForeignShards:
     def trained(self) -> Sequence[Trained]:
         """The group, once for each policy in it."""
         dtype = str(self._flat.dtype)
-        return [Trained(i, self._group, policy, dtype) for i, policy in enumerate(self._policies)]
+        policies = enumerate(self._policies)
+        return [Trained(number, 0, self._group, policy, dtype) for number, policy in policies]
 
     def gradients(self) -> Iterator[Unit]:
         """Yield every cut."""

@@ -59,7 +59,7 @@ class OwnShards:
     def trained(self) -> Sequence[Trained]:
         """The flats that are awake."""
         return [
-            Trained(flat.index, self._groups[flat.group], flat.policy, flat.dtype)
+            Trained(flat.index, flat.index, self._groups[flat.group], flat.policy, flat.dtype)
             for flat in (state.flat for state in self._awake)
         ]
 

@@ -51,17 +51,18 @@ class StepEngine:
         self.ratio: Tensor | None = None  # (num_params,), of the last step; 1 where none was taken
 
     def square_norms(self) -> Tensor:
-        """Return the squared norm of each Trained's mean gradient over all ranks, (n,) fp32.
+        """Return the squared norm of each flat's mean gradient over all ranks, (n,) fp32.
 
         Reduces the gradients and keeps them reduced. One all-reduce.
         """
         self._shards.retain()
-        num_trained = 1 + max((trained.number for trained in self._shards.trained), default=0)
-        squares = torch.zeros(num_trained, dtype=torch.float32, device=self._shards.device)
+        flats = {trained.number: trained.flat for trained in self._shards.trained}
+        num_flats = 1 + max(flats.values(), default=0)
+        squares = torch.zeros(num_flats, dtype=torch.float32, device=self._shards.device)
         for unit in self._shards.gradients():
             blocks = squares.new_empty(1, unit.num_blocks)
             self._square(unit, blocks)
-            squares[unit.trained] += blocks.sum()
+            squares[flats[unit.trained]] += blocks.sum()
         return self._total(squares)
 
     def run(self, coefficient: Tensor | None, max_norm: float | None) -> None:
@@ -195,11 +196,11 @@ class StepEngine:
 
 
 def _peers(trained: list[Trained], own: Trained, clip: Clip) -> slice | list[int]:
-    """Return the Trained, by index, whose norm clips ``own``."""
+    """Return the flats whose norm clips ``own``."""
     if clip.scope == "global":
         return slice(None)
     group = [t for t in trained if t.group is own.group]
-    return [t.number for t in group if clip.scope == "group" or t.dtype == own.dtype]
+    return sorted({t.flat for t in group if clip.scope == "group" or t.dtype == own.dtype})
 
 
 def _factor(clip: Clip, square: Tensor, coefficient: Tensor | None) -> Tensor:

@@ -26,6 +26,7 @@ class Trained(NamedTuple):
     """Parameters that are updated alike: a flat, or those of one policy in a foreign partition."""
 
     number: int
+    flat: int  # number of the buffer that it is, or is a part of
     group: Mapping[str, Any]
     policy: str
     dtype: str

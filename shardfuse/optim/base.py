@@ -32,6 +32,7 @@ from shardfuse.grads.full import GradSync
 from shardfuse.grads.reduced import PresyncedGrads
 from shardfuse.grads.slots import FlatParams, clear_grads
 from shardfuse.layout import FlatLayout
+from shardfuse.optim.foreign import is_laid_out_elsewhere
 from shardfuse.optim.memory import MemorySummary
 from shardfuse.optim.torch_like import TorchLike, TorchOptions, checked
 from shardfuse.rules import UpdateRule
@@ -121,8 +122,7 @@ class ShardedOptimizer(TorchLike):
         self._gather = ParamSync(self.communicator)
         self._overflows = OverflowReport(self.communicator, self._config.report_overflow)
         if error is None:
-            kernel = self._config.kernel
-            self._kernels = Kernels(self._rule, kernel=kernel, device=self._device)
+            self._kernels = Kernels(self._rule, self._config.kernel, self._device)
         self._clip_coefficient: Tensor | None = None
         self._terms = Terms(self.communicator, self._config.grads_are_reduced)
         self._consolidated: dict[str, Any] | None = None
@@ -138,6 +138,7 @@ class ShardedOptimizer(TorchLike):
         if not self._built:
             super().add_param_group(self._read_group(param_group))
             return
+        self._refuse_if_foreign("add_param_group()")
         error: Exception | None = None
         first_group = len(self.param_groups)
         with self.communicator.call("add_param_group()"):
@@ -174,6 +175,8 @@ class ShardedOptimizer(TorchLike):
         num_old = len(self._flats)
         self.layout = layout
         self._params += [param for param, _ in added]
+        if is_laid_out_elsewhere():
+            return
         for buffer in self._buffers.add(layout.flats[num_old:], self._device):
             flat = buffer.flat
             members = [slot.param for slot in flat.slots]
@@ -218,11 +221,13 @@ class ShardedOptimizer(TorchLike):
         Raises:
             TypeError: a parameter has another device, dtype or shape now; build a new optimizer.
         """
+        self._refuse_if_foreign("rebind()")
         for state in self._flats:
             state.bind()
 
     def memory_summary(self) -> MemorySummary:
         """Return the bytes held on this rank for parameters, gradients and states."""
+        self._refuse_if_foreign("memory_summary()")
         state_nbytes = sum(state.state_nbytes for state in self._flats)
         return MemorySummary(
             world_size=self.communicator.world_size,
@@ -238,6 +243,9 @@ class ShardedOptimizer(TorchLike):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, to None or to zero."""
         self._clip_coefficient = None
+        if self._foreign is not None:
+            super().zero_grad(set_to_none)
+            return
         self._grads.zero(set_to_none, absent=self._zero_is_absent)
         for state in self._flats:
             if not self._grads.has(state.flat):
@@ -259,6 +267,7 @@ class ShardedOptimizer(TorchLike):
         gradients are reduced for this alone: ``clip_grad_norm(math.inf)`` gives the norm and lets
         step() use what was reduced.
         """
+        self._refuse_if_foreign("grad_norm()")
         with self.communicator.call("grad_norm()"):
             norm = self._grad_norm()
         if self._clip_coefficient is None:
@@ -294,6 +303,7 @@ class ShardedOptimizer(TorchLike):
         Raises:
             ValueError: ``max_norm`` is not above 0.
         """
+        self._refuse_if_foreign("clip_grad_norm()")
         with self.communicator.call("clip_grad_norm()"):
             if not max_norm > 0:
                 raise ValueError(f"Invalid max_norm: {max_norm}. Must be > 0.")
@@ -322,14 +332,14 @@ class ShardedOptimizer(TorchLike):
         with self.communicator.call("step()"):
             return self._step(closure)
 
-    def _refresh_groups(self) -> None:
-        """Write what is read anew at every step() into ``param_groups``: nothing here."""
-
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._foreign is not None:
+            self._foreign.step()
+            return loss
         self._before_step()
         scaler = "without" if self.__dict__.get("found_inf") is None else "under"
         clipped = "without" if self._clip_coefficient is None else "with"

@@ -117,7 +117,7 @@ class ShardedLamb(ShardedOptimizer):
         The ratio is 1 where the variant takes none, and for a parameter that was not updated. Every
         rank has all of them, so this needs no communication; reading them waits for the device.
         """
-        ratio = self._engine.ratio
+        ratio = (self._foreign or self._engine).ratio
         if ratio is None:
             return {}
         names = (spec.name for spec in self.layout.specs)

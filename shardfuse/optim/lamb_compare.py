@@ -154,7 +154,7 @@ def _step_norm(
     p = start.clone()
     states = (torch.zeros_like(p), torch.zeros_like(p))
     shards = ForeignShards(rule, p, [Segment(0, 0, p.numel(), policy)], policies=[policy])
-    kernels = Kernels(rule, kernel="eager", device=p.device)
+    kernels = Kernels(rule, "eager", p.device)
     engine = StepEngine(rule, shards, comm=SingleRank(), kernels=kernels)
     generator = torch.Generator().manual_seed(seed)
     for step in range(1, num_steps + 1):

@@ -73,6 +73,7 @@ class _NpuFused(ShardedOptimizer):
         Raises:
             ValueError: an argument out of range.
         """
+        self._refuse_if_foreign("clip_grad_norm_fused_()")
         max_norm, norm_type = float(max_norm), float(norm_type)
         if not max_norm >= 0:
             raise ValueError(f"Invalid max_norm: {max_norm}. Must be >= 0.")
@@ -117,6 +118,7 @@ class _NpuFused(ShardedOptimizer):
         dtype. A third one is added for bf16 parameters, and further ones for groups that were added
         later. Edits reach the model and the next step(); make the same ones on every rank.
         """
+        self._refuse_if_foreign("get_combined_params()")
         self._padding_is_shared = True
         return list(self._buffers.combined)
 
@@ -131,6 +133,7 @@ class _NpuFused(ShardedOptimizer):
         Raises:
             RuntimeError: the gradients are reduced elsewhere (``grads_are_reduced``).
         """
+        self._refuse_if_foreign("get_combined_grads()")
         self._begin()
         return self._grads.combined(shared=True)
 
@@ -138,6 +141,7 @@ class _NpuFused(ShardedOptimizer):
     @torch.no_grad()
     def grads_all_group_combined(self) -> list[Tensor | None]:
         """What torch_npu's GradScaler unscales in place: tensors that hold every gradient."""
+        self._refuse_if_foreign("torch_npu's GradScaler")
         self._begin()
         combined = self._grads.combined(shared=False)
         # The operator that unscales counts as no write to torch: what was reduced before is stale.
@@ -147,6 +151,7 @@ class _NpuFused(ShardedOptimizer):
     @torch.no_grad()
     def _maybe_init_combined_params_and_grads(self) -> None:
         """Make every gradient a view of the combined ones; for torch_npu's GradScaler."""
+        self._refuse_if_foreign("torch_npu's GradScaler")
         self._begin()
         self._grads.combined(shared=False)
 

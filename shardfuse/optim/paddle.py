@@ -233,6 +233,7 @@ class Lamb(ShardedOptimizer):
                 "minimize() takes the loss alone; set requires_grad=False on parameters to leave "
                 "out."
             )
+        self._refuse_if_foreign("minimize()")
         versions = self._grad_versions()
         if versions == self._grads_seen or not any(versions):
             loss.backward()  # type: ignore[no-untyped-call]

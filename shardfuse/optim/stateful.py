@@ -16,6 +16,7 @@ from shardfuse.engine.flat_state import FlatState
 from shardfuse.engine.state_view import StateView
 from shardfuse.engine.terms import Terms
 from shardfuse.layout import FlatLayout
+from shardfuse.optim.foreign import Foreign
 from shardfuse.rules import UpdateRule
 
 logger = logging.getLogger("shardfuse")
@@ -38,6 +39,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     _built: bool
     _flats: list[FlatState]
     _terms: Terms
+    _foreign: Foreign | None = None
     _consolidated: dict[str, Any] | None  # the full state, until the next step
     _is_fresh: bool  # no step was taken and no state loaded: alike on all ranks
     _join_config: Any = None  # set by torch.distributed.algorithms.Join, for good
@@ -52,13 +54,17 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: another mapping was assigned.
         """
+        if self._foreign is not None:
+            return self._foreign.state
         if "_view" not in self.__dict__:
             self._view = StateView(self._flats)
         return self._view
 
     @state.setter
     def state(self, value: Any) -> None:
-        if self._built and value is not self.state:
+        if self._foreign is not None:
+            self._foreign.state = value
+        elif self._built and value is not self.state:
             self.state.clear()  # says what to do instead
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,6 +92,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def _collect(self) -> dict[str, Any]:
         """Return what state_dict() does, before its post-hooks."""
+        if self._foreign is not None:
+            return self._foreign.collect()
         asked = asked_by_torch()
         if asked is not None:
             self._can_be_saved = True
@@ -126,6 +134,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         Goes bucket by bucket into CPU memory; ``to=None`` is every rank. Valid until the next step.
         """
+        self._refuse_if_foreign("consolidate_state_dict()")
         self._refuse_in_join("consolidate_state_dict()")
         if to is not None and not 0 <= to < self.communicator.world_size:
             raise ValueError(
@@ -191,6 +200,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def _restore(self, state_dict: Mapping[str, Any]) -> None:
         """Do what load_state_dict() does, between its hooks."""
+        if self._foreign is not None:
+            self._foreign.restore(state_dict)
+            return
         # torch's own moves states to where their parameters are by now. Accelerate leans on that:
         # it moves the model, even from "cpu" to "cpu:0", and then loads the optimizer's own state.
         for state in self._flats:
@@ -211,6 +223,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         load_sharded_state_dict(). State-dict hooks are not called: it is not of their format.
         """
         self._can_be_saved = True
+        self._refuse_if_foreign("sharded_state_dict()")
         self._refuse_in_join("sharded_state_dict()")
         with self.communicator.call("sharded_state_dict()"):
             return sharded_io.sharded(
@@ -225,11 +238,17 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a state is missing, or is another rank's part.
         """
+        self._refuse_if_foreign("load_sharded_state_dict()")
         sharded_io.load_sharded(self.layout, self._flats, self.param_groups, self._rule, state_dict)
         self._consolidated = None
         self._is_fresh = False
         self._num_calls = 0
         self._terms.loaded(max((state.most_steps for state in self._flats), default=0))
+
+    def _refuse_if_foreign(self, what: str) -> None:
+        """Raise RuntimeError where ``what`` is not there, because others lay out the parameters."""
+        if self._foreign is not None:
+            self._foreign.refuse(what)
 
     def _refuse_in_join(self, what: str) -> None:
         """Raise RuntimeError inside a Join: a rank that has joined would not take part."""

@@ -57,6 +57,8 @@ class _HandlesUnscaling:
         ranks that is wrong: it may be unscaled, and clipped, as under any optimizer. Where it is
         not, clipping it is what must not be done.
         """
+        if optimizer is not None and optimizer._foreign is not None:
+            return False  # who shards undoes loss scales, too
         if optimizer is None or not optimizer._config.grads_are_reduced:
             return True
         return hasattr(sys._getframe(1).f_locals.get("self"), "unscale_")  # torch's, torch_npu's
@@ -126,6 +128,7 @@ class TorchLike(StatefulOptimizer, Joinable):
         Raises:
             RuntimeError: ``grads_are_reduced``: a rank that has joined has no mean gradient.
         """
+        self._refuse_if_foreign("torch.distributed.algorithms.Join")
         if self._config.grads_are_reduced:
             raise RuntimeError(
                 f"{type(self).__name__} cannot be given to Join with grads_are_reduced=True: "

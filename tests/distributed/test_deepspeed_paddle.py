@@ -61,7 +61,7 @@ class Falling:
 
 
 def build(
-    entries: Sequence[runs.Entry], clip: str, *, own: bool
+    entries: Sequence[runs.Entry], clip: str, *, own: bool, **options: Any
 ) -> tuple[Falling, runs.Weights, Lamb]:
     """Return (scheduler, model, optimizer); with ``own``, a group that differs in everything."""
     model, scheduler = runs.Weights(entries), Falling()
@@ -77,6 +77,7 @@ def build(
         parameters=groups,
         grad_clip=CLIPS[clip],
         exclude_from_weight_decay_fn=lambda param: param.dim() < 2,
+        **options,
     )
     return scheduler, model, optimizer
 
@@ -202,7 +203,8 @@ def all_reduced(stage: int) -> dict[str, list[int]]:
     """Return the elements of every all-reduce that step() itself makes, by clip."""
     found = {}
     for clip in ("none", "norm", "global", "value"):
-        _, model, optimizer = build(runs.ENTRIES, clip, own=False)
+        native = {"collectives": "native"}  # gloo's own, which can be counted
+        _, model, optimizer = build(runs.ENTRIES, clip, own=False, sharding=native)
         job = Job(how="instance", stage=stage)
         engine = engine_of(job, model, optimizer)
         engine.backward(engine(grads_of(job, 0)))

@@ -38,11 +38,11 @@ class Kernels:
 
     Args:
         rule: the math.
-        kernel: "eager", "compile" or "auto".
+        kernel: "eager", "compile" or "auto"; see choose().
         device: where the shards are.
     """
 
-    def __init__(self, rule: UpdateRule, *, kernel: str, device: torch.device) -> None:
+    def __init__(self, rule: UpdateRule, kernel: str, device: torch.device) -> None:
         self._rule = rule
         self._kernel = kernel
         self._tile_numel = CPU_TILE if device.type == "cpu" else DEVICE_TILE
