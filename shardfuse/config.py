@@ -31,7 +31,8 @@ class ShardConfig:
 
     process_group: Any = None
     """Ranks to shard over; None is the default group, or this process alone where there is none and
-    no launcher has started several; "alone" is this process alone in any case."""
+    no launcher has started several; "alone" is this process alone in any case. An object with the
+    methods of ``shardfuse.comm.Communicator`` is used as it is."""
 
     bucket_cap_mb: float = 25.0
     """Upper bound of one collective's payload in MiB; 25 was the fastest measured on gloo.

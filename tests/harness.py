@@ -4,7 +4,7 @@ The only place in the tests that uses private torch API (the threaded process gr
 
     run_threads(world_size, fn, *args)   milliseconds; `fn` may be a closure
     run_procs(world_size, fn, *args)     about 0.3 s; `fn` is a module-level function
-    CountingCommunicator                 records what passes through a Communicator
+    counted()                            a communicator that records what passes through it
     count_c10d_calls()                   counts what reaches the threaded process group
 
 `fn` is called with no rank argument: it asks `torch.distributed`. Both runners return the per-rank
@@ -31,6 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed import multi_threaded_pg
+
+from shardfuse.comm import communicator_for
 
 # How long the other ranks may go on after one failed, so that their own errors are reported too.
 GRACE_S = 2.0
@@ -251,20 +253,15 @@ class CountingCommunicator:
         """Pass on: it is no collective."""
         return self.inner.told(topic)
 
-    def reduce_scatter(self, output: Tensor, input: Tensor) -> Any:
+    @property
+    def staging_nbytes(self) -> int:
+        """Bytes of the inner one's buffers."""
+        return int(self.inner.staging_nbytes)
+
+    def reduce_scatter(self, input: Tensor, into: Tensor | None = None) -> Any:
         """Record and pass on."""
         self.calls.append(Call("reduce_scatter", input.numel(), input.dtype))
-        return self.inner.reduce_scatter(output, input)
-
-    @property
-    def can_exchange(self) -> bool:
-        """Whether `exchange` works."""
-        return bool(self.inner.can_exchange)
-
-    def exchange(self, received: Tensor, input: Tensor) -> Any:
-        """Record as the reduce-scatter that it is, and pass on."""
-        self.calls.append(Call("reduce_scatter", input.numel(), input.dtype))
-        return self.inner.exchange(received, input)
+        return self.inner.reduce_scatter(input, into)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Any:
         """Record and pass on."""
@@ -280,6 +277,11 @@ class CountingCommunicator:
         """Record and pass on."""
         self.calls.append(Call("broadcast", tensor.numel(), tensor.dtype))
         return self.inner.broadcast(tensor, src)
+
+
+def counted(collectives: str = "auto") -> CountingCommunicator:
+    """Return a communicator of the default group that counts, for `ShardConfig.process_group`."""
+    return CountingCommunicator(communicator_for(None, torch.device("cpu"), collectives))
 
 
 @contextmanager
@@ -300,7 +302,7 @@ def count_c10d_calls() -> Iterator[Counter[str]]:
     }
     originals = {name: getattr(group, name) for name in (*names, *older) if hasattr(group, name)}
 
-    def counted(name: str) -> Callable[..., Any]:
+    def wrap(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             # Some of these are made of others: count the outermost.
             outermost = not getattr(inside, "call", False)
@@ -316,7 +318,7 @@ def count_c10d_calls() -> Iterator[Counter[str]]:
         return call
 
     for name in originals:
-        setattr(group, name, counted(name))
+        setattr(group, name, wrap(name))
     try:
         yield counts
     finally:

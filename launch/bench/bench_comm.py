@@ -18,8 +18,10 @@ from launch.bench.drivers import BUCKET_NUMEL
 from launch.bench.launches import LaunchError, run_ranks
 from launch.bench.options import Options, Row, interleaved
 from launch.bench.timing import bytes_written, median, time_ms
-from shardfuse.comm import Communicator, Handle, communicator_for
+from shardfuse.comm import Communicator, communicator_for
+from shardfuse.comm.base import PartsHandle
 from shardfuse.comm.process_group import all_gather_single, reduce_scatter_single
+from shardfuse.comm.staging import IN_FLIGHT
 
 SIZES = (1 << 20, 25 << 20, 110 << 20)
 WORLDS = (2, 3, 4, 8)
@@ -27,8 +29,6 @@ ROUNDS = 2
 UNIT = "gloo all_reduce"
 REPEATS = {SIZES[0]: 9, SIZES[1]: 3, SIZES[2]: 2}
 """Timed repeats by size, after one that is checked; the large ones take seconds."""
-
-_IN_FLIGHT = 2
 
 
 class Buffers:
@@ -44,8 +44,6 @@ class Buffers:
         self.full = torch.zeros(self.shard_numel * comm.world_size)
         self.gathered = torch.zeros_like(self.full)
         self.shard = torch.zeros(self.shard_numel)
-        part = BUCKET_NUMEL // comm.world_size
-        self.received = [torch.empty(comm.world_size - 1, part) for _ in range(_IN_FLIGHT + 1)]
 
     def own(self) -> Tensor:
         """Return the slice of ``gathered`` that this rank owns."""
@@ -96,18 +94,13 @@ class Buffers:
         """As an optimizer does it: two buckets in flight."""
         waiting: list[Callable[[], None]] = []
         start = 0
-        for index, bucket in enumerate(self._buckets(self.full)):
+        for bucket in self._buckets(self.full):
             size = bucket.numel() // comm.world_size
             output = self.shard[start : start + size]
-            if comm.can_exchange:
-                received = self.received[index % len(self.received)][:, :size]
-                handle = comm.exchange(received, bucket)
-                waiting.append(partial(_add_up, handle, output, [self._part(bucket), *received]))
-            else:
-                waiting.append(comm.reduce_scatter(output, bucket).wait)
-            start += size
-            if len(waiting) > _IN_FLIGHT:
+            if len(waiting) == IN_FLIGHT:
                 waiting.pop(0)()
+            waiting.append(partial(_add_up, comm.reduce_scatter(bucket, output), output))
+            start += size
         for wait in waiting:
             wait()
         # Until others have read this rank's memory too, as in a step.
@@ -127,9 +120,10 @@ class Buffers:
             self._part(bucket).fill_(1.0 + self.comm.rank)
 
 
-def _add_up(handle: Handle, output: Tensor, parts: list[Tensor]) -> None:
-    handle.wait()
-    torch.add(parts[0], parts[1], out=output)
+def _add_up(handle: PartsHandle, output: Tensor) -> None:
+    parts = handle.wait()
+    if len(parts) > 1:
+        torch.add(parts[0], parts[1], out=output)
     for part in parts[2:]:
         output.add_(part)
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
 ReduceOp = Literal["sum", "max"]
+
+Parts = tuple[torch.Tensor, ...]
+"""Tensors of one shape whose sum is meant: who reads them all anyway adds them up in passing."""
 
 
 class PeerError(RuntimeError):
@@ -18,10 +21,18 @@ class PeerError(RuntimeError):
 class Handle(Protocol):
     """A collective in flight."""
 
-    def wait(self) -> None:
+    def wait(self) -> object:
         """Order the current stream (on CPU: this thread) after the collective; idempotent."""
 
 
+class PartsHandle(Protocol):
+    """A reduce-scatter in flight."""
+
+    def wait(self) -> Parts:
+        """Return what adds up to this rank's part, ordered as by Handle.wait(); idempotent."""
+
+
+@runtime_checkable
 class Communicator(Protocol):
     """Collectives over a group of ranks, on contiguous 1-D tensors of one dtype and device.
 
@@ -61,20 +72,16 @@ class Communicator(Protocol):
         """Return what each rank has told of ``topic`` so far; None where nothing. Local."""
 
     @property
-    def can_exchange(self) -> bool:
-        """Whether ``exchange()`` is there, and better than reduce_scatter()."""
+    def staging_nbytes(self) -> int:
+        """Bytes of the buffers that it keeps to receive into."""
 
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
-        """Sum ``input`` (world_size * n,) over ranks; write part ``rank`` into ``output`` (n,).
+    def reduce_scatter(self, input: torch.Tensor, into: torch.Tensor | None = None) -> PartsHandle:
+        """Sum ``input`` (world_size * n,) over ranks; wait() gives part ``rank`` of that sum.
 
-        ``input`` is left as it is.
-        """
-
-    def exchange(self, received: torch.Tensor, input: torch.Tensor) -> Handle:
-        """Send each rank its part of ``input`` (world_size * n,); receive theirs of this rank's.
-
-        Their parts come into ``received`` (world_size - 1, n), nearest predecessor first; with part
-        ``rank`` of ``input`` they add up to what reduce_scatter() gives. Only if ``can_exchange``.
+        It gives one tensor (n,), which is ``into`` if that is given, or several that add up to it:
+        a part of ``input`` is one of them. They lie in buffers of the communicator, and are lost
+        when the second next reduce_scatter() is launched. ``input`` is left as it is, and others
+        may read it until the next collective has been launched.
         """
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
@@ -93,8 +100,12 @@ class Communicator(Protocol):
 class Done:
     """The handle of a collective that finished when it was called."""
 
-    def wait(self) -> None:
+    def __init__(self, parts: Parts = ()) -> None:
+        self._parts = parts
+
+    def wait(self) -> Parts:
         """Return at once."""
+        return self._parts
 
 
 class SingleRank:
@@ -102,7 +113,7 @@ class SingleRank:
 
     rank = 0
     world_size = 1
-    can_exchange = False
+    staging_nbytes = 0
 
     def call(self, name: str) -> AbstractContextManager[None]:
         """Do nothing: there is no other rank."""
@@ -118,15 +129,9 @@ class SingleRank:
         """Return one None: nothing was told."""
         return [None]
 
-    def exchange(self, received: torch.Tensor, input: torch.Tensor) -> Handle:
-        """Do nothing: there is no other rank."""
-        return Done()
-
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
-        """Copy ``input`` into ``output`` unless they are the same memory."""
-        if output.data_ptr() != input.data_ptr():
-            output.copy_(input)
-        return Done()
+    def reduce_scatter(self, input: torch.Tensor, into: torch.Tensor | None = None) -> PartsHandle:
+        """Give ``input`` itself, or a copy."""
+        return Done((input if into is None else into.copy_(input),))
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
         """Copy ``input`` into ``output`` unless they are the same memory."""

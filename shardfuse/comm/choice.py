@@ -24,11 +24,14 @@ def communicator_for(
     With no group given and none initialised, or a group of one rank, it does not communicate.
     ``collectives="auto"`` exchanges between pairs of ranks where the backend's own reduce-scatter
     and all-gather were measured to be slower, and there reads memory of ranks on the same host;
-    "pairwise" does not; "native" always takes the backend's. The group "alone" is this process.
+    "pairwise" does not; "native" always takes the backend's. The group "alone" is this process. A
+    Communicator is returned as it is.
 
     Raises:
         RuntimeError: a launcher started several ranks, and no process group was initialised.
     """
+    if isinstance(process_group, Communicator):
+        return process_group
     if isinstance(process_group, str) and process_group == "alone":
         return SingleRank()
     if process_group is None and not is_initialized():

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from shardfuse.comm.base import Handle, ReduceOp
+from shardfuse.comm.base import Handle, PartsHandle, ReduceOp
 from shardfuse.comm.board import Board
 from shardfuse.comm.calls import digest
+from shardfuse.comm.staging import IN_FLIGHT, PartsInFlight, Staging
 from shardfuse.comm.traits import traits_of
 from shardfuse.comm.watch import Watch
 
@@ -134,6 +135,8 @@ class ProcessGroupCommunicator:
         self.backend = backend_for(group, device)
         self._traits = traits_of(self.backend)
         self._board, self._watch = _post_of(group, device, self.backend)
+        self._staging = Staging()
+        self._num_reduced = 0
         self._number = 0  # the same on all ranks, from the first call on
 
     @property
@@ -218,13 +221,9 @@ class ProcessGroupCommunicator:
             raise self._board.explain(error) from error
 
     @property
-    def can_exchange(self) -> bool:
-        """Whether ``exchange()`` works: here the backend makes the sums."""
-        return False
-
-    def exchange(self, received: torch.Tensor, input: torch.Tensor) -> Handle:
-        """Raise: see PairwiseCommunicator."""
-        raise NotImplementedError("This communicator cannot exchange; call reduce_scatter().")
+    def staging_nbytes(self) -> int:
+        """Bytes of the buffers that it keeps to receive into."""
+        return self._staging.nbytes
 
     @property
     def _group(self) -> Any:
@@ -244,12 +243,20 @@ class ProcessGroupCommunicator:
             )
         return group
 
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
-        """Sum ``input`` (world_size * n,) over ranks; write part ``rank`` into ``output`` (n,)."""
+    def reduce_scatter(self, input: torch.Tensor, into: torch.Tensor | None = None) -> PartsHandle:
+        """Sum ``input`` (world_size * n,) over ranks; wait() gives part ``rank`` (n,)."""
         assert reduce_scatter_single is not None
+        if into is None:
+            numel = input.numel() // self.world_size
+            into = self._staging.take("receive", self._next_slot(), numel, input)
         self._note("reduce_scatter", input)
-        work = self._launch(reduce_scatter_single, output, input, async_op=True)
-        return WorkHandle(self._watch, [work], output, input)
+        work = self._launch(reduce_scatter_single, into, input, async_op=True)
+        return PartsInFlight(WorkHandle(self._watch, [work], into, input), (into,))
+
+    def _next_slot(self) -> int:
+        """Return which of the receiving buffers is free."""
+        self._num_reduced += 1
+        return self._num_reduced % IN_FLIGHT
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
         """Write every rank's ``input`` (n,) into ``output`` (world_size * n,), in rank order."""

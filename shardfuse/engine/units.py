@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from shardfuse.comm.base import Parts
 from shardfuse.engine.kernels import Scale, Tile
-from shardfuse.grads.slots import Parts
 from shardfuse.layout import BLOCK, Fragment, ParamSpec
 
 

@@ -21,43 +21,26 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from shardfuse.buffers import CombinedBuffers, ShardArena
-from shardfuse.comm import Communicator, Handle
+from shardfuse.comm import Communicator
+from shardfuse.comm.base import Parts, PartsHandle
+from shardfuse.comm.staging import IN_FLIGHT, Staging
 from shardfuse.grads.ownership import GradVersions
-from shardfuse.grads.slots import FlatGrads, FlatParams, Parts, is_absent
+from shardfuse.grads.slots import FlatGrads, FlatParams, is_absent
 from shardfuse.layout import Bucket, Flat
 
-_IN_FLIGHT = 2
-"""Reduce-scatters launched ahead of the bucket being updated."""
 
-
-class _Staging:
-    """Persistent 1-D buffers; fresh ones would be page-faulted in every step."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values())
-
-    def take(self, role: str, slot: int, numel: int, like: Tensor) -> Tensor:
-        """Return (numel,) of the buffer of a role and slot, of ``like``'s dtype and device."""
-        key = (role, slot, like.dtype)
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.numel() < numel:
-            buffer = self._buffers[key] = like.new_empty(numel)
-        return buffer[:numel]
-
-    def scaled(self, send: Tensor, factor: float | None, slot: int, like: Tensor) -> Tensor:
-        """Return ``send`` (numel,) times ``factor`` in ``like``'s dtype; itself, if that is it."""
-        if factor is None and send.dtype == like.dtype:
-            return send
-        staged = self.take("send", slot, send.numel(), like)
-        if factor is None:
-            return staged.copy_(send)
-        if like.dtype.itemsize > send.dtype.itemsize:
-            return staged.copy_(send).mul_(factor)
-        return torch.mul(send, factor, out=staged)
+def _scaled(
+    staging: Staging, send: Tensor, factor: float | None, slot: int, like: Tensor
+) -> Tensor:
+    """Return ``send`` (numel,) times ``factor`` in ``like``'s dtype; itself, if that is it."""
+    if factor is None and send.dtype == like.dtype:
+        return send
+    staged = staging.take("send", slot, send.numel(), like)
+    if factor is None:
+        return staged.copy_(send)
+    if like.dtype.itemsize > send.dtype.itemsize:
+        return staged.copy_(send).mul_(factor)
+    return torch.mul(send, factor, out=staged)
 
 
 class GradSync:
@@ -77,7 +60,7 @@ class GradSync:
         self._flats: dict[int, FlatGrads] = {}
         self._buffers = CombinedBuffers()
         self._is_shared = False  # whether others may write to the padding
-        self._staging = _Staging()
+        self._staging = Staging()
         self._is_reduced = False
         self._factor: float | None = None  # what multiply() asked for
         self._reduced_from: GradVersions | None = None
@@ -89,7 +72,8 @@ class GradSync:
         tensors += [
             grads.retained.data for grads in self._flats.values() if grads.retained is not None
         ]
-        return sum(tensor.nbytes for tensor in tensors) + self._staging.nbytes
+        staged = self._staging.nbytes + self._comm.staging_nbytes
+        return sum(tensor.nbytes for tensor in tensors) + staged
 
     @property
     def is_reduced(self) -> bool:
@@ -246,43 +230,33 @@ class GradSync:
             yield from self._pipeline(retain=False)
 
     def _pipeline(self, *, retain: bool) -> Iterator[tuple[Bucket, Parts]]:
-        """Reduce-scatter every bucket, _IN_FLIGHT ahead of the one yielded."""
+        """Reduce-scatter every bucket, IN_FLIGHT ahead of the one yielded."""
         queue = [(grads, bucket) for grads in self._flats.values() for bucket in grads.flat.buckets]
-        handles: list[tuple[Handle, Parts]] = []
-        for index in range(len(queue) + _IN_FLIGHT):
-            if index >= _IN_FLIGHT:
-                handle, parts = handles[index - _IN_FLIGHT]
+        handles: list[PartsHandle] = []
+        for index in range(len(queue) + IN_FLIGHT):
+            if index >= IN_FLIGHT:
                 with record_function("shardfuse::wait_reduce_scatter"):
-                    handle.wait()
-                yield queue[index - _IN_FLIGHT][1], parts
+                    parts = handles[index - IN_FLIGHT].wait()
+                yield queue[index - IN_FLIGHT][1], parts
             if index < len(queue):
                 handles.append(self._launch(*queue[index], index, retain))
 
-    def _launch(
-        self, grads: FlatGrads, bucket: Bucket, index: int, retain: bool
-    ) -> tuple[Handle, Parts]:
-        # Others may read what exchange() sends until the one after it has been launched.
-        send_slot, slot = index % (_IN_FLIGHT + 1), index % _IN_FLIGHT
+    def _launch(self, grads: FlatGrads, bucket: Bucket, index: int, retain: bool) -> PartsHandle:
         grads.flush(bucket.start + bucket.numel)
         like = torch.empty(0, dtype=self._wire(grads), device=grads.buffer.data.device)
         factor = self._factor
         if like.dtype == torch.float16:
             # Divided before the sum, which would overflow at 65504.
             factor = (1.0 if factor is None else factor) / self._comm.world_size
-        send = self._staging.scaled(grads.buffer.bucket(bucket), factor, send_slot, like)
+        # Others may read what is sent until the reduce-scatter after it has been launched.
+        slot = index % (IN_FLIGHT + 1)
+        send = _scaled(self._staging, grads.buffer.bucket(bucket), factor, slot, like)
+        into = None
+        if retain:
+            assert grads.retained is not None
+            into = grads.retained.segment(bucket)
         with record_function(f"shardfuse::reduce_scatter b{bucket.index}"):
-            if self._comm.can_exchange:
-                others = self._comm.world_size - 1
-                received = self._staging.take("receive", slot, others * bucket.shard_numel, like)
-                received = received.view(others, bucket.shard_numel)
-                own = send.chunk(self._comm.world_size)[self._comm.rank]
-                return self._comm.exchange(received, send), (own, *received)
-            if retain:
-                assert grads.retained is not None
-                shard = grads.retained.segment(bucket)
-            else:
-                shard = self._staging.take("receive", slot, bucket.shard_numel, like)
-            return self._comm.reduce_scatter(shard, send), (shard,)
+            return self._comm.reduce_scatter(send, into)
 
     def _wire(self, grads: FlatGrads) -> torch.dtype:
         return self._wire_dtype or grads.buffer.data.dtype

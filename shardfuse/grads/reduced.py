@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from shardfuse.buffers import ShardArena
+from shardfuse.comm.base import Parts
 from shardfuse.grads.ownership import GradVersions
-from shardfuse.grads.slots import FlatParams, Parts, check_grad, clear_grads
+from shardfuse.grads.slots import FlatParams, check_grad, clear_grads
 from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec
 
 

@@ -20,9 +20,6 @@ from shardfuse.layout import Flat, Fragment, ParamSpec
 _SHORT_NUMEL = 64 << 10
 """A 1-D gradient of at most so many elements is copied together with its neighbours."""
 
-Parts = tuple[Tensor, ...]
-"""A shard of the summed gradient, as tensors (shard_numel,) that the update adds up in passing."""
-
 _get_grad = operator.attrgetter("grad")
 _get_nbytes = operator.attrgetter("nbytes")
 

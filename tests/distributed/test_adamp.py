@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import shardfuse.optim.base
 from shardfuse.engine.rows import _add_rows, _row_stride
 from shardfuse.layout import ParamSpec
 from shardfuse.optim.npu import NpuFusedAdamP
-from tests.harness import CountingCommunicator, run_threads
+from tests.harness import counted, run_threads
 from tests.models import MIXED, Entry, flat_buffers, rank_grads
 from tests.oracles_family import AdamPOracle
 from tests.runs import (
@@ -221,7 +220,7 @@ def test_resume() -> None:
 
 def calls_of_step(case: Case) -> tuple[list[Any], int]:
     params = case.param_set()
-    optimizer = case.build(params, SHARDING)
+    optimizer = case.build(params, {**SHARDING, "process_group": counted()})
     grads = rank_grads("floats", dist.get_world_size(), dist.get_rank(), 0, case.entries)
     params.assign(grads)
     optimizer.communicator.calls.clear()
@@ -231,12 +230,8 @@ def calls_of_step(case: Case) -> tuple[list[Any], int]:
 
 
 @pytest.mark.parametrize("name", ["plain", "nesterov"])
-def test_collectives_per_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_per_step(name: str) -> None:
     """B reduce-scatters, B all-gathers, and one all-reduce of four floats per row."""
-    real = shardfuse.optim.base.communicator_for
-    monkeypatch.setattr(
-        shardfuse.optim.base, "communicator_for", lambda *args: CountingCommunicator(real(*args))
-    )
     trained = [e for e in ENTRIES if len(e.shape) > 1 and e.role != "frozen" and math.prod(e.shape)]
     for calls, num_buckets in run_threads(3, calls_of_step, CASES[name]):
         counts = Counter(call.op for call in calls)

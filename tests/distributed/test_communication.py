@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import shardfuse.optim.base
 from shardfuse import (
     ShardedAdadelta,
     ShardedAdam,
@@ -21,7 +20,7 @@ from shardfuse import (
     ShardedRMSpropTF,
     ShardedSGD,
 )
-from tests.harness import Call, CountingCommunicator, count_c10d_calls, run_threads
+from tests.harness import Call, count_c10d_calls, counted, run_threads
 from tests.models import Entry, ParamSet, rank_grads
 from tests.runs import Case, train_rank
 
@@ -46,22 +45,12 @@ BUDGETS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any], i
 }
 
 
-@pytest.fixture(autouse=True)
-def _counting(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = shardfuse.optim.base.communicator_for
-
-    def counting(*args: Any) -> CountingCommunicator:
-        return CountingCommunicator(real(*args))
-
-    monkeypatch.setattr(shardfuse.optim.base, "communicator_for", counting)
-
-
 def calls_of_step(
     case: Case, sharding: dict[str, Any], grads: str = "all", steps: int = 2
 ) -> tuple[list[Call], int]:
     """Return the collectives of the last step on this rank, and the number of trained buckets."""
     params = case.param_set()
-    optimizer = case.build(params, {"kernel": "eager", **sharding})
+    optimizer = case.build(params, {"kernel": "eager", "process_group": counted(), **sharding})
     for step in range(steps):
         if grads == "all":
             params.assign([torch.ones_like(p) for p in params.params])
@@ -150,7 +139,9 @@ def test_bytes_on_the_wire(dtype: torch.dtype, grad_sync_dtype: torch.dtype | No
 def accumulate(norms: str) -> list[Counter[str]]:
     """Return the counts of construction, of three backwards, of the norm and of the step."""
     params = ParamSet(many(20), overrides=({},))
-    optimizer: Any = ShardedAdam(params.groups(), sharding={"bucket_cap_mb": 0.05})
+    optimizer: Any = ShardedAdam(
+        params.groups(), sharding={"bucket_cap_mb": 0.05, "process_group": counted()}
+    )
     counts = []
 
     def take() -> None:

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import shardfuse.optim.base
 from shardfuse.optim import npu
-from tests.harness import CountingCommunicator, run_threads
+from tests.harness import counted, run_threads
 from tests.models import MIXED, rank_grads
 from tests.oracles import AdamOracle, BertAdamOracle, LambOracle, SGDOracle
 from tests.oracles_family import AdadeltaOracle, AdamPOracle, RMSpropOracle, RMSpropTFOracle
@@ -159,15 +158,11 @@ def test_clip_is_that_of_the_mean(world_size: int, norm_type: float) -> None:
 @pytest.mark.parametrize("norm_type", [2.0, 3.0, math.inf])
 def test_collectives_of_a_clipped_step(norm_type: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clip adds one small all-reduce; step() does not reduce the gradients again."""
-    real = shardfuse.optim.base.communicator_for
-    monkeypatch.setattr(
-        shardfuse.optim.base, "communicator_for", lambda *args: CountingCommunicator(real(*args))
-    )
 
     def step() -> tuple[Counter[str], int, int]:
         case = CASES["adam"]
         params = case.param_set()
-        optimizer = case.build(params, SHARDING)
+        optimizer = case.build(params, {**SHARDING, "process_group": counted()})
         params.assign(rank_grads("floats", 2, dist.get_rank(), 0))
         optimizer.communicator.calls.clear()
         optimizer.clip_grad_norm_fused_(0.5, norm_type)

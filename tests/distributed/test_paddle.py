@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfuse.optim.paddle import ClipGradByGlobalNorm, ClipGradByNorm, ClipGradByValue, Lamb
-from tests.harness import CountingCommunicator, run_threads
+from tests.harness import counted, run_threads
 from tests.models import MIXED, mean_grads, rank_grads
 from tests.oracles import Grads, LambOracle, OracleParam
 from tests.runs import (
@@ -206,14 +206,13 @@ def test_collectives(reduced: bool) -> None:
 
     def count(clip: Any) -> list[int]:
         params = CASES["plain"].param_set()
-        sharding = {"kernel": "eager", "grads_are_reduced": reduced}
+        sharding = {"kernel": "eager", "grads_are_reduced": reduced, "process_group": counted()}
         optimizer = CASES["plain"].build(params, sharding)
         optimizer.param_groups[0]["grad_clip"] = clip
-        counting = CountingCommunicator(optimizer.communicator)
-        optimizer._grads._comm = optimizer._gather._comm = optimizer._engine._comm = counting
+        optimizer.communicator.calls.clear()
         params.assign(mean_grads("floats", 2, 0, ONE_GROUP))
         optimizer.step()
-        return [call.numel for call in counting.calls if call.op == "all_reduce"]
+        return [call.numel for call in optimizer.communicator.calls if call.op == "all_reduce"]
 
     def rank() -> list[list[int]]:
         return [count(clip) for clip in (None, ("value", 1.0, -1.0), ("norm", 1.0, 0.0))] + [

@@ -36,23 +36,22 @@ def collectives(dtype_name: str, n: int, choice: str) -> list[Tensor]:
     world_size = comm.world_size
     mine = values(comm.rank, world_size * n, dtype)
     before = mine.clone()
-    received, again = (torch.empty(world_size - 1, n, dtype=dtype) for _ in range(2))
     whole, in_place = torch.empty(world_size * n, dtype=dtype), torch.zeros(world_size * n)
     in_place[comm.rank * n : (comm.rank + 1) * n] = comm.rank + 1
     # All in flight at once, waited for in another order, twice.
     handles = [
-        comm.exchange(again, mine),
+        comm.reduce_scatter(mine),
         comm.all_gather(whole, mine[:n]),
-        comm.exchange(received, mine),
+        comm.reduce_scatter(mine),
         comm.all_gather(in_place, in_place[comm.rank * n : (comm.rank + 1) * n]),
     ]
     for handle in (*reversed(handles), *handles):
         handle.wait()
-    # Others may read the input of exchange() for longer; this is waited for after they have.
+    first, second = (torch.stack(handles[i].wait()).sum(0) for i in (0, 2))
+    # Others may read the input of reduce_scatter() for longer; this is waited for after they have.
     comm.all_reduce(torch.zeros(1)).wait()
     assert torch.equal(mine, before)
-    own = mine[comm.rank * n : (comm.rank + 1) * n]
-    return [again.sum(0) + own, received.sum(0) + own, whole, in_place]
+    return [first, second, whole, in_place]
 
 
 def check_collectives(world_size: int, dtype: str, n: int, choice: str) -> None:
@@ -104,8 +103,7 @@ def read_or_send(broken_rank: int) -> tuple[bool, int, list[Tensor]]:
         assert isinstance(comm, PairwiseCommunicator)
         result = torch.empty(comm.world_size * LARGE)
         comm.all_gather(result, torch.full((LARGE,), float(comm.rank))).wait()
-        received = torch.empty(comm.world_size - 1, LARGE)
-        comm.exchange(received, result).wait()
+        _, received = comm.reduce_scatter(result).wait()
         comm.all_reduce(torch.zeros(1)).wait()
     finally:
         memory.read = original
@@ -129,7 +127,7 @@ def test_memory_is_read_by_all_or_none(broken_rank: int) -> None:
         assert can_read == (broken_rank == -1)
         assert nbytes == (2 * LARGE * 4 if can_read else 0)
         assert torch.equal(gathered, torch.arange(2.0).repeat_interleave(LARGE))
-        assert torch.equal(received, torch.full((1, LARGE), float(rank)))
+        assert torch.equal(received, torch.full((LARGE,), float(rank)))
 
 
 def step_and_count(name: str, collectives: str) -> tuple[list[Tensor], int]:
@@ -268,10 +266,9 @@ def test_slow_readers() -> None:
 def absent_peer(choice: str, *, ends: bool) -> None:
     group = dist.new_group(timeout=timedelta(seconds=2 if not ends else 60))
     comm = communicator_for(group, CPU, choice)
-    parts = torch.empty(1, 4)
-    comm.exchange(parts, torch.ones(8)).wait()
+    comm.reduce_scatter(torch.ones(8)).wait()
     if dist.get_rank() == 0:
-        comm.exchange(parts, torch.ones(8)).wait()
+        comm.reduce_scatter(torch.ones(8)).wait()
     elif ends:
         os._exit(3)
     else:
@@ -282,9 +279,8 @@ def peer_that_ends_unread() -> None:
     comm = communicator_for(dist.group.WORLD, CPU, "auto")
     pids: list[int] = [0, 0]
     dist.all_gather_object(pids, os.getpid())
-    parts = torch.empty(1, 4)
-    comm.exchange(parts, torch.ones(8)).wait()
-    handle = comm.exchange(parts, torch.ones(8))
+    comm.reduce_scatter(torch.ones(8)).wait()
+    handle = comm.reduce_scatter(torch.ones(8))
     if dist.get_rank() == 1:
         os._exit(3)
     while memory.is_running(pids[1]):

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import shardfuse.optim.base
 from shardfuse.optim import npu
-from tests.harness import CountingCommunicator, run_procs, run_threads
+from tests.harness import counted, run_procs, run_threads
 from tests.models import Entry, rank_grads
 from tests.oracles import BertAdamOracle, LambOracle
 from tests.runs import (
@@ -88,18 +87,14 @@ def test_5_1_lamb_ratio_is_one_where_a_norm_is_zero(world_size: int) -> None:
 
 
 @every_world
-def test_5_1_lamb_sums_norms_in_one_all_reduce(
-    world_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_5_1_lamb_sums_norms_in_one_all_reduce(world_size: int) -> None:
     """Two fp32 numbers per tensor, once per step, however the tensors are cut."""
-    real = shardfuse.optim.base.communicator_for
-    monkeypatch.setattr(
-        shardfuse.optim.base, "communicator_for", lambda *args: CountingCommunicator(real(*args))
-    )
 
     def train() -> list[Any]:
         params = case_of("NpuFusedLamb").param_set()
-        optimizer: Any = case_of("NpuFusedLamb").build(params, {"bucket_cap_mb": 0.02})
+        optimizer: Any = case_of("NpuFusedLamb").build(
+            params, {"bucket_cap_mb": 0.02, "process_group": counted()}
+        )
         params.assign(rank_grads("floats", world_size, dist.get_rank(), 0, ENTRIES))
         optimizer.communicator.calls.clear()
         optimizer.step()

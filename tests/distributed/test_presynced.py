@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import shardfuse.optim.base
 from shardfuse import ShardedAdam, ShardedBertAdam, ShardedLamb, ShardedSGD
-from tests.harness import CountingCommunicator, run_procs, run_threads
+from tests.harness import counted, run_procs, run_threads
 from tests.models import mean_grads
 from tests.runs import Case, assert_bitwise, max_relative_error, train_unsharded
 
@@ -40,7 +39,8 @@ EXPECTED = {
 def train_presynced(case: Case) -> tuple[list[Tensor], Counter[str], int]:
     """Give every rank the mean gradient; return values, collectives of the last step, buckets."""
     params = case.param_set()
-    sharding = {"kernel": "eager", "bucket_cap_mb": 0.04, "grads_are_reduced": True}
+    sharding: dict[str, Any] = {"kernel": "eager", "bucket_cap_mb": 0.04}
+    sharding |= {"grads_are_reduced": True, "process_group": counted()}
     optimizer = case.build(params, sharding)
     calls: list[Any] = optimizer.communicator.calls
     for step in range(NUM_STEPS):
@@ -61,10 +61,6 @@ def test_equals_unsharded_without_reducing(
     name: str, world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mean gradient is used as it is: no reduce-scatter, and p.grad stays untouched."""
-    real = shardfuse.optim.base.communicator_for
-    monkeypatch.setattr(
-        shardfuse.optim.base, "communicator_for", lambda *a: CountingCommunicator(real(*a))
-    )
     case = CASES[name]
     is_bitwise, num_all_reduces = EXPECTED[name]
     expected = train_unsharded(case, "integers", NUM_STEPS, world_size)

@@ -23,15 +23,14 @@ def killed_in_step(job: Job) -> None:
     """One rank is killed when its first bucket has been told of."""
     if job.is_bad:
         comm, launched = job.optimizer.communicator, []
-        name = "exchange" if comm.can_exchange else "reduce_scatter"
-        original = getattr(comm, name)
+        original = comm.reduce_scatter
 
         def launch(*args: Any) -> Any:
             launched.append(original(*args))
             job.mark()
             os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(comm, name, launch)
+        comm.reduce_scatter = launch
     job.steps()
 
 

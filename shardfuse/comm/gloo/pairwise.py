@@ -20,10 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardfuse.comm.base import Handle, ReduceOp
+from shardfuse.comm.base import Handle, PartsHandle, ReduceOp
 from shardfuse.comm.gloo import mailbox, memory
 from shardfuse.comm.gloo.mailbox import DONE, READY, SLOTS, Mailbox
 from shardfuse.comm.process_group import ProcessGroupCommunicator, WorkHandle
+from shardfuse.comm.staging import PartsInFlight
 
 logger = logging.getLogger("shardfuse")
 
@@ -70,7 +71,7 @@ class _Reduction:
 
 
 class PairwiseCommunicator(ProcessGroupCommunicator):
-    """ProcessGroupCommunicator with exchange(), and an all-gather that goes from rank to rank.
+    """ProcessGroupCommunicator whose parts go from rank to rank; sums are left to the caller.
 
     For tensors that a backend can send, on a device where waiting blocks the host: gloo on CPU.
 
@@ -95,21 +96,20 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
     def _confirm(self) -> None:
         """Do nothing: every message tells."""
 
-    @property
-    def can_exchange(self) -> bool:
-        """Whether ``exchange()`` works: yes."""
-        return True
-
-    def exchange(self, received: torch.Tensor, input: torch.Tensor) -> Handle:
-        """Send each rank its part of ``input``; receive theirs into ``received`` (W - 1, n).
+    def reduce_scatter(self, input: torch.Tensor, into: torch.Tensor | None = None) -> PartsHandle:
+        """Send each rank its part of ``input``; wait() gives this rank's and theirs, each (n,).
 
         Others may still read ``input`` until the next collective here has been launched, or any has
         been waited for that they launched after they had waited for this one.
         """
-        parts = input.chunk(self.world_size)
+        parts, others = input.chunk(self.world_size), self.world_size - 1
+        numel = others * parts[0].numel()
+        received = self._staging.take("receive", self._next_slot(), numel, input)
+        theirs = received.chunk(others)
         out_of = [parts[rank] for rank in self._destinations]
         mark = self._board.present.note("reduce_scatter", input.numel(), input.dtype)
-        return self._move(mark, list(received), out_of, keeps_input=True)
+        handle = self._move(mark, theirs, out_of, keeps_input=True)
+        return PartsInFlight(handle, (parts[self.rank], *theirs))
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
         """Write every rank's ``input`` (n,) into ``output`` (world_size * n,), in rank order."""

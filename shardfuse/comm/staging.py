@@ -1,0 +1,43 @@
+"""Buffers that collectives receive into, and what waits for them."""
+
+from __future__ import annotations
+
+import torch
+
+from shardfuse.comm.base import Handle, Parts
+
+IN_FLIGHT = 2
+"""Reduce-scatters whose parts are kept: those of one are lost when the second next is launched."""
+
+
+class Staging:
+    """Persistent 1-D buffers; fresh ones would be page-faulted in every step."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def take(self, role: str, slot: int, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """Return (numel,) of the buffer of a role and slot, of ``like``'s dtype and device."""
+        key = (role, slot, like.dtype)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < numel:
+            buffer = self._buffers[key] = like.new_empty(numel)
+        return buffer[:numel]
+
+
+class PartsInFlight:
+    """A reduce-scatter whose parts are there once ``handle`` was waited for."""
+
+    def __init__(self, handle: Handle, parts: Parts) -> None:
+        self._handle = handle
+        self._parts = parts
+
+    def wait(self) -> Parts:
+        """Return the parts."""
+        self._handle.wait()
+        return self._parts
