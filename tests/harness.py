@@ -237,6 +237,11 @@ class CountingCommunicator:
         """Number of ranks in the group."""
         return int(self.inner.world_size)
 
+    @property
+    def num_summed(self) -> int:
+        """Number of ranks that are added up."""
+        return int(self.inner.num_summed)
+
     def call(self, name: str) -> Any:
         """Pass on: it is no collective."""
         return self.inner.call(name)

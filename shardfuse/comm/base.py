@@ -48,6 +48,10 @@ class Communicator(Protocol):
     def world_size(self) -> int:
         """Number of ranks in the group."""
 
+    @property
+    def num_summed(self) -> int:
+        """Ranks that reduce_scatter() adds up: ``world_size``, unless it goes over two axes."""
+
     def call(self, name: str) -> AbstractContextManager[None]:
         """Make a call ``name`` of all ranks: an error inside it is raised on every rank.
 
@@ -113,6 +117,7 @@ class SingleRank:
 
     rank = 0
     world_size = 1
+    num_summed = 1
     staging_nbytes = 0
 
     def call(self, name: str) -> AbstractContextManager[None]:

@@ -149,6 +149,11 @@ class ProcessGroupCommunicator:
         """Number of ranks in the group."""
         return self._world_size
 
+    @property
+    def num_summed(self) -> int:
+        """Ranks that reduce_scatter() adds up: all."""
+        return self._world_size
+
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
         """Make a call of all ranks; see Communicator."""

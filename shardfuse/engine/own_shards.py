@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,7 @@ from torch import Tensor
 from shardfuse.engine.flat_state import FlatState
 from shardfuse.engine.gather import ParamSync
 from shardfuse.engine.units import BlockTable, Trained, Unit
-from shardfuse.grads.full import GradSync
-from shardfuse.grads.reduced import PresyncedGrads
+from shardfuse.grads.protocol import GradPhase, GradShards
 from shardfuse.layout import BLOCK, Bucket, ParamSpec, round_up
 from shardfuse.rules import UpdateRule
 from shardfuse.scaling import ScaledStep
@@ -32,10 +31,10 @@ class OwnShards:
     def __init__(
         self,
         rule: UpdateRule,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[dict[str, Any]],
         flats: Sequence[FlatState],
         *,
-        grads: GradSync | PresyncedGrads,
+        grads: GradShards,
         gather: ParamSync,
         row: int,
     ) -> None:
@@ -84,9 +83,11 @@ class OwnShards:
         self._gather.start(self._flats[unit.trained].params_buffer, self._buckets[unit.index])
 
     def advance(self) -> None:
-        """Count an update of every parameter that had one."""
+        """Count an update of every parameter that had one, and the step where groups have one."""
         for state in self._awake:
             state.advance(self._grads.missing(state.flat))
+        for group in self._groups if self._rule.counts_in_groups else ():
+            group["step"] = group.get("step", 0) + 1
 
     def retain(self) -> None:
         """Keep the reduced gradients."""
@@ -94,7 +95,7 @@ class OwnShards:
 
     def mean(self, trained: int) -> float | None:
         """Return the factor from a flat's summed gradients to their mean over ranks."""
-        return self._grads.scale(trained)
+        return self._grads.mean_factor(trained)
 
     def global_square(self) -> Tensor | None:
         """Return None: nobody has summed it up."""
@@ -111,7 +112,7 @@ class OwnShards:
             return coefficient
         if scaled.is_equal:
             return scaled.inverse if coefficient is None else coefficient * scaled.inverse
-        if self._grads.is_reduced:
+        if self._grads.phase is GradPhase.REDUCED:
             raise RuntimeError(
                 "The ranks have different loss scales, and clip_grad_norm() has added up gradients "
                 "that are still scaled by them. Call scaler.unscale_(optimizer) before it, or use "

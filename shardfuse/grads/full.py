@@ -8,7 +8,7 @@ at fragments whose gradient it lacks itself, so the usual step pays nothing and 
 added. A gradient that is present but -0.0 in every element of a fragment cannot be told from none.
 
 Where the caller wants gradients that zero() cleared and backward did not reach to be absent too,
-zero() fills with -0.0 and remembers the tensors; a post-accumulate hook forgets one again. pack()
+zero() fills with -0.0 and remembers the tensors; a post-accumulate hook forgets one again. note()
 looks only at those still remembered: absent if every element is -0.0. Any edit shows.
 """
 
@@ -25,6 +25,7 @@ from shardfuse.comm import Communicator
 from shardfuse.comm.base import Parts, PartsHandle
 from shardfuse.comm.staging import IN_FLIGHT, Staging
 from shardfuse.grads.ownership import GradVersions
+from shardfuse.grads.protocol import GradPhase
 from shardfuse.grads.slots import FlatGrads, FlatParams, is_absent
 from shardfuse.layout import Bucket, Flat
 
@@ -61,7 +62,7 @@ class GradSync:
         self._buffers = CombinedBuffers()
         self._is_shared = False  # whether others may write to the padding
         self._staging = Staging()
-        self._is_reduced = False
+        self._phase = GradPhase.ACCUMULATING
         self._factor: float | None = None  # what multiply() asked for
         self._reduced_from: GradVersions | None = None
 
@@ -76,9 +77,9 @@ class GradSync:
         return sum(tensor.nbytes for tensor in tensors) + staged
 
     @property
-    def is_reduced(self) -> bool:
-        """Whether reduced shards are being kept for the next ``reduced()``."""
-        return self._is_reduced
+    def phase(self) -> GradPhase:
+        """Where gradients are."""
+        return self._phase
 
     def attach(self, members: Sequence[FlatParams], device: torch.device) -> None:
         """Take over the gradients of flats; their buffers lie together in one tensor per dtype."""
@@ -93,7 +94,7 @@ class GradSync:
         return flat.index in self._flats
 
     def missing(self, flat: Flat) -> set[int]:
-        """Return the params of ``flat`` that had no gradient on this rank at the last pack()."""
+        """Return the params of ``flat`` that had no gradient on this rank at the last note()."""
         return self._flats[flat.index].missing
 
     def idle(self, bucket: Bucket, parts: Parts) -> set[int]:
@@ -112,21 +113,21 @@ class GradSync:
                     idle.add(fragment.param)
         return idle
 
-    def scale(self, flat_index: int) -> float | None:
+    def mean_factor(self, flat: int) -> float | None:
         """Return the factor from a flat's reduced gradients to their mean over ranks; None is 1."""
-        world_size = self._comm.world_size
-        divided = self._wire(self._flats[flat_index]) == torch.float16
-        return None if world_size == 1 or divided else 1.0 / world_size
+        num_summed = self._comm.num_summed
+        divided = self._wire(self._flats[flat]) == torch.float16
+        return None if num_summed == 1 or divided else 1.0 / num_summed
 
-    def pack(self) -> None:
+    def note(self) -> None:
         """Note which parameters have no gradient, and which gradients are not in their slots yet.
 
         Raises:
             RuntimeError: a gradient is sparse.
         """
-        if self._is_reduced and self._reduced_from == GradVersions(self._params()):
+        if self._reduced_from is not None and self._reduced_from == GradVersions(self._params()):
             return
-        self._is_reduced, self._factor = False, None
+        self._phase, self._factor, self._reduced_from = GradPhase.NOTED, None, None
         flats = self._flats.values()
         for grads in flats:
             grads.note()
@@ -152,11 +153,11 @@ class GradSync:
         Args:
             shared: whether the caller may write other than zeros into the padding.
         """
-        self.pack()
+        self.note()
         for grads in self._flats.values():
-            grads.flush()
+            grads.pack()
             grads.adopt()
-        if self._is_reduced:
+        if self._phase is GradPhase.REDUCED:
             # What is kept for step() stays valid: being moved does not change a gradient.
             self._reduced_from = GradVersions(self._params())
         self._is_shared |= shared
@@ -165,7 +166,7 @@ class GradSync:
     def zero(self, set_to_none: bool, *, absent: bool = False) -> None:
         """Clear the gradients, to None or to zero, and forget reduced shards.
 
-        ``absent``: one that is not written until pack() counts as none. [Note: absent gradients]
+        ``absent``: one that is not written until note() counts as none. [Note: absent gradients]
         """
         self.release()
         for grads in self._flats.values():
@@ -176,14 +177,15 @@ class GradSync:
 
     def retain(self) -> None:
         """Reduce-scatter all buckets now and keep the shards for the next ``reduced()``."""
-        if self._is_reduced:
+        if self._phase is GradPhase.REDUCED:
             return
+        assert self._phase is GradPhase.NOTED, "note() comes before retain()"
         if self._comm.world_size == 1:
             for grads in self._flats.values():
-                grads.flush()
+                grads.pack()
         else:
             self._reduce_all()
-        self._is_reduced = True
+        self._phase = GradPhase.REDUCED
         self._reduced_from = GradVersions(self._params())
 
     def _reduce_all(self) -> None:
@@ -201,9 +203,8 @@ class GradSync:
                     total.add_(part)
 
     def release(self) -> None:
-        """Forget shards kept by ``retain()``, and what pack() noted; the next step begins anew."""
-        self._is_reduced, self._factor = False, None
-        self._reduced_from = None
+        """Forget shards kept by ``retain()``, and what note() noted; the next step begins anew."""
+        self._phase, self._factor, self._reduced_from = GradPhase.ACCUMULATING, None, None
         for grads in self._flats.values():
             grads.forget()
 
@@ -216,12 +217,13 @@ class GradSync:
         Parts are in the wire dtype and valid until the next are asked for. After retain() there is
         one, the sum.
         """
+        assert self._phase is not GradPhase.ACCUMULATING, "note() comes before reduced()"
         if self._comm.world_size == 1:
             for grads in self._flats.values():
                 for bucket in grads.flat.buckets:
-                    grads.flush(bucket.start + bucket.numel)
+                    grads.pack(bucket.start + bucket.numel)
                     yield bucket, (grads.buffer.bucket(bucket),)
-        elif self._is_reduced:
+        elif self._phase is GradPhase.REDUCED:
             for grads in self._flats.values():
                 assert grads.retained is not None
                 for bucket in grads.flat.buckets:
@@ -242,12 +244,12 @@ class GradSync:
                 handles.append(self._launch(*queue[index], index, retain))
 
     def _launch(self, grads: FlatGrads, bucket: Bucket, index: int, retain: bool) -> PartsHandle:
-        grads.flush(bucket.start + bucket.numel)
+        grads.pack(bucket.start + bucket.numel)
         like = torch.empty(0, dtype=self._wire(grads), device=grads.buffer.data.device)
         factor = self._factor
         if like.dtype == torch.float16:
             # Divided before the sum, which would overflow at 65504.
-            factor = (1.0 if factor is None else factor) / self._comm.world_size
+            factor = (1.0 if factor is None else factor) / self._comm.num_summed
         # Others may read what is sent until the reduce-scatter after it has been launched.
         slot = index % (IN_FLIGHT + 1)
         send = _scaled(self._staging, grads.buffer.bucket(bucket), factor, slot, like)

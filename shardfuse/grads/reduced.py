@@ -12,6 +12,7 @@ from torch import Tensor
 from shardfuse.buffers import ShardArena
 from shardfuse.comm.base import Parts
 from shardfuse.grads.ownership import GradVersions
+from shardfuse.grads.protocol import GradPhase
 from shardfuse.grads.slots import FlatParams, check_grad, clear_grads
 from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec
 
@@ -52,7 +53,7 @@ class _FlatGrads:
 
 
 class PresyncedGrads:
-    """Takes this rank's fragments out of ``p.grad``; the same interface as sync.GradSync.
+    """Takes this rank's fragments out of ``p.grad``; see GradShards.
 
     Nothing is communicated and ``p.grad`` stays whose it was: only a shard is copied. A parameter
     without a gradient here has none anywhere.
@@ -60,12 +61,13 @@ class PresyncedGrads:
 
     def __init__(self) -> None:
         self._flats: dict[int, _FlatGrads] = {}
+        self._phase = GradPhase.ACCUMULATING
         self._kept_from: GradVersions | None = None
 
     @property
-    def is_reduced(self) -> bool:
-        """Whether the shards are those that retain() kept."""
-        return self._kept_from is not None
+    def phase(self) -> GradPhase:
+        """Where gradients are."""
+        return self._phase
 
     @property
     def nbytes(self) -> int:
@@ -94,18 +96,18 @@ class PresyncedGrads:
         return flat.index in self._flats
 
     def missing(self, flat: Flat) -> set[int]:
-        """Return the params of ``flat`` that had no gradient at the last pack()."""
+        """Return the params of ``flat`` that had no gradient at the last note()."""
         return self._flats[flat.index].missing
 
     def idle(self, bucket: Bucket, parts: Parts) -> set[int]:
         """Return the params in ``bucket`` that have no gradient on any rank."""
         return self._flats[bucket.flat].missing
 
-    def scale(self, flat_index: int) -> float | None:
+    def mean_factor(self, flat: int) -> float | None:
         """Return None: the gradients are the mean already."""
         return None
 
-    def pack(self) -> None:
+    def note(self) -> None:
         """Copy this rank's fragments of every gradient.
 
         Raises:
@@ -113,7 +115,7 @@ class PresyncedGrads:
         """
         if self._kept_from is not None and self._kept_from == GradVersions(self._params()):
             return
-        self._kept_from = None
+        self._phase, self._kept_from = GradPhase.NOTED, None
         for grads in self._flats.values():
             grads.pack()
 
@@ -150,11 +152,11 @@ class PresyncedGrads:
 
     def retain(self) -> None:
         """Keep the shards for the next step, unless a gradient changes."""
-        self._kept_from = GradVersions(self._params())
+        self._phase, self._kept_from = GradPhase.REDUCED, GradVersions(self._params())
 
     def release(self) -> None:
-        """Copy the shards anew at the next pack()."""
-        self._kept_from = None
+        """Copy the shards anew at the next note()."""
+        self._phase, self._kept_from = GradPhase.ACCUMULATING, None
 
     def _params(self) -> list[Tensor]:
         return [param for grads in self._flats.values() for param in grads.params.values()]

@@ -66,7 +66,7 @@ class FlatGrads:
     addresses: list[int] = field(default_factory=list)
     retained: ShardArena | None = None  # reduced shards, when they must outlive one bucket
     missing: set[int] = field(default_factory=set)  # params with no gradient on this rank
-    outside: list[int] = field(default_factory=list)  # positions whose slots flush() is to fill
+    outside: list[int] = field(default_factory=list)  # positions whose slots pack() is to fill
     arrived: list[Tensor] = field(default_factory=list)  # with these gradients
     absent: list[int] = field(default_factory=list)  # positions that have none
     cleared: dict[int, Tensor] = field(default_factory=dict)  # -0.0 since zero(), by position
@@ -107,7 +107,7 @@ class FlatGrads:
     def collect(self, position: int) -> None:
         """Move a gradient that autograd has just made into its slot, and free it.
 
-        One that the caller sees elsewhere too, or that has a graph, stays: flush() will copy it.
+        One that the caller sees elsewhere too, or that has a graph, stays: pack() will copy it.
         """
         self.cleared.pop(position, None)
         param = self.params[position]
@@ -126,7 +126,7 @@ class FlatGrads:
         self.is_lent = True
 
     def note(self) -> None:
-        """Note which gradients are not in their slots, for flush(), and which do not exist.
+        """Note which gradients are not in their slots, for pack(), and which do not exist.
 
         Raises:
             RuntimeError: a gradient is sparse.
@@ -204,7 +204,7 @@ class FlatGrads:
             if is_held(self.views, position):
                 move_out(self.views[position])
 
-    def flush(self, end: int | None = None) -> None:
+    def pack(self, end: int | None = None) -> None:
         """Copy gradients into the slots that start before ``end``, all without.
 
         By and by, because what has just been copied is sent out of the cache.
@@ -229,7 +229,7 @@ class FlatGrads:
         self.outside, self.arrived, self.absent = [], [], []
 
     def adopt(self) -> None:
-        """Make every gradient a view of the buffer, where flush() has brought its values."""
+        """Make every gradient a view of the buffer, where pack() has brought its values."""
         self.is_lent = True
         for position, param in enumerate(self.params):
             grad = param.grad

@@ -1,6 +1,6 @@
 """ShardedOptimizer: composes layout, storage, communication and a rule's math into a step.
 
-step():  pack -> [norms -> all_reduce -> clip] -> for each bucket: reduce-scatter, update,
+step():  note -> [norms -> all_reduce -> clip] -> for each bucket: reduce-scatter, update,
          all-gather -> wait
 LAMB:    two passes over the shards with one all_reduce between them
 """
@@ -29,6 +29,7 @@ from shardfuse.engine.own_shards import OwnShards
 from shardfuse.engine.step import StepEngine
 from shardfuse.engine.terms import Terms
 from shardfuse.grads.full import GradSync
+from shardfuse.grads.protocol import GradPhase, GradShards
 from shardfuse.grads.reduced import PresyncedGrads
 from shardfuse.grads.slots import FlatParams, clear_grads
 from shardfuse.layout import FlatLayout
@@ -114,11 +115,7 @@ class ShardedOptimizer(TorchLike):
         self._params: list[Tensor] = []
         self._flats: list[FlatState] = []
         self._buffers = CombinedBuffers()
-        self._grads: GradSync | PresyncedGrads = (
-            PresyncedGrads()
-            if self._config.grads_are_reduced
-            else GradSync(self.communicator, self._config.grad_sync_dtype)
-        )
+        self._grads = self._make_grads()
         self._gather = ParamSync(self.communicator)
         self._overflows = OverflowReport(self.communicator, self._config.report_overflow)
         if error is None:
@@ -130,6 +127,12 @@ class ShardedOptimizer(TorchLike):
         self._adopt(first_group=0, error=error)
         self._built = True
         logger.info("%s: %s\n%s", type(self).__name__, self._config, self.layout.describe())
+
+    def _make_grads(self) -> GradShards:
+        """Return where gradients come from."""
+        if self._config.grads_are_reduced:
+            return PresyncedGrads()
+        return GradSync(self.communicator, self._config.grad_sync_dtype)
 
     # Parameters
 
@@ -344,7 +347,7 @@ class ShardedOptimizer(TorchLike):
         scaler = "without" if self.__dict__.get("found_inf") is None else "under"
         clipped = "without" if self._clip_coefficient is None else "with"
         self._begin(f"{scaler} a gradient scaler, {clipped} clipped gradients")
-        if self._clip_coefficient is not None and not self._grads.is_reduced:
+        if self._clip_coefficient is not None and self._grads.phase is not GradPhase.REDUCED:
             self._clip_coefficient = None
             raise RuntimeError(
                 f"{on_rank(self.communicator)}Gradients changed between clip_grad_norm() "
@@ -364,9 +367,6 @@ class ShardedOptimizer(TorchLike):
                 coefficient = self._shards.unscale(scaled, self._clip_coefficient)
                 self._engine.run(coefficient, self._config.clip_grad_norm)
                 self._gather.finish()
-                if self._rule.counts_in_groups:
-                    for group in self.param_groups:
-                        group["step"] = group.get("step", 0) + 1
         self._grads.release()
         self._clip_coefficient = None
         self._after_step()
@@ -397,4 +397,4 @@ class ShardedOptimizer(TorchLike):
         self._terms.warn(self._params)
         if woken:
             self._wake(woken)
-        self._grads.pack()
+        self._grads.note()

@@ -97,7 +97,7 @@ class _NpuFused(ShardedOptimizer):
             # By blocks, to keep fp32's digits in long sums.
             blocks = shard.view(-1, BLOCK)
             norms = torch.linalg.vector_norm(blocks, norm_type, dim=1, dtype=torch.float32)
-            norms = norms * (self._grads.scale(bucket.flat) or 1.0)
+            norms = norms * (self._grads.mean_factor(bucket.flat) or 1.0)
             if largest:
                 # A maximum over ranks may lose a NaN, so that is noted beside it.
                 found = [norms.nan_to_num(nan=0.0, posinf=math.inf), norms.isnan().float()]
