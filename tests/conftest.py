@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.tiers import EXHAUSTIVE, FAST
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -16,6 +18,15 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put tests into their tiers, before those that were not asked for are left out."""
+    for item in items:
+        if FAST.search(item.nodeid):
+            item.add_marker("fast")
+        if EXHAUSTIVE.search(item.nodeid):
+            item.add_marker("exhaustive")
 
 
 def pytest_collection_finish() -> None:

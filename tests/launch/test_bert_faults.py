@@ -231,16 +231,14 @@ def test_the_checkpoint_of_another_model_is_refused(
     """Its options say so or, where it has none, its tensors."""
     other = copied.parent / "other"
     other.mkdir()
-    jobs.run(other, [*inputs, *RUN, "--steps", "1", "--model-size", "mini"], 0)
+    jobs.run(other, [*inputs, *RUN, "--steps", "1", "--seq-len", "32"], 0)
     if not has_listing:
         (other / "run" / "checkpoints" / "step-1" / "parts.json").unlink()
     shutil.rmtree(copied / "checkpoints")
     shutil.copytree(other / "run" / "checkpoints", copied / "checkpoints")
     before = snapshot(copied)
     line = jobs.refused(jobs.start(copied.parent, RESUME, 2))
-    wanted = (
-        "is of a run with --model-size mini" if has_listing else "does not fit this run's model"
-    )
+    wanted = "is of a run with --seq-len 32" if has_listing else "does not fit this run's model"
     assert wanted in line
     assert snapshot(copied) == before
 

@@ -1,0 +1,64 @@
+"""Which tests run when: a fast tier, the default, and what only CI and whole runs do.
+
+    pytest -m fast          under a minute on two cores: every rule once, one of each kind
+    pytest                  under ten minutes
+    pytest -m exhaustive    what the default leaves out: more of the same kind
+
+Patterns are searched in the ids of tests, as ``pytest --collect-only -q`` prints them.
+"""
+
+from __future__ import annotations
+
+import re
+
+FAST = re.compile(
+    "|".join(
+        [
+            r"^tests/test_(architecture|docs)\.py",
+            r"^tests/unit/test_(layout|buffers|gradients|gradient_ownership|npu_gradients)\.py",
+            r"^tests/unit/test_(schedules|params|constructor_words)\.py",
+            r"^tests/unit/test_(state_contract|mailbox|seed_examples)\.py",
+            r"^tests/distributed/test_(norms|clip_option)\.py",
+            r"test_scaler_overflow\.py::test_costs_nothing_in_a_normal_step",
+            # Every rule, at each world and in small and large buckets.
+            r"test_elementwise\.py::test_sharded_is_unsharded\[((sgd-nesterov|adam-amsgrad|adamw-decay|"
+            r"bert-linear)-3-0\.01|adam-2-25)\]",
+            r"test_family\.py::test_sharded_is_unsharded\[((rmsprop-all|rmsproptf-all|adadelta-decay)"
+            r"-3-0\.01|adadelta-plain-2-25)\]",
+            r"test_lamb\.py::test_sharded_is_unsharded\[(.*-3-0\.01|npu-2-25)\]",
+            r"test_lamb\.py::test_follows_the_oracle\[npu-(decay|global-norm)-3\]",
+            r"test_adamp\.py::test_sharded_is_unsharded\[(3-0\.01|2-25)\]",
+            r"test_paddle\.py::test_sharded_is_unsharded",
+            r"test_new_rule\.py::test_a_new_rule_is_sharded",
+            r"test_low_precision\.py::test_masters_follow_the_oracle\[(adamw|lamb)",
+            # Each kind of thing that ranks do.
+            r"test_communication\.py::test_collectives_per_step\[(adam|lamb)-3-2\]",
+            r"test_pairwise\.py::test_collectives\[(2-float32|3-bfloat16)\]",
+            r"test_disagreement\.py::test_every_rank_hears_of_it\[another_lr-(auto|native)\]",
+            r"test_checkpoint\.py::test_saved_at_two\[lamb-3",
+            r"test_torch_state_dict\.py::test_other_world_sizes\[sgd-2-3",
+            r"test_extending\.py",
+            r"test_fuzz\.py::test_a_seed_is_a_program",
+        ]
+    )
+)
+
+EXHAUSTIVE = re.compile(
+    "|".join(
+        [
+            # What variants of LAMB switch is independent of each other.
+            r"test_lamb\.py::test_follows_the_oracle\[(apex|nvlamb|google|paddle|deepspeed)-"
+            r"(?!plain|decay|undecayed)",
+            r"test_lamb\.py::test_sharded_is_unsharded\[(apex|nvlamb|google|paddle)-[124]-",
+            r"test_(elementwise|family)\.py::test_sharded_is_unsharded\[.*-4-",
+            # Whole jobs by their real commands, of which the default has one of each kind.
+            r"test_bert_command\.py::test_a_signal_to_torchrun_saves_and_stops\[2\]",
+            r"test_bert_folders\.py::test_a_late_rank_of_torchrun_shares",
+            r"test_bert_runs\.py::test_a_run_resumes_on_another_number_of_ranks"
+            r"\[(adamw|bertadam|sgd)\]",
+            r"test_bert_runs\.py::test_two_ranks_train_as_one_with_the_doubled_batch"
+            r"\[(adamw|bertadam|sgd)\]",
+            r"test_deepspeed_command\.py::test_other_optimizers_train",
+        ]
+    )
+)
