@@ -266,22 +266,29 @@ def restore(
             continue
         state.allocate(rule.initial_states(groups[state.flat.group]))
         for name, arena in arenas_of(state).items():
-            held = {
-                slot.param: entries[slot.param][name]
-                for slot in state.flat.slots
-                if entries[slot.param].get(name) is not None
-            }
-            parts = {p: held.pop(p) for p in list(held) if isinstance(held[p], FragmentTensor)}
             if name != MASTER:
                 arena.data.fill_(rule.initial(name))
-            for bucket in state.flat.buckets:
-                fragments = [f for f in state.fragments[bucket.index] if f.param in held]
-                scatter(fragments, arena.segment(bucket), held, specs)
-            own = fragment_tensors(state, arena.segment, shaped_pieces)
-            for slot, tensor in zip(state.flat.slots, own, strict=True):
-                if slot.param in parts:
-                    tensor.copy_(parts[slot.param])
+            _fill(state, arena, {p: e[name] for p, e in entries.items() if name in e}, specs)
         state.set_steps(steps)
+
+
+def _fill(
+    state: FlatState,
+    arena: ShardArena,
+    saved: Mapping[int, Tensor | None],
+    specs: dict[int, ParamSpec],
+) -> None:
+    """Take this rank's fragments of whole tensors, and what is its own part already."""
+    slots = state.flat.slots
+    held = {s.param: value for s in slots if (value := saved.get(s.param)) is not None}
+    parts = {p: held.pop(p) for p in list(held) if isinstance(held[p], FragmentTensor)}
+    for bucket in state.flat.buckets:
+        fragments = [f for f in state.fragments[bucket.index] if f.param in held]
+        scatter(fragments, arena.segment(bucket), held, specs)
+    own = fragment_tensors(state, arena.segment, shaped_pieces)
+    for slot, tensor in zip(slots, own, strict=True):
+        if slot.param in parts:
+            tensor.copy_(parts[slot.param])
 
 
 def _check_parts(state: FlatState, entries: Mapping[int, Mapping[str, Any]]) -> None:

@@ -101,12 +101,7 @@ class ShardedLamb(ShardedOptimizer):
                 exclude_from_weight_decay=exclude_from_weight_decay,
                 exclude_from_layer_adaptation=exclude_from_layer_adaptation,
             )
-            return LambRule(
-                switches,
-                adam=adam,
-                use_global_grad_norm=use_global_grad_norm,
-                max_grad_norm=max_grad_norm,
-            )
+            return LambRule(switches, adam, use_global_grad_norm, max_grad_norm)
 
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, make_rule, sharding, **torch_options)

@@ -148,9 +148,8 @@ class Lamb(ShardedOptimizer):
 
         def make_rule() -> PaddleLambRule:
             if parameters is None:
-                raise AttributeError(
-                    "parameters argument given to the Optimizer should not be None."
-                )
+                text = "parameters argument given to the Optimizer should not be None."
+                raise AttributeError(text)
             if isinstance(parameters, dict):
                 raise TypeError("parameters should be a list of dicts, not one dict.")
             if callable(learning_rate):

@@ -161,7 +161,6 @@ class LambRule(NormRule):
     def __init__(
         self,
         switches: LambSwitches,
-        *,
         adam: bool = False,
         use_global_grad_norm: bool = False,
         max_grad_norm: float | None = None,
