@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.tiers import EXHAUSTIVE, FAST
+from tests.support.tiers import EXHAUSTIVE, FAST
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from shardfuse.engine.rows import _add_rows, _row_stride
 from shardfuse.layout import ParamSpec
 from shardfuse.optim.npu import NpuFusedAdamP
-from tests.harness import counted, run_threads
-from tests.models import MIXED, Entry, flat_buffers, rank_grads
-from tests.oracles_family import AdamPOracle
-from tests.runs import (
+from tests.support.harness import counted, run_threads
+from tests.support.models import MIXED, Entry, flat_buffers, rank_grads
+from tests.support.oracles_family import AdamPOracle
+from tests.support.runs import (
     NUM_STEPS,
     TOLERANCE,
     Case,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shardfuse import ShardedAdam, ShardedLamb, ShardedSGD
-from tests.harness import run_procs, run_threads
+from tests.support.harness import run_procs, run_threads
 
 pytestmark = pytest.mark.timeout(60)
 

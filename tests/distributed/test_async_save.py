@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from shardfuse.checkpoint import FragmentTensor
 from tests.distributed.test_torch_state_dict import build, train, values
-from tests.harness import run_procs, run_threads
-from tests.runs import assert_bitwise
+from tests.support.harness import run_procs, run_threads
+from tests.support.runs import assert_bitwise
 
 pytestmark = [
     pytest.mark.timeout(180),

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardfuse import ShardedSGD
 from shardfuse.comm.base import PeerError
-from tests.harness import run_procs
+from tests.support.harness import run_procs
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from shardfuse import ShardedAdam, ShardedLamb, ShardedSGD
-from tests.harness import run_procs, run_threads
-from tests.models import rank_grads
-from tests.runs import Case, assert_bitwise
+from tests.support.harness import run_procs, run_threads
+from tests.support.models import rank_grads
+from tests.support.runs import Case, assert_bitwise
 
 pytestmark = [
     pytest.mark.timeout(120),

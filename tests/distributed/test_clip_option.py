@@ -22,9 +22,9 @@ from shardfuse import (
     ShardedLamb,
     ShardedSGD,
 )
-from tests.harness import counted, run_procs, run_threads
-from tests.models import rank_grads
-from tests.runs import Case, assert_bitwise
+from tests.support.harness import counted, run_procs, run_threads
+from tests.support.models import rank_grads
+from tests.support.runs import Case, assert_bitwise
 
 pytestmark = pytest.mark.timeout(120)
 

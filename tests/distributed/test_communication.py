@@ -20,9 +20,9 @@ from shardfuse import (
     ShardedRMSpropTF,
     ShardedSGD,
 )
-from tests.harness import Call, count_c10d_calls, counted, run_threads
-from tests.models import Entry, ParamSet, rank_grads
-from tests.runs import Case, train_rank
+from tests.support.harness import Call, count_c10d_calls, counted, run_threads
+from tests.support.models import Entry, ParamSet, rank_grads
+from tests.support.runs import Case, train_rank
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import deepspeed_runs as runs
-from tests.deepspeed_runs import Job
-from tests.harness import run_procs
-from tests.runs import max_relative_error
+from tests.support import deepspeed_runs as runs
+from tests.support.deepspeed_runs import Job
+from tests.support.harness import run_procs
+from tests.support.runs import max_relative_error
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"

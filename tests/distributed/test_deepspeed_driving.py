@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardfuse
-from tests import deepspeed_runs as runs
-from tests.deepspeed_runs import Job
-from tests.harness import run_procs
-from tests.models import MIXED, rank_grads, split_by_group
-from tests.runs import in_entry_order, max_relative_error
+from tests.support import deepspeed_runs as runs
+from tests.support.deepspeed_runs import Job
+from tests.support.harness import run_procs
+from tests.support.models import MIXED, rank_grads, split_by_group
+from tests.support.runs import in_entry_order, max_relative_error
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests import deepspeed_runs as runs
-from tests.deepspeed_runs import Job
 from tests.distributed.test_deepspeed import error_of
-from tests.harness import run_procs
+from tests.support import deepspeed_runs as runs
+from tests.support.deepspeed_runs import Job
+from tests.support.harness import run_procs
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"

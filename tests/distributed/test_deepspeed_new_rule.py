@@ -8,11 +8,11 @@ from torch import Tensor
 
 pytest.importorskip("deepspeed")
 
-from tests import deepspeed_runs as runs
-from tests.deepspeed_runs import Job
 from tests.distributed.test_new_rule import Lion
-from tests.harness import run_procs
-from tests.runs import assert_bitwise
+from tests.support import deepspeed_runs as runs
+from tests.support.deepspeed_runs import Job
+from tests.support.harness import run_procs
+from tests.support.runs import assert_bitwise
 
 pytestmark = pytest.mark.timeout(280)
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from shardfuse import ShardedSGD
 from shardfuse.optim.paddle import ClipGradByGlobalNorm, ClipGradByNorm, ClipGradByValue, Lamb
-from tests import deepspeed_runs as runs
-from tests.deepspeed_runs import Job
-from tests.harness import run_procs
-from tests.models import rank_grads
-from tests.runs import max_relative_error
+from tests.support import deepspeed_runs as runs
+from tests.support.deepspeed_runs import Job
+from tests.support.harness import run_procs
+from tests.support.models import rank_grads
+from tests.support.runs import max_relative_error
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"

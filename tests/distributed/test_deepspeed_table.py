@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests import deepspeed_runs as runs
-from tests.deepspeed_runs import Job
-from tests.harness import run_procs
-from tests.runs import max_relative_error
+from tests.support import deepspeed_runs as runs
+from tests.support.deepspeed_runs import Job
+from tests.support.harness import run_procs
+from tests.support.runs import max_relative_error
 
 README = Path(__file__).parents[2] / "README.md"
 STAGES = (0, 1, 2)

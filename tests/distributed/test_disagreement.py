@@ -15,7 +15,7 @@ from torch import Tensor
 from shardfuse import ShardedAdamW, ShardedLamb, ShardedSGD
 from shardfuse.comm.base import PeerError
 from shardfuse.comm.board import Board
-from tests.harness import run_procs
+from tests.support.harness import run_procs
 
 pytestmark = pytest.mark.timeout(120)
 

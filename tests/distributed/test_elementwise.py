@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from shardfuse.optim.npu import NpuFusedAdam, NpuFusedAdamW, NpuFusedBertAdam, NpuFusedSGD
-from tests.harness import run_threads
-from tests.models import mean_grads
-from tests.oracles import AdamOracle, BertAdamOracle, SGDOracle
-from tests.runs import (
+from tests.support.harness import run_threads
+from tests.support.models import mean_grads
+from tests.support.oracles import AdamOracle, BertAdamOracle, SGDOracle
+from tests.support.runs import (
     NUM_STEPS,
     TOLERANCE,
     Case,

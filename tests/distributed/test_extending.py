@@ -32,9 +32,9 @@ from shardfuse.rules.base import (
     Scalars,
     check_at_least_zero,
 )
-from tests.harness import run_procs, run_threads
-from tests.models import MIXED, ParamSet, rank_grads
-from tests.runs import assert_bitwise
+from tests.support.harness import run_procs, run_threads
+from tests.support.models import MIXED, ParamSet, rank_grads
+from tests.support.runs import assert_bitwise
 
 CPU = torch.device("cpu")
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfuse.optim.npu import NpuFusedAdadelta, NpuFusedRMSprop, NpuFusedRMSpropTF
-from tests.harness import run_threads
-from tests.models import flat_buffers, mean_grads, rank_grads, split_by_group
-from tests.oracles_family import AdadeltaOracle, RMSpropOracle, RMSpropTFOracle
-from tests.runs import (
+from tests.support.harness import run_threads
+from tests.support.models import flat_buffers, mean_grads, rank_grads, split_by_group
+from tests.support.oracles_family import AdadeltaOracle, RMSpropOracle, RMSpropTFOracle
+from tests.support.runs import (
     NUM_STEPS,
     TOLERANCE,
     Case,

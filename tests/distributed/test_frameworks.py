@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardfuse import ShardedAdamW
-from tests.harness import run_procs
+from tests.support.harness import run_procs
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfuse import ShardedAdam, ShardedAdamW, ShardedBertAdam, ShardedLamb, ShardedSGD
-from tests.harness import run_procs, run_threads
-from tests.models import TiedModel
+from tests.support.harness import run_procs, run_threads
+from tests.support.models import TiedModel
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.distributed.algorithms.join import Join, Joinable
 
 from shardfuse import ShardedAdam, ShardedAdamP, ShardedLamb, ShardedSGD
-from tests.harness import run_procs
+from tests.support.harness import run_procs
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from shardfuse.optim.npu import NpuFusedLamb
-from tests.harness import run_threads
-from tests.models import MIXED, Entry, rank_grads
-from tests.oracles import LambOracle
-from tests.runs import (
+from tests.support.harness import run_threads
+from tests.support.models import MIXED, Entry, rank_grads
+from tests.support.oracles import LambOracle
+from tests.support.runs import (
     TOLERANCE,
     Case,
     check_follows_oracle,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardfuse import ShardedLamb, ShardedSGD
-from tests.harness import run_procs
+from tests.support.harness import run_procs
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfuse import ShardedAdam, ShardedAdamW, ShardedBertAdam, ShardedLamb, ShardedSGD
-from tests.harness import run_threads
-from tests.models import rank_grads
-from tests.oracles import AdamOracle, BertAdamOracle, LambOracle, SGDOracle
-from tests.runs import (
+from tests.support.harness import run_threads
+from tests.support.models import rank_grads
+from tests.support.oracles import AdamOracle, BertAdamOracle, LambOracle, SGDOracle
+from tests.support.runs import (
     Case,
     assert_bitwise,
     max_relative_error,

@@ -18,7 +18,7 @@ import torch
 from shardfuse.comm import communicator_for
 from shardfuse.comm.gloo import mailbox, memory
 from shardfuse.comm.gloo.mailbox import Mailbox
-from tests.harness import run_procs
+from tests.support.harness import run_procs
 
 pytestmark = pytest.mark.timeout(120)
 

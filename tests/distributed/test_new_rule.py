@@ -20,9 +20,9 @@ from shardfuse.rules.base import (
     check_at_least_zero,
     check_betas,
 )
-from tests.harness import run_procs, run_threads
-from tests.models import MIXED, mean_grads, rank_grads
-from tests.runs import Case, assert_bitwise, train_rank
+from tests.support.harness import run_procs, run_threads
+from tests.support.models import MIXED, mean_grads, rank_grads
+from tests.support.runs import Case, assert_bitwise, train_rank
 
 
 class LionRule(ElementwiseRule):

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from shardfuse import ShardedAdam, ShardedBertAdam, ShardedGradScaler, ShardedLamb, ShardedSGD
-from tests.harness import run_procs, run_threads
-from tests.models import MIXED, ParamSet, mean_grads, rank_grads
-from tests.oracles import AdamOracle, BertAdamOracle, LambOracle
-from tests.runs import assert_bitwise, max_relative_error
+from tests.support.harness import run_procs, run_threads
+from tests.support.models import MIXED, ParamSet, mean_grads, rank_grads
+from tests.support.oracles import AdamOracle, BertAdamOracle, LambOracle
+from tests.support.runs import assert_bitwise, max_relative_error
 
 pytestmark = pytest.mark.timeout(60)
 

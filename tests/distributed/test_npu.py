@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfuse.optim import npu
-from tests.harness import counted, run_threads
-from tests.models import MIXED, rank_grads
-from tests.oracles import AdamOracle, BertAdamOracle, LambOracle, SGDOracle
-from tests.oracles_family import AdadeltaOracle, AdamPOracle, RMSpropOracle, RMSpropTFOracle
-from tests.runs import (
+from tests.support.harness import counted, run_threads
+from tests.support.models import MIXED, rank_grads
+from tests.support.oracles import AdamOracle, BertAdamOracle, LambOracle, SGDOracle
+from tests.support.oracles_family import AdadeltaOracle, AdamPOracle, RMSpropOracle, RMSpropTFOracle
+from tests.support.runs import (
     NUM_STEPS,
     TOLERANCE,
     Case,

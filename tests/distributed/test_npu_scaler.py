@@ -15,9 +15,9 @@ from torch.amp import GradScaler
 from shardfuse import ShardedGradScaler
 from shardfuse.optim import npu
 from tests.distributed.test_npu import CASES, SHARDING
-from tests.harness import run_procs, run_threads
-from tests.npu_scaler import NpuScaler
-from tests.runs import TOLERANCE, assert_bitwise, max_relative_error
+from tests.support.harness import run_procs, run_threads
+from tests.support.npu_scaler import NpuScaler
+from tests.support.runs import TOLERANCE, assert_bitwise, max_relative_error
 
 pytestmark = pytest.mark.timeout(60)
 

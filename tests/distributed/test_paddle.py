@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfuse.optim.paddle import ClipGradByGlobalNorm, ClipGradByNorm, ClipGradByValue, Lamb
-from tests.harness import counted, run_threads
-from tests.models import MIXED, mean_grads, rank_grads
-from tests.oracles import Grads, LambOracle, OracleParam
-from tests.runs import (
+from tests.support.harness import counted, run_threads
+from tests.support.models import MIXED, mean_grads, rank_grads
+from tests.support.oracles import Grads, LambOracle, OracleParam
+from tests.support.runs import (
     Case,
     assert_bitwise,
     max_relative_error,

@@ -19,7 +19,7 @@ from shardfuse.comm.gloo import memory
 from shardfuse.comm.gloo.mailbox import SLOTS
 from shardfuse.comm.gloo.pairwise import PairwiseCommunicator
 from shardfuse.comm.process_group import ProcessGroupCommunicator
-from tests.harness import RanksFailedError, run_procs, run_threads
+from tests.support.harness import RanksFailedError, run_procs, run_threads
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfuse import ShardedAdam, ShardedLamb, ShardedSGD
-from tests.harness import run_threads
-from tests.runs import assert_bitwise, max_relative_error
+from tests.support.harness import run_threads
+from tests.support.runs import assert_bitwise, max_relative_error
 
 pytestmark = pytest.mark.timeout(60)
 

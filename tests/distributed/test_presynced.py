@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfuse import ShardedAdam, ShardedBertAdam, ShardedLamb, ShardedSGD
-from tests.harness import counted, run_procs, run_threads
-from tests.models import mean_grads
-from tests.runs import Case, assert_bitwise, max_relative_error, train_unsharded
+from tests.support.harness import counted, run_procs, run_threads
+from tests.support.models import mean_grads
+from tests.support.runs import Case, assert_bitwise, max_relative_error, train_unsharded
 
 pytestmark = pytest.mark.timeout(120)
 

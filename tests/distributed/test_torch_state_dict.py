@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from shardfuse import ShardedAdamW, ShardedBertAdam, ShardedLamb, ShardedRMSpropTF, ShardedSGD
 from shardfuse.checkpoint import FragmentTensor, boxes
-from tests.harness import run_procs, run_threads
-from tests.runs import assert_bitwise
+from tests.support.harness import run_procs, run_threads
+from tests.support.runs import assert_bitwise
 
 pytestmark = [
     pytest.mark.timeout(180),

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tests.faults.programs import GROUP_TIMEOUT_S, OPTIMIZERS, Job
 from tests.faults.table import FAULTS, Fault
-from tests.harness import PRELOADED
+from tests.support.harness import PRELOADED
 
 _LIMIT_S = 40.0
 

@@ -7,7 +7,7 @@ Modules:
     draw, between, generate: from a seed to a program.
     local: one rank's parameters and gradients, plain torch, used by both sides.
     exact: update rules in fp32, one tensor at a time: the same bits are expected.
-    engines: torch.optim and the oracles of tests/oracles*.py in double precision.
+    engines: torch.optim and the oracles of tests/support/oracles*.py in double precision.
     ranks: the gradients of all ranks in one process, and their mean.
     reference: interprets a program for all ranks; imports nothing of shardfuse.
     job: one rank's model, sharded optimizer, scaler and hooks.

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tests import oracles, oracles_family
 from tests.fuzz.choices import Kind
 from tests.fuzz.exact import RULES, State
+from tests.support import oracles, oracles_family
 
 Means = Sequence[Tensor | None]
 
@@ -73,7 +73,7 @@ class TorchEngine:
 
 
 class OracleEngine:
-    """An oracle of tests/oracles.py or tests/oracles_family.py."""
+    """An oracle of tests/support/oracles.py or tests/support/oracles_family.py."""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         self._class = getattr(oracles, name, None) or getattr(oracles_family, name)

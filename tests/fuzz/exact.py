@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.oracles import bert_schedule
+from tests.support.oracles import bert_schedule
 
 State = dict[str, Tensor]
 Options = Mapping[str, Any]

@@ -14,7 +14,7 @@ from launch.bench.__main__ import main, parse
 from launch.bench.drivers import ByHand, Driver, Method
 from launch.bench.options import Options, interleaved
 from launch.bench.synthetic import Model
-from tests.harness import RanksFailedError, run_procs
+from tests.support.harness import RanksFailedError, run_procs
 
 TINY = "5x3000"
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests import trainer_runs as runs
-from tests.trainer_runs import Job
+from tests.support import trainer_runs as runs
+from tests.support.trainer_runs import Job
 
 pytestmark = pytest.mark.timeout(240)
 

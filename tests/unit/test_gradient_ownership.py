@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardfuse import ShardedLamb, ShardedSGD
 from shardfuse.optim.npu import NpuFusedAdam
-from tests.harness import everywhere
+from tests.support.harness import everywhere
 
 pytestmark = pytest.mark.timeout(60)
 

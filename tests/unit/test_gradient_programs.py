@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from shardfuse import ShardedSGD
 from shardfuse.optim.npu import NpuFusedSGD
-from tests.gradient_programs import LOCAL, Op, check, random_program
-from tests.harness import everywhere, run_threads
-from tests.models import TiedModel
+from tests.support.gradient_programs import LOCAL, Op, check, random_program
+from tests.support.harness import everywhere, run_threads
+from tests.support.models import TiedModel
 
 pytestmark = [
     pytest.mark.timeout(120),

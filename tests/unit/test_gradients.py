@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from shardfuse import ShardedAdam, ShardedAdamW, ShardedBertAdam, ShardedLamb, ShardedSGD
-from tests.harness import everywhere
-from tests.models import TiedModel
-from tests.oracles import BertAdamOracle
-from tests.runs import assert_bitwise
+from tests.support.harness import everywhere
+from tests.support.models import TiedModel
+from tests.support.oracles import BertAdamOracle
+from tests.support.runs import assert_bitwise
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardfuse import ShardedAdam, ShardedLamb
 from shardfuse.optim import npu, paddle
-from tests.harness import run_procs, run_threads
+from tests.support.harness import run_procs, run_threads
 from tests.unit.test_validation import case_id
 
 # One process saves; torch says so.

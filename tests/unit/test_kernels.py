@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardfuse import ShardedAdam, ShardedAdamW, ShardedBertAdam, ShardedLamb, ShardedSGD
 from shardfuse.engine.kernels import SegmentSum
-from tests.models import flat_buffers
+from tests.support.models import flat_buffers
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None,

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardfuse import ShardedLamb
 from shardfuse.optim.paddle import Lamb
-from tests.harness import RanksFailedError, run_procs, run_threads
+from tests.support.harness import RanksFailedError, run_procs, run_threads
 
 ROOT = Path(__file__).parent.parent.parent
 

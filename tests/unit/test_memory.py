@@ -21,8 +21,8 @@ from shardfuse import (
     ShardedLamb,
     ShardedSGD,
 )
-from tests.harness import run_procs, run_threads
-from tests.models import flat_buffers, lie_in
+from tests.support.harness import run_procs, run_threads
+from tests.support.models import flat_buffers, lie_in
 
 pytestmark = pytest.mark.timeout(60)
 

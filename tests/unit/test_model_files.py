@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardfuse import ShardedAdamW
-from tests.models import flat_buffers, lie_in
+from tests.support.models import flat_buffers, lie_in
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.models import MIXED, ParamSet, mean_grads, rank_grads
+from tests.support.models import MIXED, ParamSet, mean_grads, rank_grads
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

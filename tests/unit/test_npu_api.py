@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim.optimizer import required
 
 from shardfuse.optim import npu
+from tests.support.upstream import CLASSES, NOT_IN_GROUPS, REQUIRED
 from tests.unit.test_validation import INVALID, case_id
-from tests.upstream import CLASSES, NOT_IN_GROUPS, REQUIRED
 
 NAN = math.nan
 

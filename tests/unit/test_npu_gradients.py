@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import shardfuse.grads.slots
-from tests.models import lie_in
-from tests.oracles import AdamOracle, LambOracle, SGDOracle
+from tests.support.models import lie_in
+from tests.support.oracles import AdamOracle, LambOracle, SGDOracle
+from tests.support.upstream import CLASSES
 from tests.unit.test_npu_api import build, every_class, ones
-from tests.upstream import CLASSES
 
 
 def test_zero_grad_keeps_the_tensors() -> None:

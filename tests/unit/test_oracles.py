@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.oracles import (
+from tests.support.oracles import (
     AdamOracle,
     BertAdamOracle,
     LambOracle,

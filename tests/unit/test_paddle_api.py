@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfuse.optim.paddle import ClipGradByGlobalNorm, ClipGradByNorm, ClipGradByValue, Lamb
-from tests.harness import run_threads
+from tests.support.harness import run_threads
 
 EAGER = {"kernel": "eager"}
 

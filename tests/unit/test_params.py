@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from shardfuse import ShardedAdam, ShardedAdamW, ShardedBertAdam, ShardedLamb, ShardedSGD
-from tests.harness import run_threads
-from tests.models import TiedModel
-from tests.runs import assert_bitwise
+from tests.support.harness import run_threads
+from tests.support.models import TiedModel
+from tests.support.runs import assert_bitwise
 
 pytestmark = pytest.mark.timeout(60)
 

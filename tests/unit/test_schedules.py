@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from shardfuse import ShardedAdam, ShardedAdamW, ShardedBertAdam, ShardedLamb, ShardedSGD
-from tests.oracles import BertAdamOracle, LambOracle
+from tests.support.oracles import BertAdamOracle, LambOracle
 
 # fp32 rounding of the updates, on both sides.
 TOLERANCE = 2e-6

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness import run_threads
-from tests.oracles import AdamOracle, BertAdamOracle, LambOracle, Oracle, SGDOracle
+from tests.support.harness import run_threads
+from tests.support.oracles import AdamOracle, BertAdamOracle, LambOracle, Oracle, SGDOracle
 
 # The example of the four pages; they differ in the class and its options only.
 EXAMPLE = """\

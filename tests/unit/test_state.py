@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfuse import ShardedAdam, ShardedAdamW, ShardedBertAdam, ShardedLamb, ShardedSGD
-from tests.harness import run_threads
-from tests.models import MIXED, rank_grads
-from tests.runs import Case, assert_bitwise
+from tests.support.harness import run_threads
+from tests.support.models import MIXED, rank_grads
+from tests.support.runs import Case, assert_bitwise
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -16,7 +16,7 @@ from torch import nn
 from shardfuse import ShardConfig, ShardedAdam, ShardedSGD
 from shardfuse.checkpoint import FragmentTensor
 from shardfuse.optim import stateful
-from tests.harness import run_threads
+from tests.support.harness import run_threads
 
 pytestmark = pytest.mark.timeout(60)
 

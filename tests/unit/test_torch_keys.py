@@ -21,9 +21,9 @@ from shardfuse import (
     ShardedSGD,
 )
 from shardfuse.optim import npu, paddle
-from tests.harness import run_threads
+from tests.support.harness import run_threads
+from tests.support.upstream import CLASSES
 from tests.unit.test_validation import ALL, case_id, one_param
-from tests.upstream import CLASSES
 
 EAGER = {"kernel": "eager"}
 # Class, torch's of the same formula, options.

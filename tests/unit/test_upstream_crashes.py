@@ -1,4 +1,4 @@
-"""torch_npu's crashes and its memory, a test for each: semantics section 3, rows 8 to 10."""
+"""torch_npu's crashes and its memory, a test for each."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardfuse.optim import npu
-from tests.harness import run_threads
-from tests.models import flat_buffers, lie_in
-from tests.oracles import LambOracle
-from tests.runs import TOLERANCE, assert_bitwise, max_relative_error
+from tests.support.harness import run_threads
+from tests.support.models import flat_buffers, lie_in
+from tests.support.oracles import LambOracle
+from tests.support.runs import TOLERANCE, assert_bitwise, max_relative_error
+from tests.support.upstream import Twin, build, every_optimizer, noise, reference
 from tests.unit.test_memory import live_nbytes
-from tests.upstream import Twin, build, every_optimizer, noise, reference
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3], ids=["above 1", "below 1"])
-def test_3_8_lamb_global_grad_norm(scale: float) -> None:
+def test_lamb_global_grad_norm(scale: float) -> None:
     """Above 1 gradients are divided by the norm over all groups and dtypes; p.grad is not."""
     params = [nn.Parameter(noise((700,), i).to(d)) for i, d in enumerate(3 * [torch.float32])]
     params += [nn.Parameter(noise((900,), 7).half())]
@@ -49,7 +49,7 @@ def test_3_8_lamb_global_grad_norm(scale: float) -> None:
     assert max_relative_error(values, oracle.values(), start) < TOLERANCE
 
 
-def test_3_8_lamb_global_grad_norm_of_fp16_gradients_does_not_overflow() -> None:
+def test_lamb_global_grad_norm_of_fp16_gradients_does_not_overflow() -> None:
     """A norm whose square passes 65504 divides all the same: it is summed in fp32."""
     twin = Twin("NpuFusedLamb", [(400,)], torch.float16, use_global_grad_norm=True, eps=1.0)
     for seed in range(3):
@@ -78,20 +78,20 @@ def schedule_factors(schedule: str, warmup: float, num_steps: int) -> list[float
     return factors
 
 
-def test_3_8_bert_adam_warmup_cosine() -> None:
+def test_bert_adam_warmup_cosine() -> None:
     """After the warm-up the factor is (1 + cos(pi x)) / 2."""
     expected = [0.0, 0.5, *(0.5 * (1 + math.cos(math.pi * x)) for x in (0.4, 0.6, 0.8, 1.0))]
     assert schedule_factors("warmup_cosine", 0.4, 6) == pytest.approx(expected, abs=1e-6)
 
 
-def test_3_8_bert_adam_warmup_poly_past_t_total() -> None:
+def test_bert_adam_warmup_poly_past_t_total() -> None:
     """sqrt(1 - x) up to t_total, and 0 past it, where it was complex."""
     expected = [0.0, 0.5, *(math.sqrt(1 - x) for x in (0.4, 0.6, 0.8)), 0.0, 0.0, 0.0]
     assert schedule_factors("warmup_poly", 0.4, 8) == pytest.approx(expected, abs=1e-6)
 
 
 @every_optimizer
-def test_3_8_bf16_parameters_train(name: str) -> None:
+def test_bf16_parameters_train(name: str) -> None:
     """Their masters follow the reference, and they are the masters' casts."""
     twin = Twin(name, dtype=torch.bfloat16)
     for seed in range(4):
@@ -100,7 +100,7 @@ def test_3_8_bf16_parameters_train(name: str) -> None:
 
 
 @every_optimizer
-def test_3_8_fp64_is_refused_when_built(name: str) -> None:
+def test_fp64_is_refused_when_built(name: str) -> None:
     """Not at the first step; the error names the parameter, and the remedy it names works."""
     model = nn.Linear(3, 2, dtype=torch.float64)
     with pytest.raises(TypeError, match=r"float64 \(weight\)\. Convert the model.*float\(\)"):
@@ -109,7 +109,7 @@ def test_3_8_fp64_is_refused_when_built(name: str) -> None:
 
 
 @every_optimizer
-def test_3_8_channels_last_parameters_train(name: str) -> None:
+def test_channels_last_parameters_train(name: str) -> None:
     """They stay channels_last, and become what the contiguous reference becomes."""
     twin = Twin(name, [(6, 5, 3, 3), (6,)])
     start = twin.params[0].detach().clone()
@@ -127,7 +127,7 @@ def test_3_8_channels_last_parameters_train(name: str) -> None:
 
 
 @every_optimizer
-def test_3_8_closures_run_backward_and_make_the_first_gradients(name: str) -> None:
+def test_closures_run_backward_and_make_the_first_gradients(name: str) -> None:
     """step(closure) enables gradients, returns the loss and applies what backward left."""
     twin = Twin(name)
     for seed in range(3):
@@ -144,7 +144,7 @@ def test_3_8_closures_run_backward_and_make_the_first_gradients(name: str) -> No
 
 
 @every_optimizer
-def test_3_8_gradients_that_come_late(name: str) -> None:
+def test_gradients_that_come_late(name: str) -> None:
     """A parameter whose first gradient comes after other steps is no KeyError."""
     twin = Twin(name)
     for seed in range(4):
@@ -153,7 +153,7 @@ def test_3_8_gradients_that_come_late(name: str) -> None:
 
 
 @every_optimizer
-def test_3_8_add_param_group_after_the_first_step(name: str) -> None:
+def test_add_param_group_after_the_first_step(name: str) -> None:
     """The new group trains with its own learning rate, from its own first step."""
     twin = Twin(name, [(1500,), (6, 7)])
     late = Twin(name, [(5,)], lr=0.03)
@@ -174,7 +174,7 @@ def test_3_8_add_param_group_after_the_first_step(name: str) -> None:
 
 @pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps], ids=["deepcopy", "pickle"])
 @every_optimizer
-def test_3_8_copies_of_an_optimizer_are_refused(name: str, how: Any) -> None:
+def test_copies_of_an_optimizer_are_refused(name: str, how: Any) -> None:
     """In words and at once, not at the copy's first step; the optimizer itself goes on."""
     twin = Twin(name)
     twin.step(0)
@@ -185,7 +185,7 @@ def test_3_8_copies_of_an_optimizer_are_refused(name: str, how: Any) -> None:
 
 
 @every_optimizer
-def test_3_8_zero_grad_set_to_none(name: str) -> None:
+def test_zero_grad_set_to_none(name: str) -> None:
     """Gradients become None, and what is None is left alone."""
     twin = Twin(name)
     twin.step(0)
@@ -200,7 +200,7 @@ def test_3_8_zero_grad_set_to_none(name: str) -> None:
 
 @pytest.mark.parametrize("first", ["step", "zero_grad", "clip_grad_norm_fused_"])
 @every_optimizer
-def test_3_8_calls_before_any_gradient_leave_no_poison(name: str, first: str) -> None:
+def test_calls_before_any_gradient_leave_no_poison(name: str, first: str) -> None:
     """They change nothing, count no step, and training then starts as usual."""
     twin = Twin(name)
     if first == "clip_grad_norm_fused_":
@@ -216,7 +216,7 @@ def test_3_8_calls_before_any_gradient_leave_no_poison(name: str, first: str) ->
 
 
 @every_optimizer
-def test_3_8_sparse_gradients_reach_the_friendly_error(name: str) -> None:
+def test_sparse_gradients_reach_the_friendly_error(name: str) -> None:
     """The error names the parameter and the remedy; nothing moves, and the remedy works."""
     embedding = nn.Embedding(50, 4, sparse=True)
     params = list(embedding.named_parameters())
@@ -265,7 +265,7 @@ def train(name: str) -> tuple[Any, list[nn.Parameter]]:
 
 
 @pytest.mark.parametrize("name", RESOURCES)
-def test_3_9_bytes_on_each_rank(name: str) -> None:
+def test_bytes_on_each_rank(name: str) -> None:
     """Parameters and gradients once, 1 / W of the states, and a few buckets: not 3 to 7 times.
 
     Measured over all tensors that four ranks leave behind, not by what the optimizer says.
@@ -297,7 +297,7 @@ class Reads(TorchDispatchMode):
 
 
 @every_optimizer
-def test_3_9_no_step_reads_a_value_back(name: str) -> None:
+def test_no_step_reads_a_value_back(name: str) -> None:
     """The host waits for no result, however many tensors there are; it may round its own eps."""
     twin = Twin(name, [(5,)] * 20, **({"use_global_grad_norm": True} if "Lamb" in name else {}))
     group = twin.optimizer.param_groups[0]
@@ -317,7 +317,7 @@ def test_3_9_no_step_reads_a_value_back(name: str) -> None:
 
 
 @every_optimizer
-def test_3_10_deleting_the_optimizer_leaves_a_healthy_model(name: str) -> None:
+def test_deleting_the_optimizer_leaves_a_healthy_model(name: str) -> None:
     """Parameters own their memory too: what is allocated next does not land in it."""
     twin = Twin(name)
     twin.step(0)
@@ -336,7 +336,7 @@ def test_3_10_deleting_the_optimizer_leaves_a_healthy_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_3_10_every_parameter_starts_aligned(dtype: torch.dtype) -> None:
+def test_every_parameter_starts_aligned(dtype: torch.dtype) -> None:
     """At a multiple of 64 bytes on the CPU; of 512 elsewhere, which test_layout.py shows."""
     params = [nn.Parameter(torch.ones(n, dtype=dtype)) for n in (3, 1, 2000, 7, 1024, 1025)]
     optimizer = npu.NpuFusedAdam([{"params": params[:3]}, {"params": params[3:]}])

@@ -1,4 +1,4 @@
-"""torch_npu's silent-training bugs, a test for each: semantics section 3, rows 1 to 7."""
+"""torch_npu's bugs that train on in silence, a test for each."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from shardfuse.optim import npu, paddle
-from tests.oracles import AdamOracle, BertAdamOracle, LambOracle
-from tests.runs import TOLERANCE, assert_bitwise, max_relative_error
-from tests.upstream import SHAPES, Twin, every_optimizer, noise
+from tests.support.oracles import AdamOracle, BertAdamOracle, LambOracle
+from tests.support.runs import TOLERANCE, assert_bitwise, max_relative_error
+from tests.support.upstream import SHAPES, Twin, every_optimizer, noise
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.mark.parametrize("how", ["model.zero_grad", "p.grad = None"])
 @every_optimizer
-def test_3_1_model_zero_grad_does_not_reapply_stale_gradients(name: str, how: str) -> None:
+def test_model_zero_grad_does_not_reapply_stale_gradients(name: str, how: str) -> None:
     """Once dropped, a gradient is not applied; the next one is, as by the reference."""
     twin = Twin(name)
     for seed in range(2):
@@ -44,7 +44,7 @@ def test_3_1_model_zero_grad_does_not_reapply_stale_gradients(name: str, how: st
 
 
 @every_optimizer
-def test_3_2_state_loaded_after_a_step_is_what_training_goes_on_from(name: str) -> None:
+def test_state_loaded_after_a_step_is_what_training_goes_on_from(name: str) -> None:
     """An optimizer that was used before loading continues the saved run, bit for bit."""
     saved, used = Twin(name), Twin(name)
     for seed in range(3):
@@ -82,13 +82,13 @@ def bert_steps(num_steps: int, resume_at: int | None = None, **options: Any) -> 
 
 
 @pytest.mark.parametrize("resume_at", [1, 3])
-def test_3_2_bert_adam_schedule_goes_on_after_resume(resume_at: int) -> None:
+def test_bert_adam_schedule_goes_on_after_resume(resume_at: int) -> None:
     """The step is saved, so that the schedule does not start again from the warm-up."""
     factors = bert_steps(7, resume_at, warmup=0.4, t_total=5)
     assert factors == pytest.approx([0, 0.5, 1, 2 / 3, 1 / 3, 0, 0], abs=1e-6)
 
 
-def test_3_2_torch_adam_checkpoint_counts_steps_once() -> None:
+def test_torch_adam_checkpoint_counts_steps_once() -> None:
     """Four steps of torch.optim.Adam and four of ours are eight of torch's."""
     options = {"lr": 0.1, "weight_decay": 0.1}
     twin = Twin("NpuFusedAdam", **options)
@@ -121,7 +121,7 @@ def test_3_2_torch_adam_checkpoint_counts_steps_once() -> None:
 
 @pytest.mark.parametrize("how", [".data =", ".to()"])
 @every_optimizer
-def test_3_3_reallocated_parameters_are_an_error_and_can_be_taken_back(name: str, how: str) -> None:
+def test_reallocated_parameters_are_an_error_and_can_be_taken_back(name: str, how: str) -> None:
     """step() names them and changes nothing; after rebind() training goes on as if never moved."""
     twin = Twin(name)
     twin.step(0)
@@ -142,7 +142,7 @@ def test_3_3_reallocated_parameters_are_an_error_and_can_be_taken_back(name: str
 
 
 @pytest.mark.parametrize("swap", [False, True])
-def test_3_3_load_state_dict_with_assign(swap: bool) -> None:
+def test_load_state_dict_with_assign(swap: bool) -> None:
     """Where torch swaps the parameters' tensors step() says so, as with `.data =`.
 
     Where it puts others into the model, which is its default, no optimizer follows them: not
@@ -178,7 +178,7 @@ def test_3_3_load_state_dict_with_assign(swap: bool) -> None:
 
 @pytest.mark.parametrize("how", ["unused", "frozen"])
 @every_optimizer
-def test_3_4_parameters_without_a_first_gradient_are_trained_later(name: str, how: str) -> None:
+def test_parameters_without_a_first_gradient_are_trained_later(name: str, how: str) -> None:
     """Each starts from nothing with its first gradient, as in the reference; so do experts."""
     twin = Twin(name)
     if how == "frozen":
@@ -197,7 +197,7 @@ def test_3_4_parameters_without_a_first_gradient_are_trained_later(name: str, ho
 
 
 @pytest.mark.parametrize("numel", [6_600, 20_000, 70_000])
-def test_3_5_fp16_lamb_of_large_tensors_moves_in_every_step(numel: int) -> None:
+def test_fp16_lamb_of_large_tensors_moves_in_every_step(numel: int) -> None:
     """The square of the update's norm passes 65504; the trust ratio is right all the same."""
     twin = Twin("NpuFusedLamb", [(numel,)], torch.float16, lr=0.1)
     overflows = 0
@@ -212,7 +212,7 @@ def test_3_5_fp16_lamb_of_large_tensors_moves_in_every_step(numel: int) -> None:
     twin.check()
 
 
-def test_3_5_fp16_lamb_with_tiny_gradients_moves() -> None:
+def test_fp16_lamb_with_tiny_gradients_moves() -> None:
     """Squares of gradients below fp16's smallest number are not lost under eps=1e-6."""
     param = nn.Parameter(noise((1000,), 0).half())
     oracle = LambOracle([{"params": [param]}], lr=0.1, eps=1e-6)
@@ -228,7 +228,7 @@ def test_3_5_fp16_lamb_with_tiny_gradients_moves() -> None:
     assert max_relative_error([master], oracle.values(), [start]) < TOLERANCE
 
 
-def test_3_5_fp16_paddle_lamb_of_large_tensors_moves_in_every_step() -> None:
+def test_fp16_paddle_lamb_of_large_tensors_moves_in_every_step() -> None:
     """Paddle's Lamb too: late and dropped gradients, and an update whose norm overflows fp16."""
     params = [nn.Parameter(noise((n,), n).half()) for n in (70_000, 2000)]
     oracle = LambOracle([{"params": params}], lr=0.1, weight_decay=0.01, variant="paddle")
@@ -260,7 +260,7 @@ def fp16_adam(params: list[nn.Parameter], options: dict[str, Any]) -> tuple[Any,
     return optimizer, oracle
 
 
-def test_3_5_fp16_adam_with_eps_that_rounds_to_zero_gives_no_nan() -> None:
+def test_fp16_adam_with_eps_that_rounds_to_zero_gives_no_nan() -> None:
     """0 / (0 + 1e-8) is 0 in fp16 parameters too: a gradient of zero moves nothing."""
     param = nn.Parameter(noise((2000,), 0).half())
     param.grad = noise((2000,), 1).half()
@@ -272,7 +272,7 @@ def test_3_5_fp16_adam_with_eps_that_rounds_to_zero_gives_no_nan() -> None:
     assert max_relative_error([master], oracle.values(), [start]) < TOLERANCE
 
 
-def test_3_5_the_documented_adam_example_gives_no_nan() -> None:
+def test_the_documented_adam_example_gives_no_nan() -> None:
     """Its fp16 parameters begin with an element whose value and gradient are 0: 0 it stays."""
     params = []
     for numel, dtype in (
@@ -293,7 +293,7 @@ def test_3_5_the_documented_adam_example_gives_no_nan() -> None:
 
 
 @every_optimizer
-def test_3_5_fp16_parameters_have_fp32_states(name: str) -> None:
+def test_fp16_parameters_have_fp32_states(name: str) -> None:
     """Moments and masters are fp32 ones, and the masters follow the reference."""
     twin = Twin(name, dtype=torch.float16)
     for seed in range(3):
@@ -309,7 +309,7 @@ def test_3_5_fp16_parameters_have_fp32_states(name: str) -> None:
 
 
 @every_optimizer
-def test_3_6_unused_parameters_stay_after_zero_grad(name: str) -> None:
+def test_unused_parameters_stay_after_zero_grad(name: str) -> None:
     """zero_grad() keeps the tensors, yet neither decay nor momentum moves what is unused."""
     twin = Twin(name)
     for seed in range(5):
@@ -334,7 +334,7 @@ def test_3_6_unused_parameters_stay_after_zero_grad(name: str) -> None:
 # 7. BertAdam's options
 
 
-def test_3_7_bert_adam_clips_by_the_groups_own_max_grad_norm() -> None:
+def test_bert_adam_clips_by_the_groups_own_max_grad_norm() -> None:
     """Each group is clipped to its own bound; one without it, to the constructor's."""
     params = [nn.Parameter(noise(SHAPES[0], i)) for i in range(3)]
     start = [p.detach().clone() for p in params]
@@ -359,7 +359,7 @@ def test_3_7_bert_adam_clips_by_the_groups_own_max_grad_norm() -> None:
         assert (wrong > 1e-3) == differs
 
 
-def test_3_7_bert_adam_without_warmup_follows_its_published_formula() -> None:
+def test_bert_adam_without_warmup_follows_its_published_formula() -> None:
     """warmup=-1 with t_total is (1 - x) / 2 in the linear schedule: kept, and documented."""
     factors = bert_steps(6, warmup=-1, t_total=5)
     assert factors == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1, 0.0], abs=1e-6)
@@ -367,7 +367,7 @@ def test_3_7_bert_adam_without_warmup_follows_its_published_formula() -> None:
 
 
 @pytest.mark.parametrize("bound", [1.0, -1.0])
-def test_3_7_max_grad_norm_may_change_between_steps(bound: float) -> None:
+def test_max_grad_norm_may_change_between_steps(bound: float) -> None:
     """A group's bound is read in every step, as its learning rate is."""
     twin = Twin("NpuFusedBertAdam", e=1.0, lr=2.0)
     twin.step(0)

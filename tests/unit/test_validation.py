@@ -23,7 +23,7 @@ from shardfuse import (
     ShardedRMSpropTF,
     ShardedSGD,
 )
-from tests.upstream import CLASSES, NOT_IN_GROUPS
+from tests.support.upstream import CLASSES, NOT_IN_GROUPS
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from shardfuse.optim import npu
-from tests.oracles import AdamOracle, BertAdamOracle, LambOracle, Oracle, SGDOracle
-from tests.oracles_family import AdadeltaOracle, AdamPOracle, RMSpropOracle, RMSpropTFOracle
-from tests.runs import TOLERANCE, max_relative_error
+from tests.support.oracles import AdamOracle, BertAdamOracle, LambOracle, Oracle, SGDOracle
+from tests.support.oracles_family import AdadeltaOracle, AdamPOracle, RMSpropOracle, RMSpropTFOracle
+from tests.support.runs import TOLERANCE, max_relative_error
 
 REQUIRED = "required"
 

@@ -1,6 +1,6 @@
 """Jobs of Hugging Face's Trainer: the script that torchrun runs, and references of its results.
 
-    torchrun --nproc-per-node 2 tests/trainer_runs.py FOLDER      jobs are in FOLDER/jobs.pt
+    torchrun --nproc-per-node 2 tests/support/trainer_runs.py FOLDER      jobs are in FOLDER/jobs.pt
 
 A job is what a user's script is: TrainingArguments, a small BERT, Trainer, train(). The jobs of a
 launch run one after another, because importing transformers takes longer than they do.
@@ -26,10 +26,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardfuse import ShardedLamb
 from shardfuse.integrations import trainer_callback
-from tests.oracles import LambOracle
-from tests.runs import max_relative_error
+from tests.support.oracles import LambOracle
+from tests.support.runs import max_relative_error
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 
 WORLD = 2
 MICRO = 4  # samples of a micro-batch

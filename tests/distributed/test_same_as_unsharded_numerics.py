@@ -1,6 +1,5 @@
-"""What sharding must preserve in the numerics: semantics section 5, rows 1 to 6.
-
-Row 6 asks for fp16 moments as well, as an option; only the better default exists.
+"""What sharding must leave as it is in the numerics of torch_npu's optimizers: norms and their
+scopes, zero norms, absent gradients, padding, moments in fp32.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfuse.optim import npu
-from tests.harness import counted, run_procs, run_threads
-from tests.models import Entry, rank_grads
-from tests.oracles import BertAdamOracle, LambOracle
-from tests.runs import (
+from tests.support.harness import counted, run_procs, run_threads
+from tests.support.models import Entry, rank_grads
+from tests.support.oracles import BertAdamOracle, LambOracle
+from tests.support.runs import (
     TOLERANCE,
     Case,
     assert_bitwise,
@@ -26,7 +25,7 @@ from tests.runs import (
     train_oracle,
     train_rank,
 )
-from tests.upstream import FAMILY, every_optimizer, noise
+from tests.support.upstream import FAMILY, every_optimizer, noise
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -59,14 +58,14 @@ def case_of(name: str, **options: Any) -> Case:
 
 @every_world
 @every_optimizer
-def test_5_1_formulas_hold_for_cut_tensors(name: str, world_size: int) -> None:
+def test_formulas_hold_for_cut_tensors(name: str, world_size: int) -> None:
     """25 steps end, alike on all ranks, where the float64 reference on the mean gradient does."""
     check_follows_oracle(case_of(name), world_size, bucket_cap_mb=0.02)
 
 
 @every_world
 @pytest.mark.parametrize("eps", [0.0, 1e-3])
-def test_5_1_lamb_padding_contributes_nothing(eps: float, world_size: int) -> None:
+def test_lamb_padding_contributes_nothing(eps: float, world_size: int) -> None:
     """Norms are those of the tensors, whose last blocks are padded; so with eps=0."""
     check_follows_oracle(case_of("NpuFusedLamb", eps=eps), world_size, bucket_cap_mb=0.02)
 
@@ -80,14 +79,14 @@ def lamb_of_zeros() -> list[Tensor]:
 
 
 @every_world
-def test_5_1_lamb_ratio_is_one_where_a_norm_is_zero(world_size: int) -> None:
+def test_lamb_ratio_is_one_where_a_norm_is_zero(world_size: int) -> None:
     """A parameter of zeros moves by lr; one whose update is zero stays, and is no NaN."""
     for values in run_threads(world_size, lamb_of_zeros):
         assert_bitwise(values, [torch.full((5000,), -0.25), torch.ones(5000)])
 
 
 @every_world
-def test_5_1_lamb_sums_norms_in_one_all_reduce(world_size: int) -> None:
+def test_lamb_sums_norms_in_one_all_reduce(world_size: int) -> None:
     """Two fp32 numbers per tensor, once per step, however the tensors are cut."""
 
     def train() -> list[Any]:
@@ -157,7 +156,7 @@ def train_scoped(name: str, scale: float) -> list[Tensor]:
 @every_world
 @pytest.mark.parametrize("scale", [1.0, 2.0**-12], ids=["clipped", "not clipped"])
 @pytest.mark.parametrize("name", SCOPES)
-def test_5_2_norm_scopes(name: str, scale: float, world_size: int) -> None:
+def test_norm_scopes(name: str, scale: float, world_size: int) -> None:
     """LAMB's norm is over all groups and dtypes, above 1; BertAdam's over a group's dtype.
 
     Both are norms of the mean gradient. A large eps makes steps proportional to gradients.
@@ -192,7 +191,7 @@ def clip_fused(nan: bool) -> tuple[float, list[Tensor]]:
 
 
 @every_world
-def test_5_2_clip_grad_norm_fused_is_over_everything(world_size: int) -> None:
+def test_clip_grad_norm_fused_is_over_everything(world_size: int) -> None:
     """The norm of the mean over groups and dtypes is returned, and its excess clipped."""
     mean = float(world_size - 1)
     expected = mean * math.sqrt(5907)
@@ -207,7 +206,7 @@ def test_5_2_clip_grad_norm_fused_is_over_everything(world_size: int) -> None:
 
 
 @every_world
-def test_5_2_clip_grad_norm_fused_leaves_gradients_at_nan(world_size: int) -> None:
+def test_clip_grad_norm_fused_leaves_gradients_at_nan(world_size: int) -> None:
     """A NaN of one rank is the norm of all, and gradients are not scaled by it."""
     for norm, values in run_threads(world_size, clip_fused, True):
         assert math.isnan(norm)
@@ -250,7 +249,7 @@ def ddp_differences() -> list[float]:
 
 
 @every_world
-def test_5_3_gradients_equal_ddps(world_size: int) -> None:
+def test_gradients_equal_ddps(world_size: int) -> None:
     """Over gloo: bit for bit for two ranks, whose mean is exact; else within rounding."""
     for fp32, fp16 in run_procs(world_size, ddp_differences):
         assert fp32 == 0 if world_size == 2 else fp32 < 1e-6
@@ -286,7 +285,7 @@ def bert_factors(warmup: float, schedule: str) -> list[float]:
         (-1, "warmup_linear", [0.5, 0.4, 0.3, 0.2, 1.0, 0]),
     ],
 )
-def test_5_4_bert_adam_counts_from_zero(
+def test_bert_adam_counts_from_zero(
     warmup: float, schedule: str, expected: list[float], world_size: int
 ) -> None:
     """The first update is that of step 0; the group's lr counts from the step it is set in."""
@@ -309,12 +308,12 @@ def test_5_4_bert_adam_counts_from_zero(
     ],
     ids=str,
 )
-def test_5_5_first_momentum_and_decay_conventions(name: str, options: dict[str, Any]) -> None:
+def test_first_momentum_and_decay_conventions(name: str, options: dict[str, Any]) -> None:
     """As in the reference: L2, decoupled or in the update; the first momentum is the gradient."""
     check_follows_oracle(case_of(name, **options), 2, bucket_cap_mb=0.02)
 
 
-def test_5_5_bert_adam_decays_only_above_zero() -> None:
+def test_bert_adam_decays_only_above_zero() -> None:
     """A negative decay is none, as upstream."""
     ends = []
     for decay in (-0.3, 0.0, 0.3):
@@ -345,7 +344,7 @@ def train_fp16(name: str) -> tuple[list[Tensor], dict[int, Any]]:
 
 @every_world
 @pytest.mark.parametrize("name", ["NpuFusedLamb", "NpuFusedAdam", "NpuFusedSGD"])
-def test_5_6_fp16_parameters_have_fp32_norms_and_masters(name: str, world_size: int) -> None:
+def test_fp16_parameters_have_fp32_norms_and_masters(name: str, world_size: int) -> None:
     """The default: fp32 masters follow the reference, and the parameters are their casts."""
     case = Case(
         getattr(npu, name),

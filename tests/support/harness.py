@@ -38,7 +38,7 @@ from shardfuse.comm import communicator_for
 GRACE_S = 2.0
 
 # torch.optim.Optimizer imports torch._dynamo at its first use, which takes two seconds.
-PRELOADED = ["torch.distributed", "torch._dynamo", "shardfuse", "pytest", "tests.harness"]
+PRELOADED = ["torch.distributed", "torch._dynamo", "shardfuse", "pytest", "tests.support.harness"]
 
 
 class RanksFailedError(AssertionError):

@@ -1,4 +1,4 @@
-"""What must be mended and not preserved, on several ranks: semantics section 5, part C.
+"""Defects of torch_npu's optimizers that are not to be carried over, on several ranks.
 
 The same defects on one rank: tests/unit/test_upstream_defects.py and test_upstream_crashes.py.
 """
@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfuse.optim import npu
-from tests.harness import run_threads
-from tests.models import flat_buffers, lie_in
-from tests.oracles import BertAdamOracle, LambOracle
-from tests.runs import TOLERANCE, assert_bitwise, max_relative_error
-from tests.upstream import build, every_optimizer, fresh_params, noise, reference
+from tests.support.harness import run_threads
+from tests.support.models import flat_buffers, lie_in
+from tests.support.oracles import BertAdamOracle, LambOracle
+from tests.support.runs import TOLERANCE, assert_bitwise, max_relative_error
+from tests.support.upstream import build, every_optimizer, fresh_params, noise, reference
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.harness import run_threads
-from tests.models import (
+from tests.support.harness import run_threads
+from tests.support.models import (
     GROUP_OVERRIDES,
     MIXED,
     Entry,
@@ -21,7 +21,7 @@ from tests.models import (
     rank_grads,
     split_by_group,
 )
-from tests.oracles import Oracle
+from tests.support.oracles import Oracle
 
 # fp32 rounding of 25 updates, and norms summed in another order than unsharded or in double
 # precision; the parameters move by about their own size.

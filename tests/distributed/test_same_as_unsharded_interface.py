@@ -1,4 +1,4 @@
-"""What sharding must preserve in the interface: semantics section 5, rows 7 to 12."""
+"""What sharding must leave as it is in the interface of torch_npu's optimizers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.amp import GradScaler
 from torch.optim import lr_scheduler
 
 from shardfuse.optim import npu
-from tests.harness import run_threads
-from tests.models import lie_in
-from tests.npu_scaler import NpuScaler
-from tests.runs import TOLERANCE, assert_bitwise, max_relative_error
-from tests.upstream import (
+from tests.support.harness import run_threads
+from tests.support.models import lie_in
+from tests.support.npu_scaler import NpuScaler
+from tests.support.runs import TOLERANCE, assert_bitwise, max_relative_error
+from tests.support.upstream import (
     CLASSES,
     FAMILY,
     NOT_IN_GROUPS,
@@ -82,7 +82,7 @@ def build_in_every_way(name: str) -> list[str]:
 
 
 @every_optimizer
-def test_5_7_constructors(name: str) -> None:
+def test_constructors(name: str) -> None:
     """Upstream's names, order, defaults and group keys; its error's first line on all ranks."""
     needs_lr = CLASSES[name][0]["lr"] == REQUIRED
     second = (
@@ -133,7 +133,7 @@ def use_like_upstream(name: str) -> list[Tensor]:
 
 
 @every_optimizer
-def test_5_8_methods_of_the_fused_base_class(name: str) -> None:
+def test_methods_of_the_fused_base_class(name: str) -> None:
     """zero_grad() keeps the tensors, closures run, combined tensors hold what is trained."""
     start = fresh_params(SHAPES)
     oracle = reference(name, start)
@@ -181,7 +181,7 @@ every_scaler = pytest.mark.parametrize("scaler", SCALERS)
 
 
 @every_scaler
-def test_5_8_gradient_scalers(scaler: str) -> None:
+def test_gradient_scalers(scaler: str) -> None:
     """torch's and torch_npu's unscale gradients, fused or not: the run is the unscaled one."""
     start = fresh_params(SHAPES)
     oracle = reference("NpuFusedSGD", start)
@@ -231,7 +231,7 @@ def train_torch(
 
 
 @pytest.mark.parametrize("name", TORCH)
-def test_5_9_state_dicts_go_both_ways_with_torch(name: str) -> None:
+def test_state_dicts_go_both_ways_with_torch(name: str) -> None:
     """Two steps of torch, two on two ranks, two of torch, two on three ranks: eight of torch."""
     start = values_of(fresh_params(SHAPES))
     values, state = train_torch(name, start, None, range(2))
@@ -246,7 +246,7 @@ def test_5_9_state_dicts_go_both_ways_with_torch(name: str) -> None:
 
 
 @every_optimizer
-def test_5_9_states_load_at_any_world_size(name: str) -> None:
+def test_states_load_at_any_world_size(name: str) -> None:
     """Saved on two ranks and loaded on three, training ends where the reference does."""
     start = values_of(fresh_params(SHAPES))
     values, state = run_threads(2, train_ours, name, start, None, range(3))[1]
@@ -297,7 +297,7 @@ def train_with_edits(dtype: torch.dtype) -> list[Tensor]:
 
 @every_world
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_5_10_edits_schedulers_and_hooks(dtype: torch.dtype, world_size: int) -> None:
+def test_edits_schedulers_and_hooks(dtype: torch.dtype, world_size: int) -> None:
     """Written values are what the next step starts from, not a stale master; lr is read then."""
     # The steps are 0.5, 0.25 and 0.125: after the first, one tensor is doubled, another set to 8.
     ends = (2 * 0.5 - 0.375, 8.0 - 0.375, 1 - 0.875)
@@ -316,7 +316,7 @@ def flattened(state: dict[int, dict[str, Any]]) -> list[Tensor]:
 @every_world
 @every_scaler
 @pytest.mark.parametrize("name", ["NpuFusedLamb", "NpuFusedBertAdam", "NpuFusedAdam"])
-def test_5_11_overflow_on_one_rank_skips_on_all(name: str, scaler: str, world_size: int) -> None:
+def test_overflow_on_one_rank_skips_on_all(name: str, scaler: str, world_size: int) -> None:
     """No parameter, moment or step count changes anywhere; training goes on as if it were not."""
     results = run_threads(world_size, lambda: train_scaled(name, SCALERS[scaler](), 2))
     without = run_threads(world_size, lambda: train_scaled(name, SCALERS[scaler](), None))
@@ -345,7 +345,7 @@ def start_apart(name: str) -> tuple[list[Tensor], list[Tensor]]:
 
 @every_world
 @every_optimizer
-def test_5_12_parameters_are_equal_from_the_start(name: str, world_size: int) -> None:
+def test_parameters_are_equal_from_the_start(name: str, world_size: int) -> None:
     """Construction gives every rank the first one's values, and steps keep them equal."""
     ranks = run_threads(world_size, start_apart, name)
     for start, values in ranks:

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.models import MIXED, Entry, GradKind, mean_grads, rank_grads, split_by_group
-from tests.oracles import AdamOracle, BertAdamOracle, LambOracle, Oracle, SGDOracle
+from tests.support.models import MIXED, Entry, GradKind, mean_grads, rank_grads, split_by_group
+from tests.support.oracles import AdamOracle, BertAdamOracle, LambOracle, Oracle, SGDOracle
 
 WORLD = 2
 

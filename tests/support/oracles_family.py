@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tests.oracles import Oracle, OracleParam
+from tests.support.oracles import Oracle, OracleParam
 
 
 class RMSpropOracle(Oracle):

@@ -1,0 +1,1 @@
+"""What tests share: worlds of ranks, parameters and gradients, references, others' jobs."""
