@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfuse.engine.units import BlockTable, Span, Trained, Unit
+from shardfuse.engine.units import BlockTable, Shards, Span, Trained, Unit
 from shardfuse.layout import BLOCK, ParamSpec
 from shardfuse.rules import UpdateRule
 
@@ -38,7 +38,7 @@ class _Cut(NamedTuple):
     param: int
 
 
-class ForeignShards:
+class ForeignShards(Shards):
     """Units are the segments' blocks and tails; see Shards. The group and step are set per step.
 
     Args:
@@ -92,7 +92,6 @@ class ForeignShards:
 
     @property
     def device(self) -> torch.device:
-        """Where the partition is."""
         return self._flat.device
 
     @property
@@ -103,7 +102,6 @@ class ForeignShards:
         return [Trained(number, 0, self._group, policy, dtype) for number, policy in policies]
 
     def gradients(self) -> Iterator[Unit]:
-        """Yield every cut."""
         assert self._flat.grad is not None
         for index, cut in enumerate(self._cuts):
             numel = cut.stop - cut.start
@@ -111,7 +109,6 @@ class ForeignShards:
             yield Unit(index, cut.trained, numel, row, (self._flat.grad[cut.start : cut.stop],))
 
     def open(self, unit: Unit) -> None:
-        """Fill in parameters and states."""
         cut = self._cuts[unit.index]
         unit.p = self._flat.detach()[cut.start : cut.stop]
         unit.states = tuple(state[cut.start : cut.stop] for state in self._states)
@@ -127,7 +124,6 @@ class ForeignShards:
         """Do nothing: gradients stay."""
 
     def mean(self, trained: int) -> float | None:
-        """Return None: the gradient is the mean."""
         return None
 
     def global_square(self) -> Tensor | None:

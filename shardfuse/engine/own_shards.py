@@ -10,14 +10,14 @@ from torch import Tensor
 
 from shardfuse.engine.flat_state import FlatState
 from shardfuse.engine.gather import ParamSync
-from shardfuse.engine.units import BlockTable, Trained, Unit
+from shardfuse.engine.units import BlockTable, Shards, Trained, Unit
 from shardfuse.grads.protocol import GradPhase, GradShards
 from shardfuse.layout import BLOCK, Bucket, ParamSpec, round_up
 from shardfuse.rules import UpdateRule
 from shardfuse.scaling import ScaledStep
 
 
-class OwnShards:
+class OwnShards(Shards):
     """Units are buckets' shards; see Shards. A flat that ``grads`` does not have is dormant.
 
     Args:
@@ -51,7 +51,6 @@ class OwnShards:
 
     @property
     def device(self) -> torch.device:
-        """Where the parts are."""
         return self._flats[0].device if self._flats else torch.device("cpu")
 
     @property
@@ -63,14 +62,12 @@ class OwnShards:
         ]
 
     def gradients(self) -> Iterator[Unit]:
-        """Yield the shard of every bucket, in launch order."""
         for bucket, parts in self._grads.reduced():
             fragments = self._flats[bucket.flat].fragments[bucket.index]
             row = self._row
             yield Unit(bucket.index, bucket.flat, bucket.shard_numel, row, parts, fragments)
 
     def open(self, unit: Unit) -> None:
-        """Fill in master, states and spans."""
         state, bucket = self._flats[unit.trained], self._buckets[unit.index]
         unit.p, unit.low = state.tensors(bucket)
         names = self._rule.state_names(self._groups[state.flat.group])
@@ -90,15 +87,12 @@ class OwnShards:
             group["step"] = group.get("step", 0) + 1
 
     def retain(self) -> None:
-        """Keep the reduced gradients."""
         self._grads.retain()
 
     def mean(self, trained: int) -> float | None:
-        """Return the factor from a flat's summed gradients to their mean over ranks."""
         return self._grads.mean_factor(trained)
 
     def global_square(self) -> Tensor | None:
-        """Return None: nobody has summed it up."""
         return None
 
     def unscale(self, scaled: ScaledStep, coefficient: Tensor | None) -> Tensor | None:
@@ -149,7 +143,6 @@ class OwnShards:
         return BlockTable(owners, extents, num_blocks, num_params)
 
     def params(self, trained: int) -> Sequence[tuple[int, ParamSpec]]:
-        """Return (number, spec) of the parameters of a flat, in slot order."""
         state = self._flats[trained]
         return [
             (slot.param, spec) for slot, spec in zip(state.flat.slots, state.specs, strict=True)

@@ -25,9 +25,9 @@ from shardfuse.comm import Communicator
 from shardfuse.comm.base import Parts, PartsHandle
 from shardfuse.comm.staging import IN_FLIGHT, Staging
 from shardfuse.grads.ownership import GradVersions
-from shardfuse.grads.protocol import GradPhase
+from shardfuse.grads.protocol import GradPhase, GradShards
 from shardfuse.grads.slots import FlatGrads, FlatParams, is_absent
-from shardfuse.layout import Bucket, Flat
+from shardfuse.layout import Bucket
 
 
 def _scaled(
@@ -44,7 +44,7 @@ def _scaled(
     return torch.mul(send, factor, out=staged)
 
 
-class GradSync:
+class GradSync(GradShards):
     """Packs gradients into flat buffers and reduce-scatters them, one collective per bucket.
 
     Gradients stay where autograd accumulates: ``p.grad`` is, or is copied into, a view of the flat
@@ -56,13 +56,13 @@ class GradSync:
     """
 
     def __init__(self, comm: Communicator, wire_dtype: torch.dtype | None) -> None:
+        super().__init__()
         self._comm = comm
         self._wire_dtype = wire_dtype
-        self._flats: dict[int, FlatGrads] = {}
+        self._flats: dict[int, FlatGrads]
         self._buffers = CombinedBuffers()
         self._is_shared = False  # whether others may write to the padding
         self._staging = Staging()
-        self._phase = GradPhase.ACCUMULATING
         self._factor: float | None = None  # what multiply() asked for
         self._reduced_from: GradVersions | None = None
 
@@ -76,11 +76,6 @@ class GradSync:
         staged = self._staging.nbytes + self._comm.staging_nbytes
         return sum(tensor.nbytes for tensor in tensors) + staged
 
-    @property
-    def phase(self) -> GradPhase:
-        """Where gradients are."""
-        return self._phase
-
     def attach(self, members: Sequence[FlatParams], device: torch.device) -> None:
         """Take over the gradients of flats; their buffers lie together in one tensor per dtype."""
         buffers = self._buffers.add([member.flat for member in members], device)
@@ -89,19 +84,7 @@ class GradSync:
             self._flats[member.flat.index] = grads
             grads.watch()
 
-    def has(self, flat: Flat) -> bool:
-        """Return whether ``flat`` is attached."""
-        return flat.index in self._flats
-
-    def missing(self, flat: Flat) -> set[int]:
-        """Return the params of ``flat`` that had no gradient on this rank at the last note()."""
-        return self._flats[flat.index].missing
-
     def idle(self, bucket: Bucket, parts: Parts) -> set[int]:
-        """Return the params with a fragment in ``bucket``'s shard that no rank has a gradient of.
-
-        ``parts`` are what ``reduced()`` gave for ``bucket``. See [Note: absent gradients].
-        """
         grads = self._flats[bucket.flat]
         if self._comm.world_size == 1:
             return grads.missing
@@ -127,7 +110,7 @@ class GradSync:
         """
         if self._reduced_from is not None and self._reduced_from == GradVersions(self._params()):
             return
-        self._phase, self._factor, self._reduced_from = GradPhase.NOTED, None, None
+        self.phase, self._factor, self._reduced_from = GradPhase.NOTED, None, None
         flats = self._flats.values()
         for grads in flats:
             grads.note()
@@ -142,32 +125,20 @@ class GradSync:
                 grads.buffer.clear_padding()
 
     def multiply(self, factor: Tensor) -> None:
-        """Multiply what this rank sends next by ``factor`` (); its gradients stay as they are."""
         self._factor = float(factor)
 
     def combined(self, *, shared: bool) -> list[Tensor | None]:
-        """Return the tensors that the gradient buffers lie in, every gradient a view of them.
-
-        Edits of them are edits of the gradients. See CombinedBuffers.
-
-        Args:
-            shared: whether the caller may write other than zeros into the padding.
-        """
         self.note()
         for grads in self._flats.values():
             grads.pack()
             grads.adopt()
-        if self._phase is GradPhase.REDUCED:
+        if self.phase is GradPhase.REDUCED:
             # What is kept for step() stays valid: being moved does not change a gradient.
             self._reduced_from = GradVersions(self._params())
         self._is_shared |= shared
         return list(self._buffers.combined)
 
     def zero(self, set_to_none: bool, *, absent: bool = False) -> None:
-        """Clear the gradients, to None or to zero, and forget reduced shards.
-
-        ``absent``: one that is not written until note() counts as none. [Note: absent gradients]
-        """
         self.release()
         for grads in self._flats.values():
             if set_to_none:
@@ -177,15 +148,15 @@ class GradSync:
 
     def retain(self) -> None:
         """Reduce-scatter all buckets now and keep the shards for the next ``reduced()``."""
-        if self._phase is GradPhase.REDUCED:
+        if self.phase is GradPhase.REDUCED:
             return
-        assert self._phase is GradPhase.NOTED, "note() comes before retain()"
+        assert self.phase is GradPhase.NOTED, "note() comes before retain()"
         if self._comm.world_size == 1:
             for grads in self._flats.values():
                 grads.pack()
         else:
             self._reduce_all()
-        self._phase = GradPhase.REDUCED
+        self.phase = GradPhase.REDUCED
         self._reduced_from = GradVersions(self._params())
 
     def _reduce_all(self) -> None:
@@ -204,7 +175,7 @@ class GradSync:
 
     def release(self) -> None:
         """Forget shards kept by ``retain()``, and what note() noted; the next step begins anew."""
-        self._phase, self._factor, self._reduced_from = GradPhase.ACCUMULATING, None, None
+        self.phase, self._factor, self._reduced_from = GradPhase.ACCUMULATING, None, None
         for grads in self._flats.values():
             grads.forget()
 
@@ -217,13 +188,13 @@ class GradSync:
         Parts are in the wire dtype and valid until the next are asked for. After retain() there is
         one, the sum.
         """
-        assert self._phase is not GradPhase.ACCUMULATING, "note() comes before reduced()"
+        assert self.phase is not GradPhase.ACCUMULATING, "note() comes before reduced()"
         if self._comm.world_size == 1:
             for grads in self._flats.values():
                 for bucket in grads.flat.buckets:
                     grads.pack(bucket.start + bucket.numel)
                     yield bucket, (grads.buffer.bucket(bucket),)
-        elif self._phase is GradPhase.REDUCED:
+        elif self.phase is GradPhase.REDUCED:
             for grads in self._flats.values():
                 assert grads.retained is not None
                 for bucket in grads.flat.buckets:

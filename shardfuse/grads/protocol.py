@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,26 +23,37 @@ class GradPhase(enum.Enum):
     REDUCED = "reduced shards are kept, and reduced() gives them as often as it is asked"
 
 
-class GradShards(Protocol):
+class GradShards(ABC):
     """Gradients of flats on their way to this rank's shards.
 
     note() ends the accumulation, retain() keeps what is reduced, release() begins anew.
     """
 
-    @property
-    def phase(self) -> GradPhase:
-        """Where gradients are."""
+    phase: GradPhase = GradPhase.ACCUMULATING
+    """Where gradients are; set by the methods here alone."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held for gradients."""
-
-    def attach(self, members: Sequence[FlatParams], device: torch.device) -> None:
-        """Take over the gradients of flats."""
+    def __init__(self) -> None:
+        self._flats: dict[int, Any] = {}  # what is held for each flat; has ``missing``
 
     def has(self, flat: Flat) -> bool:
         """Return whether ``flat`` is attached."""
+        return flat.index in self._flats
 
+    def missing(self, flat: Flat) -> set[int]:
+        """Return the params of ``flat`` that had no gradient on this rank at the last note()."""
+        missing: set[int] = self._flats[flat.index].missing
+        return missing
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes held for gradients."""
+
+    @abstractmethod
+    def attach(self, members: Sequence[FlatParams], device: torch.device) -> None:
+        """Take over the gradients of flats."""
+
+    @abstractmethod
     def note(self) -> None:
         """Note which gradients exist, and where they are. Nothing is done if nothing has changed
         since they were reduced.
@@ -50,33 +62,44 @@ class GradShards(Protocol):
             RuntimeError: a gradient is sparse.
         """
 
-    def missing(self, flat: Flat) -> set[int]:
-        """Return the params of ``flat`` that had no gradient on this rank at the last note()."""
-
+    @abstractmethod
     def idle(self, bucket: Bucket, parts: Parts) -> set[int]:
-        """Return the params in ``bucket``'s shard that no rank has a gradient of."""
+        """Return the params in ``bucket``'s shard that no rank has a gradient of.
 
+        ``parts`` are what ``reduced()`` gave for ``bucket``. See [Note: absent gradients].
+        """
+
+    @abstractmethod
     def mean_factor(self, flat: int) -> float | None:
         """Return what turns a flat's reduced gradients into their mean over ranks; None is 1."""
 
+    @abstractmethod
     def multiply(self, factor: Tensor) -> None:
         """Multiply this rank's gradients by ``factor`` () on their way; p.grad stays as it is."""
 
+    @abstractmethod
     def reduced(self) -> Iterator[tuple[Bucket, Parts]]:
         """Yield (bucket, its shard of the summed gradient), in launch order.
 
         Parts are valid until the next are asked for; in the phase REDUCED, until release().
         """
 
+    @abstractmethod
     def retain(self) -> None:
         """Reduce what is noted, and keep it: the phase is REDUCED then."""
 
+    @abstractmethod
     def release(self) -> None:
         """Forget what was noted and reduced: the phase is ACCUMULATING then."""
 
+    @abstractmethod
     def zero(self, set_to_none: bool, *, absent: bool = False) -> None:
-        """Clear the gradients, and release(). ``absent``: see [Note: absent gradients]."""
+        """Clear the gradients, to None or to zero, and release().
 
+        ``absent``: one that is not written until note() counts as none. [Note: absent gradients]
+        """
+
+    @abstractmethod
     def combined(self, *, shared: bool) -> list[Tensor | None]:
         """Return tensors that every gradient is a view of, for who edits them all at once.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardfuse.buffers import ShardArena
 from shardfuse.comm.base import Parts
 from shardfuse.grads.ownership import GradVersions
-from shardfuse.grads.protocol import GradPhase
+from shardfuse.grads.protocol import GradPhase, GradShards
 from shardfuse.grads.slots import FlatParams, check_grad, clear_grads
 from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec
 
@@ -52,7 +52,7 @@ class _FlatGrads:
             torch._foreach_copy_(into, out_of)  # one call: there may be thousands
 
 
-class PresyncedGrads:
+class PresyncedGrads(GradShards):
     """Takes this rank's fragments out of ``p.grad``; see GradShards.
 
     Nothing is communicated and ``p.grad`` stays whose it was: only a shard is copied. A parameter
@@ -60,14 +60,9 @@ class PresyncedGrads:
     """
 
     def __init__(self) -> None:
-        self._flats: dict[int, _FlatGrads] = {}
-        self._phase = GradPhase.ACCUMULATING
+        super().__init__()
+        self._flats: dict[int, _FlatGrads]
         self._kept_from: GradVersions | None = None
-
-    @property
-    def phase(self) -> GradPhase:
-        """Where gradients are."""
-        return self._phase
 
     @property
     def nbytes(self) -> int:
@@ -91,14 +86,6 @@ class PresyncedGrads:
                 ],
             )
 
-    def has(self, flat: Flat) -> bool:
-        """Return whether ``flat`` is attached."""
-        return flat.index in self._flats
-
-    def missing(self, flat: Flat) -> set[int]:
-        """Return the params of ``flat`` that had no gradient at the last note()."""
-        return self._flats[flat.index].missing
-
     def idle(self, bucket: Bucket, parts: Parts) -> set[int]:
         """Return the params in ``bucket`` that have no gradient on any rank."""
         return self._flats[bucket.flat].missing
@@ -115,7 +102,7 @@ class PresyncedGrads:
         """
         if self._kept_from is not None and self._kept_from == GradVersions(self._params()):
             return
-        self._phase, self._kept_from = GradPhase.NOTED, None
+        self.phase, self._kept_from = GradPhase.NOTED, None
         for grads in self._flats.values():
             grads.pack()
 
@@ -152,11 +139,11 @@ class PresyncedGrads:
 
     def retain(self) -> None:
         """Keep the shards for the next step, unless a gradient changes."""
-        self._phase, self._kept_from = GradPhase.REDUCED, GradVersions(self._params())
+        self.phase, self._kept_from = GradPhase.REDUCED, GradVersions(self._params())
 
     def release(self) -> None:
         """Copy the shards anew at the next note()."""
-        self._phase, self._kept_from = GradPhase.ACCUMULATING, None
+        self.phase, self._kept_from = GradPhase.ACCUMULATING, None
 
     def _params(self) -> list[Tensor]:
         return [param for grads in self._flats.values() for param in grads.params.values()]
