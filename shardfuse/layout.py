@@ -11,10 +11,9 @@ built for thousands of ranks on a laptop.
 * A flat holds the parameters of one (group, policy, dtype, device, frozen): each kernel call has
   one set of hyper-parameters. Order is the reverse of registration, because gradients become ready
   in that order; it is the same on every rank by construction.
-* A shard is whole blocks. So is a slot where norms of tensors are taken (``whole_blocks``): every
-  block then belongs to exactly one parameter (or to the tail padding) and to exactly one rank.
-  Elsewhere slots start at multiples of SLOT_NBYTES, which pads small tensors less; on the CPU at
-  the next cache line.
+* A shard is whole blocks. So is a slot under rules of grain "block", which take norms of tensors:
+  every block then belongs to exactly one parameter (or to the tail padding) and to exactly one
+  rank. Under others slots start where the device likes to (SLOT_NBYTES): small tensors pad less.
 * A bucket is a range of a flat, not a set of parameters: buckets are equal in size, a large tensor
   is cut, and only the last one carries tail padding.
 """
@@ -29,11 +28,11 @@ from functools import cached_property
 BLOCK = 512
 """Elements per block; at 2 bytes or more this keeps every shard 512-byte aligned (Ascend)."""
 
-SLOT_NBYTES = 512
-"""Slots that need not be whole blocks start at multiples of so many bytes (Ascend)."""
+SLOT_NBYTES = {"cpu": 64, "cuda": 512, "npu": 512}
+"""Slots that need not be whole blocks start at multiples of so many bytes, by type of device.
 
-CPU_SLOT_NBYTES = 64
-"""The same on the CPU: a cache line, where torch's allocator starts tensors, too."""
+On the CPU it is a cache line; all are what torch's allocators start tensors at. Others have 512.
+"""
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element of the parameter dtypes that a flat may have."""
@@ -83,14 +82,18 @@ class ParamSpec:
         return count
 
     @property
+    def device_type(self) -> str:
+        """Type of the device, such as "npu"."""
+        return self.device.partition(":")[0]
+
+    @property
     def key(self) -> tuple[int, str, str, str, bool]:
         """Parameters with equal keys share a flat."""
         return (self.group, self.policy, self.dtype, self.device, self.frozen)
 
     def describe(self) -> str:
         """Return one line that tells this parameter from another, the same on all ranks."""
-        device_type = self.device.partition(":")[0]
-        text = f"{self.name} {self.shape} {self.dtype} on {device_type} in group {self.group}"
+        text = f"{self.name} {self.shape} {self.dtype} on {self.device_type} in group {self.group}"
         if self.policy:
             text += f" policy {self.policy}"
         if self.frozen:
@@ -153,25 +156,47 @@ class Flat:
     slots: tuple[Slot, ...]
     buckets: tuple[Bucket, ...]
 
+    def __post_init__(self) -> None:
+        ends = [0, *(slot.stop for slot in self.slots)]
+        for slot, end in zip(self.slots, ends, strict=False):
+            if slot.start != end or slot.stop != end + round_up(slot.numel, self.align):
+                raise ValueError(f"Flat {self.index} has a slot out of its place: {slot}.")
+        start = 0
+        for bucket in self.buckets:
+            whole = bucket.shard_numel % BLOCK == 0 and bucket.numel % bucket.shard_numel == 0
+            if bucket.start != start or bucket.flat != self.index or not whole:
+                raise ValueError(f"Flat {self.index} has a bucket out of its place: {bucket}.")
+            start += bucket.numel
+        if start != self.numel or ends[-1] > self.numel:
+            raise ValueError(f"Flat {self.index} has {self.numel} elements, its buckets {start}.")
+
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """All flats of one optimizer over ``world_size`` ranks."""
+    """All flats of one optimizer over ``world_size`` ranks, for a rule of some ``grain``.
+
+    Raises:
+        ValueError: a number out of range, slots that overlap, buckets that do not cover their flat
+            or are not of ``world_size`` shards, a parameter in no flat or in two.
+    """
 
     world_size: int
     bucket_nbytes: int
-    whole_blocks: bool
-    specs: tuple[ParamSpec, ...]
-    flats: tuple[Flat, ...]
+    grain: str
+    specs: tuple[ParamSpec, ...] = ()
+    flats: tuple[Flat, ...] = ()
 
-    @classmethod
-    def empty(cls, *, world_size: int, bucket_nbytes: int, whole_blocks: bool = True) -> FlatLayout:
-        """Return the layout of no parameters."""
-        if world_size < 1:
-            raise ValueError(f"Invalid world_size: {world_size}. Must be >= 1.")
-        if bucket_nbytes < 1:
-            raise ValueError(f"Invalid bucket_nbytes: {bucket_nbytes}. Must be >= 1 byte.")
-        return cls(world_size, bucket_nbytes, whole_blocks, (), ())
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"Invalid world_size: {self.world_size}. Must be >= 1.")
+        if self.bucket_nbytes < 1:
+            raise ValueError(f"Invalid bucket_nbytes: {self.bucket_nbytes}. Must be >= 1 byte.")
+        for index, bucket in enumerate(self.buckets):
+            if bucket.index != index or bucket.numel != bucket.shard_numel * self.world_size:
+                raise ValueError(f"{bucket} is not the {index}-th, of {self.world_size} shards.")
+        held = sorted((slot.param, slot.numel) for flat in self.flats for slot in flat.slots)
+        if held != [(index, spec.numel) for index, spec in enumerate(self.specs)]:
+            raise ValueError("A parameter is in no flat, in two, or in a slot of another size.")
 
     @classmethod
     def build(
@@ -180,13 +205,10 @@ class FlatLayout:
         *,
         world_size: int,
         bucket_nbytes: int = 25 << 20,
-        whole_blocks: bool = True,
+        grain: str = "block",
     ) -> FlatLayout:
         """Lay out ``specs`` in buckets of at most ``bucket_nbytes`` (at least a block per rank)."""
-        empty = cls.empty(
-            world_size=world_size, bucket_nbytes=bucket_nbytes, whole_blocks=whole_blocks
-        )
-        return empty.extended(specs)
+        return cls(world_size, bucket_nbytes, grain).extended(specs)
 
     def extended(self, specs: Sequence[ParamSpec]) -> FlatLayout:
         """Return this layout with flats for ``specs`` appended; existing flats do not move."""
@@ -210,8 +232,8 @@ class FlatLayout:
         self, specs: Sequence[ParamSpec], members: list[int], index: int, first_bucket: int
     ) -> Flat:
         spec = specs[members[0]]
-        slot_nbytes = CPU_SLOT_NBYTES if spec.device == "cpu" else SLOT_NBYTES
-        align = BLOCK if self.whole_blocks else slot_nbytes // ITEMSIZE[spec.dtype]
+        slot_nbytes = SLOT_NBYTES.get(spec.device_type, 512)
+        align = BLOCK if self.grain == "block" else slot_nbytes // ITEMSIZE[spec.dtype]
         slots = []
         used = 0
         for param in reversed(members):
@@ -274,7 +296,7 @@ class FlatLayout:
 
     def digest(self) -> bytes:
         """Return 32 bytes that differ wherever two ranks could not communicate."""
-        blocks = f"block {BLOCK} whole {self.whole_blocks}"
+        blocks = f"block {BLOCK} whole {self.grain == 'block'}"
         text = [f"{blocks} world {self.world_size} bucket {self.bucket_nbytes}"]
         text += [spec.describe() for spec in self.specs]
         return hashlib.sha256("\n".join(text).encode()).digest()

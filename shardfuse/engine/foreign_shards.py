@@ -128,7 +128,7 @@ class ForeignShards(Shards):
 
     def global_square(self) -> Tensor | None:
         """Return the squared norm () of all groups' gradients; one partition has but its own."""
-        clip = self._rule.clip(self._group)
+        clip = self._rule.settings(self._group, self._policies[0], 1).clip
         if self._global_square is None or clip is None or clip.scope != "global":
             return None
         return self._global_square().to(self._flat.device)

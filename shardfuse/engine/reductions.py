@@ -100,7 +100,7 @@ class TensorReduction:
     def begin(self) -> None:
         """Start a step: clear the sums."""
         trained = self._shards.trained
-        adapted = [t.number for t in trained if self._rule.adapts(t.group, t.policy)]
+        adapted = [t.number for t in trained if self._rule.settings(t.group, t.policy, 1).adapts]
         if adapted != self._adapted:
             self._adapted, self._sums = adapted, None
         if adapted and self._sums is None:

@@ -87,7 +87,10 @@ class StepEngine:
         rule, sums = self._rule, self._reduction
         assert isinstance(rule, ReducingRule)
         assert sums is not None
-        keeps = {index: rule.keeps_gradient(t.group) for index, t in self._trained.items()}
+        keeps = {
+            index: rule.settings(t.group, t.policy, 1).keeps_gradient
+            for index, t in self._trained.items()
+        }
         if any(keeps.values()):
             self._shards.retain()
         sums.begin()
@@ -112,14 +115,13 @@ class StepEngine:
     ) -> None:
         """Run one pass over the spans of a unit."""
         trained = self._trained[unit.trained]
-        flags = self._rule.flags(trained.group, trained.policy)
         scale = self._scale(scales, trained, unit)
         for span in unit.spans:
-            h = self._rule.scalars(trained.group, trained.policy, span.step)
+            settings = self._rule.settings(trained.group, trained.policy, span.step)
             self._kernels.run(
                 function,
-                flags,
-                h,
+                settings.flags,
+                settings.h,
                 unit.scale(span, scale),
                 unit.tile(span, extra),
                 is_tail=unit.is_tail,
@@ -133,7 +135,7 @@ class StepEngine:
         Clipping per tensor is left to _scale().
         """
         trained = list(self._trained.values())
-        clips = {t.number: self._rule.clip(t.group) for t in trained}
+        clips = {t.number: self._clip(t) for t in trained}
         shared = [clip for clip in clips.values() if clip is not None and clip.scope != "tensor"]
         known = self._shards.global_square()
         needs = [clip for clip in shared if known is None or clip.scope != "global"]
@@ -176,11 +178,14 @@ class StepEngine:
         """Return the factor for ``unit``, of each block (blocks, 1) where tensors are clipped."""
         scale = scales[trained.number]
         norms = None if self._norms is None else self._norms.value(unit)
-        clip = None if norms is None else self._rule.clip(trained.group)
+        clip = None if norms is None else self._clip(trained)
         if norms is None or clip is None:
             return scale
         factor = (clip.max_norm / (norms[0] + clip.eps)).clamp(max=1.0)[:, None]
         return factor if scale is None else factor * scale
+
+    def _clip(self, trained: Trained) -> Clip | None:
+        return self._rule.settings(trained.group, trained.policy, 1).clip
 
     def _square(self, unit: Unit, blocks: Tensor) -> None:
         """Write the sum of squares of every block of a mean gradient into ``blocks`` (1, n)."""

@@ -107,11 +107,8 @@ class ShardedOptimizer(TorchLike):
         if alone and error is None and self._rule.grain != "row":
             # Nothing is sent, and no temporary is as large as a bucket: fewer, larger calls.
             bucket_nbytes = sys.maxsize
-        self.layout = FlatLayout.empty(
-            world_size=self.communicator.world_size,
-            bucket_nbytes=bucket_nbytes,
-            whole_blocks=error is None and self._rule.grain == "block",
-        )
+        grain = "element" if error else self._rule.grain
+        self.layout = FlatLayout(self.communicator.world_size, bucket_nbytes, grain)
         self._params: list[Tensor] = []
         self._flats: list[FlatState] = []
         self._buffers = CombinedBuffers()

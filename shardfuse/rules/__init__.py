@@ -11,6 +11,7 @@ from shardfuse.rules.base import (
     ReducingRule,
     RowRule,
     Rows,
+    Settings,
     UpdateRule,
 )
 from shardfuse.rules.bert_adam import BertAdamRule
@@ -37,5 +38,6 @@ __all__ = [
     "RowRule",
     "Rows",
     "SGDRule",
+    "Settings",
     "UpdateRule",
 ]

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardfuse.rules.base import (
     ElementwiseRule,
     Group,
-    Scalars,
+    Settings,
     as_float,
     check_at_least_zero,
     divide,
@@ -21,6 +21,14 @@ from shardfuse.rules.base import (
 class _Flags(NamedTuple):
     decay: bool
     guard: bool
+
+
+class _Scalars(NamedTuple):
+    lr: float
+    rho: float
+    take: float
+    eps: float
+    weight_decay: float
 
 
 class AdadeltaRule(ElementwiseRule):
@@ -39,26 +47,23 @@ class AdadeltaRule(ElementwiseRule):
     def state_names(self, group: Group) -> tuple[str, ...]:
         return ("square_avg", "acc_delta")
 
-    def flags(self, group: Group, policy: str) -> _Flags:
-        return _Flags(group["weight_decay"] != 0, vanishes(group["eps"]))
-
-    def scalars(self, group: Group, policy: str, step: int) -> tuple[float, ...]:
+    def settings(self, group: Group, policy: str, step: int) -> Settings:
         rho = as_float(group["rho"])
-        return (
-            as_float(group["lr"]),
-            rho,
-            1.0 - rho,
-            as_float(group["eps"]),
-            as_float(group["weight_decay"]),
+        h = _Scalars(
+            lr=as_float(group["lr"]),
+            rho=rho,
+            take=1.0 - rho,
+            eps=as_float(group["eps"]),
+            weight_decay=as_float(group["weight_decay"]),
         )
+        return Settings(_Flags(h.weight_decay != 0, vanishes(h.eps)), h)
 
-    def update(self, flags: _Flags, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
-        lr, rho, take, eps, weight_decay = h
+    def update(self, flags: _Flags, h: _Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
         square_avg, acc_delta = state
         if flags.decay:
-            g = g + p * weight_decay
-        square_avg.mul_(rho).add_(g * g * take)
-        root = (acc_delta + eps).sqrt_()
-        delta = divide(root, (square_avg + eps).sqrt_(), guard=flags.guard).mul_(g)
-        acc_delta.mul_(rho).add_(delta * delta * take)
-        p.sub_(delta * lr)
+            g = g + p * h.weight_decay
+        square_avg.mul_(h.rho).add_(g * g * h.take)
+        root = (acc_delta + h.eps).sqrt_()
+        delta = divide(root, (square_avg + h.eps).sqrt_(), guard=flags.guard).mul_(g)
+        acc_delta.mul_(h.rho).add_(delta * delta * h.take)
+        p.sub_(delta * h.lr)

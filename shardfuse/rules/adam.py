@@ -10,12 +10,14 @@ from torch import Tensor
 from shardfuse.rules.base import (
     ElementwiseRule,
     Group,
-    Scalars,
+    Settings,
     as_float,
     check_at_least_zero,
     check_betas,
     divide,
+    update_moments,
     vanishes,
+    with_takes,
 )
 
 
@@ -24,6 +26,18 @@ class _Flags(NamedTuple):
     decoupled: bool
     amsgrad: bool
     guard: bool
+
+
+class _Scalars(NamedTuple):
+    beta1: float
+    take1: float
+    beta2: float
+    take2: float
+    eps: float
+    weight_decay: float
+    shrink: float
+    step_size: float
+    root_correction2: float
 
 
 class AdamRule(ElementwiseRule):
@@ -46,47 +60,41 @@ class AdamRule(ElementwiseRule):
         names = ("exp_avg", "exp_avg_sq")
         return (*names, "max_exp_avg_sq") if group["amsgrad"] else names
 
-    def flags(self, group: Group, policy: str) -> _Flags:
-        return _Flags(
-            group["weight_decay"] != 0,
-            self.is_decoupled(group),
-            bool(group["amsgrad"]),
-            vanishes(group["eps"]),
-        )
-
     def is_decoupled(self, group: Group) -> bool:
         """Return whether the decay is of the parameter itself, not of its gradient."""
         return bool(group.get("decoupled_weight_decay", False))
 
-    def scalars(self, group: Group, policy: str, step: int) -> tuple[float, ...]:
+    def settings(self, group: Group, policy: str, step: int) -> Settings:
         lr = as_float(group["lr"])
         beta1, beta2 = (as_float(beta) for beta in group["betas"])
         weight_decay = as_float(group["weight_decay"])
-        return (
-            beta1,
-            1.0 - beta1,
-            beta2,
-            1.0 - beta2,
-            as_float(group["eps"]),
-            weight_decay,
-            1.0 - lr * weight_decay,
-            lr / (1.0 - beta1**step),
-            (1.0 - beta2**step) ** 0.5,
+        flags = _Flags(
+            decay=weight_decay != 0,
+            decoupled=self.is_decoupled(group),
+            amsgrad=bool(group["amsgrad"]),
+            guard=vanishes(group["eps"]),
         )
+        h = _Scalars(
+            *with_takes(beta1, beta2),
+            eps=as_float(group["eps"]),
+            weight_decay=weight_decay,
+            shrink=1.0 - lr * weight_decay,
+            step_size=lr / (1.0 - beta1**step),
+            root_correction2=(1.0 - beta2**step) ** 0.5,
+        )
+        return Settings(flags, h)
 
-    def update(self, flags: _Flags, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
-        beta1, take1, beta2, take2, eps, weight_decay, shrink, step_size, root_correction2 = h
+    def update(self, flags: _Flags, h: _Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
         exp_avg, exp_avg_sq = state[:2]
         if flags.decoupled:
-            p.mul_(shrink)
+            p.mul_(h.shrink)
         elif flags.decay:
-            g = g + p * weight_decay
-        exp_avg.mul_(beta1).add_(g * take1)
-        exp_avg_sq.mul_(beta2).add_(g * g * take2)
+            g = g + p * h.weight_decay
+        update_moments(h, g, exp_avg, exp_avg_sq)
         if flags.amsgrad:
             exp_avg_sq = torch.maximum(state[2], exp_avg_sq, out=state[2])
-        denominator = exp_avg_sq.sqrt() / root_correction2 + eps
-        p.sub_(divide(exp_avg, denominator, guard=flags.guard) * step_size)
+        denominator = exp_avg_sq.sqrt() / h.root_correction2 + h.eps
+        p.sub_(divide(exp_avg, denominator, guard=flags.guard) * h.step_size)
 
 
 class AdamWRule(AdamRule):

@@ -11,12 +11,14 @@ from shardfuse.rules.base import (
     Group,
     RowRule,
     Rows,
-    Scalars,
+    Settings,
     as_float,
     check_at_least_zero,
     check_betas,
     divide,
+    update_moments,
     vanishes,
+    with_takes,
 )
 
 
@@ -24,6 +26,17 @@ class _Flags(NamedTuple):
     decay: bool
     nesterov: bool
     guard: bool
+
+
+class _Scalars(NamedTuple):
+    beta1: float
+    take1: float
+    beta2: float
+    take2: float
+    eps: float
+    decay: float
+    step_size: float
+    root_correction2: float
 
 
 class AdamPRule(RowRule):
@@ -49,41 +62,31 @@ class AdamPRule(RowRule):
     def state_names(self, group: Group) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
-    def flags(self, group: Group, policy: str) -> _Flags:
-        return _Flags(group["weight_decay"] > 0, bool(group["nesterov"]), vanishes(group["eps"]))
-
-    def keeps_gradient(self, group: Group) -> bool:
-        return bool(group["nesterov"])
-
-    def scalars(self, group: Group, policy: str, step: int) -> tuple[float, ...]:
+    def settings(self, group: Group, policy: str, step: int) -> Settings:
         lr = as_float(group["lr"])
         beta1, beta2 = (as_float(beta) for beta in group["betas"])
-        return (
-            beta1,
-            1.0 - beta1,
-            beta2,
-            1.0 - beta2,
-            as_float(group["eps"]),
-            lr * as_float(group["weight_decay"]),
-            lr / (1.0 - beta1**step),
-            (1.0 - beta2**step) ** 0.5,
+        nesterov = bool(group["nesterov"])
+        h = _Scalars(
+            *with_takes(beta1, beta2),
+            eps=as_float(group["eps"]),
+            decay=lr * as_float(group["weight_decay"]),
+            step_size=lr / (1.0 - beta1**step),
+            root_correction2=(1.0 - beta2**step) ** 0.5,
         )
+        flags = _Flags(group["weight_decay"] > 0, nesterov, vanishes(group["eps"]))
+        return Settings(flags, h, keeps_gradient=nesterov)
 
-    def moments(self, flags: _Flags, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
-        beta1, take1, beta2, take2 = h[:4]
-        exp_avg, exp_avg_sq = state
-        exp_avg.mul_(beta1).add_(g * take1)
-        exp_avg_sq.mul_(beta2).add_(g * g * take2)
+    def moments(self, flags: _Flags, h: _Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
+        update_moments(h, g, *state)
 
     def direction(
-        self, flags: _Flags, h: Scalars, p: Tensor, g: Tensor | None, *state: Tensor
+        self, flags: _Flags, h: _Scalars, p: Tensor, g: Tensor | None, *state: Tensor
     ) -> Tensor:
-        beta1, take1, eps, root_correction2 = h[0], h[1], h[4], h[7]
         exp_avg, exp_avg_sq = state
         if flags.nesterov:
             assert g is not None
-            exp_avg = exp_avg * beta1 + g * take1
-        return divide(exp_avg, exp_avg_sq.sqrt() / root_correction2 + eps, guard=flags.guard)
+            exp_avg = exp_avg * h.beta1 + g * h.take1
+        return divide(exp_avg, exp_avg_sq.sqrt() / h.root_correction2 + h.eps, guard=flags.guard)
 
     def products(self, p: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, ...]:
         return p * p, g * g, p * g, p * u
@@ -106,17 +109,16 @@ class AdamPRule(RowRule):
         )
 
     def apply(
-        self, flags: _Flags, h: Scalars, p: Tensor, u: Tensor, factors: Tensor | None
+        self, flags: _Flags, h: _Scalars, p: Tensor, u: Tensor, factors: Tensor | None
     ) -> None:
-        decay, step_size = h[5], h[6]
         if factors is None:
             if flags.decay:
-                p.mul_(1.0 - decay)
+                p.mul_(1.0 - h.decay)
         else:
             u = u - p * factors[0]
             if flags.decay:
-                p.mul_(1.0 - factors[1] * decay)
-        p.sub_(u * step_size)
+                p.mul_(1.0 - factors[1] * h.decay)
+        p.sub_(u * h.step_size)
 
 
 def _cosine(sums: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,10 @@
 """What an update rule is: state names, per-step scalars, and pure in-place math on tiles.
 
 A tile is a contiguous (rows, n) fp32 tensor; a NormRule's rows are blocks, each of one parameter.
-The scalars of a call, ``h``, are Python floats when it runs eagerly and 0-D fp32 tensors when it is
-compiled, so that a schedule never recompiles; the same code serves both. ``flags`` holds what
-selects code rather than values and is constant for a flat.
+The math takes what ``settings()`` has made of a group: ``flags``, which select code and are
+constant for a flat, and ``h``, a NamedTuple of values. These are Python floats where the math runs
+eagerly and 0-D fp32 tensors where it is compiled, so that a schedule never recompiles; the same
+code serves both, and calls both float.
 
 Rules import torch and nothing of shardfuse: they see no buffer and no process group.
 """
@@ -20,7 +21,6 @@ import torch
 from torch import Tensor
 
 Group = Mapping[str, Any]
-Scalars = Sequence[float | Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,21 @@ class Clip:
     eps: float = 0.0
 
 
+class Settings(NamedTuple):
+    """What the hyper-parameters of a group mean for one policy at one step."""
+
+    flags: Hashable
+    """Selects code."""
+    h: tuple[float, ...]
+    """The rule's own NamedTuple of values, computed in double precision."""
+    clip: Clip | None = None
+    """How gradients are clipped before the update; the same at every step."""
+    adapts: bool = True
+    """Whether a ReducingRule needs factors; if not, there are none and nothing is summed."""
+    keeps_gradient: bool = False
+    """Whether its direction needs the gradient, which is then kept until the second pass."""
+
+
 class Member(NamedTuple):
     """A trained parameter, as a rule judges it."""
 
@@ -47,7 +62,7 @@ class Member(NamedTuple):
 
 
 class UpdateRule(ABC):
-    """Hyper-parameters, states and scalars; subclassed by ElementwiseRule and ReducingRule."""
+    """Hyper-parameters, states and settings; subclassed by ElementwiseRule and ReducingRule."""
 
     grain: ClassVar[str]
     """What an update depends on: "element" alone, or sums over "block" (and so tensor) or "row".
@@ -98,12 +113,8 @@ class UpdateRule(ABC):
         return {name: self.initial(name) for name in self.state_names(group)}
 
     @abstractmethod
-    def flags(self, group: Group, policy: str) -> Hashable:
-        """Return what selects code for the parameters of one flat."""
-
-    @abstractmethod
-    def scalars(self, group: Group, policy: str, step: int) -> tuple[float, ...]:
-        """Return ``h`` for the ``step``-th update (from 1), computed in double precision."""
+    def settings(self, group: Group, policy: str, step: int) -> Settings:
+        """Return what the ``step``-th update (from 1) of a policy's parameters goes by."""
 
     def policy(self, name: str, named: bool, group: Group) -> str:
         """Return the policy of a parameter; parameters of one group and policy are updated alike.
@@ -111,10 +122,6 @@ class UpdateRule(ABC):
         ``named`` is False where the user gave no names and ``name`` was made up.
         """
         return ""
-
-    def clip(self, group: Group) -> Clip | None:
-        """Return how gradients of ``group`` are clipped before the update."""
-        return None
 
     def warnings(self, members: Sequence[Member]) -> dict[str, str]:
         """Return {kind: text} of what is legal for these parameters but hardly meant."""
@@ -131,7 +138,7 @@ class ElementwiseRule(UpdateRule):
     grain = "element"
 
     @abstractmethod
-    def update(self, flags: Any, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
+    def update(self, flags: Any, h: Any, p: Tensor, g: Tensor, *state: Tensor) -> None:
         """Update ``p`` and ``state`` in place from the mean gradient ``g``, all (rows, n)."""
 
 
@@ -147,25 +154,15 @@ class ReducingRule(UpdateRule):
     num_sums: ClassVar[int]
     """Sums that the factors need, over each tensor or row."""
 
-    def adapts(self, group: Group, policy: str) -> bool:
-        """Return whether factors are needed; if not, there are none and nothing is summed."""
-        return True
-
-    def keeps_gradient(self, group: Group) -> bool:
-        """Return whether the direction needs the gradient, so that it is kept until the update."""
-        return False
-
     @abstractmethod
-    def moments(self, flags: Any, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
+    def moments(self, flags: Any, h: Any, p: Tensor, g: Tensor, *state: Tensor) -> None:
         """Update ``state`` in place from the mean gradient ``g``, all (rows, n)."""
 
     @abstractmethod
-    def direction(
-        self, flags: Any, h: Scalars, p: Tensor, g: Tensor | None, *state: Tensor
-    ) -> Tensor:
+    def direction(self, flags: Any, h: Any, p: Tensor, g: Tensor | None, *state: Tensor) -> Tensor:
         """Return the direction (rows, n) of the update; zero where all inputs are zero.
 
-        ``g`` is None in the second pass unless keeps_gradient().
+        ``g`` is None in the second pass unless the settings say ``keeps_gradient``.
         """
 
     @abstractmethod
@@ -173,7 +170,7 @@ class ReducingRule(UpdateRule):
         """Return ``num_sums`` tensors (rows, n) to be summed; ``u`` is the direction."""
 
     @abstractmethod
-    def apply(self, flags: Any, h: Scalars, p: Tensor, u: Tensor, factors: Tensor | None) -> None:
+    def apply(self, flags: Any, h: Any, p: Tensor, u: Tensor, factors: Tensor | None) -> None:
         """Update ``p`` (rows, n) in place along ``u``; None stands for no factors.
 
         ``factors`` are (num_factors, rows, 1) by tensor, (num_factors, rows, n) by row.
@@ -295,6 +292,17 @@ def check_torch_keys(group: Group, honoured: frozenset[str], name: str) -> None:
                 f"Invalid {key}={group[key]!r} in a parameter group: {name} has no {key} and would "
                 "ignore it. Remove the key, or use an optimizer that has it."
             )
+
+
+def with_takes(beta1: float, beta2: float) -> tuple[float, float, float, float]:
+    """Return (beta1, take1, beta2, take2) for update_moments(); take is 1 - beta."""
+    return beta1, 1.0 - beta1, beta2, 1.0 - beta2
+
+
+def update_moments(h: Any, g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+    """Update Adam's moments in place by the betas and takes in ``h``."""
+    exp_avg.mul_(h.beta1).add_(g * h.take1)
+    exp_avg_sq.mul_(h.beta2).add_(g * g * h.take2)
 
 
 def vanishes(eps: Any) -> bool:

@@ -10,13 +10,15 @@ from shardfuse.rules.base import (
     Clip,
     ElementwiseRule,
     Group,
-    Scalars,
+    Settings,
     as_float,
     check_at_least_zero,
     check_number,
     divide,
     number,
+    update_moments,
     vanishes,
+    with_takes,
 )
 from shardfuse.rules.schedules import SCHEDULES
 
@@ -24,6 +26,16 @@ from shardfuse.rules.schedules import SCHEDULES
 class _Flags(NamedTuple):
     decay: bool
     guard: bool
+
+
+class _Scalars(NamedTuple):
+    beta1: float
+    take1: float
+    beta2: float
+    take2: float
+    eps: float
+    weight_decay: float
+    lr: float
 
 
 class BertAdamRule(ElementwiseRule):
@@ -56,35 +68,26 @@ class BertAdamRule(ElementwiseRule):
     def state_names(self, group: Group) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
-    def flags(self, group: Group, policy: str) -> _Flags:
-        return _Flags(as_float(group["weight_decay"]) > 0, vanishes(group["e"]))
-
-    def scalars(self, group: Group, policy: str, step: int) -> tuple[float, ...]:
+    def settings(self, group: Group, policy: str, step: int) -> Settings:
         lr = as_float(group["lr"])
         if group["t_total"] != -1:
             schedule = SCHEDULES[group["schedule"]]
             lr *= schedule((step - 1) / as_float(group["t_total"]), as_float(group["warmup"]))
         b1, b2 = as_float(group["b1"]), as_float(group["b2"])
-        return (
-            b1,
-            1.0 - b1,
-            b2,
-            1.0 - b2,
-            as_float(group["e"]),
-            as_float(group["weight_decay"]),
-            lr,
+        h = _Scalars(
+            *with_takes(b1, b2),
+            eps=as_float(group["e"]),
+            weight_decay=as_float(group["weight_decay"]),
+            lr=lr,
         )
-
-    def clip(self, group: Group) -> Clip | None:
         max_norm = as_float(group["max_grad_norm"])
-        return Clip(max_norm, "flat", eps=1e-6) if max_norm > 0 else None
+        clip = Clip(max_norm, "flat", eps=1e-6) if max_norm > 0 else None
+        return Settings(_Flags(h.weight_decay > 0, vanishes(h.eps)), h, clip)
 
-    def update(self, flags: _Flags, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
-        b1, take1, b2, take2, e, weight_decay, lr = h
+    def update(self, flags: _Flags, h: _Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
         exp_avg, exp_avg_sq = state
-        exp_avg.mul_(b1).add_(g * take1)
-        exp_avg_sq.mul_(b2).add_(g * g * take2)
-        u = divide(exp_avg, exp_avg_sq.sqrt() + e, guard=flags.guard)
+        update_moments(h, g, exp_avg, exp_avg_sq)
+        u = divide(exp_avg, exp_avg_sq.sqrt() + h.eps, guard=flags.guard)
         if flags.decay:
-            u += p * weight_decay
-        p.sub_(u * lr)
+            u += p * h.weight_decay
+        p.sub_(u * h.lr)

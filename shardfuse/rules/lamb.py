@@ -16,14 +16,16 @@ from shardfuse.rules.base import (
     Group,
     Member,
     NormRule,
-    Scalars,
+    Settings,
     as_float,
     check_at_least_zero,
     check_betas,
     check_number,
     divide,
     number,
+    update_moments,
     vanishes,
+    with_takes,
 )
 
 LambVariant = Literal["npu", "apex", "nvlamb", "google", "paddle", "deepspeed"]
@@ -132,9 +134,30 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-class _Flags(NamedTuple):
+class LambFlags(NamedTuple):
+    """What selects code in LAMB's math; the last two are Paddle's."""
+
     decay: bool
     guard: bool
+    bounded: bool = False
+    regularized: bool = False
+
+
+class LambScalars(NamedTuple):
+    """The values of LAMB's math; the last three are Paddle's."""
+
+    beta1: float
+    take1: float
+    beta2: float
+    take2: float
+    eps: float
+    weight_decay: float
+    lr: float
+    correction1: float
+    correction2: float
+    l2: float = 0.0
+    lower: float = 0.0
+    upper: float = 0.0
 
 
 class LambRule(NormRule):
@@ -211,13 +234,13 @@ class LambRule(NormRule):
     def _weight_decay(self, group: Group, policy: str) -> float:
         return 0.0 if NO_DECAY in policy else as_float(group["weight_decay"])
 
-    def adapts(self, group: Group, policy: str) -> bool:
+    def _adapts(self, group: Group, policy: str) -> bool:
         if self.adam or NO_ADAPT in policy:
             return False
         return self.switches.always_adapt or self._weight_decay(group, policy) != 0
 
     def warnings(self, members: Sequence[Member]) -> dict[str, str]:
-        adapted = [m for m in members if self.adapts(m.group, m.policy)]
+        adapted = [m for m in members if self._adapts(m.group, m.policy)]
         candidates = [m.name for m in members if NO_ADAPT not in m.policy]
         found = {}
         if members and self._has_idle_bound:
@@ -243,48 +266,38 @@ class LambRule(NormRule):
             )
         return found
 
-    def flags(self, group: Group, policy: str) -> Any:
-        return _Flags(self._weight_decay(group, policy) != 0, vanishes(group["eps"]))
-
-    def scalars(self, group: Group, policy: str, step: int) -> tuple[float, ...]:
+    def settings(self, group: Group, policy: str, step: int) -> Settings:
         beta1, beta2 = (as_float(beta) for beta in group["betas"])
         correction1, correction2 = 1.0 / (1.0 - beta1**step), 1.0 / (1.0 - beta2**step)
         lr, corrects = as_float(group["lr"]), self.switches.bias_correction
         if corrects == "outside":
             lr *= correction1 / correction2**0.5
-        return (
-            beta1,
-            1.0 - beta1,
-            beta2,
-            1.0 - beta2,
-            as_float(group["eps"]),
-            self._weight_decay(group, policy),
-            lr,
-            correction1,
-            correction2,
+        h = LambScalars(
+            *with_takes(beta1, beta2),
+            eps=as_float(group["eps"]),
+            weight_decay=self._weight_decay(group, policy),
+            lr=lr,
+            correction1=correction1,
+            correction2=correction2,
         )
+        clip = Clip(self.max_grad_norm, "global") if self.use_global_grad_norm else None
+        flags = LambFlags(h.weight_decay != 0, vanishes(h.eps))
+        return Settings(flags, h, clip, adapts=self._adapts(group, policy))
 
-    def clip(self, group: Group) -> Clip | None:
-        return Clip(self.max_grad_norm, "global") if self.use_global_grad_norm else None
-
-    def moments(self, flags: Any, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
-        beta1, take1, beta2, take2 = h[:4]
-        exp_avg, exp_avg_sq = state
-        exp_avg.mul_(beta1).add_(g * take1)
-        exp_avg_sq.mul_(beta2).add_(g * g * take2)
+    def moments(self, flags: Any, h: LambScalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
+        update_moments(h, g, *state)
 
     def direction(
-        self, flags: Any, h: Scalars, p: Tensor, g: Tensor | None, *state: Tensor
+        self, flags: Any, h: LambScalars, p: Tensor, g: Tensor | None, *state: Tensor
     ) -> Tensor:
-        eps, weight_decay, _, correction1, correction2 = h[4:9]
         exp_avg, exp_avg_sq = state
         if self.switches.bias_correction is True:
-            denominator = (exp_avg_sq * correction2).sqrt() + eps
-            u = divide(exp_avg * correction1, denominator, guard=flags.guard)
+            denominator = (exp_avg_sq * h.correction2).sqrt() + h.eps
+            u = divide(exp_avg * h.correction1, denominator, guard=flags.guard)
         else:
-            u = divide(exp_avg, exp_avg_sq.sqrt() + eps, guard=flags.guard)
+            u = divide(exp_avg, exp_avg_sq.sqrt() + h.eps, guard=flags.guard)
         if flags.decay:
-            u += p * weight_decay
+            u += p * h.weight_decay
         return u
 
     def products(self, p: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, ...]:
@@ -297,6 +310,7 @@ class LambRule(NormRule):
         ratio = (weight_norm / update_norm).clamp(self.switches.min_coeff, self.switches.max_coeff)
         return torch.where(usable, ratio, torch.ones_like(ratio))
 
-    def apply(self, flags: Any, h: Scalars, p: Tensor, u: Tensor, factors: Tensor | None) -> None:
-        lr = h[6]
-        p.sub_(u * lr if factors is None else u * (factors[0] * lr))
+    def apply(
+        self, flags: Any, h: LambScalars, p: Tensor, u: Tensor, factors: Tensor | None
+    ) -> None:
+        p.sub_(u * h.lr if factors is None else u * (factors[0] * h.lr))

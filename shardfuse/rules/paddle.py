@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from shardfuse.rules.base import (
     Clip,
     Group,
-    Scalars,
+    Settings,
     as_float,
     check_at_least_zero,
     check_number,
 )
-from shardfuse.rules.lamb import NO_DECAY, LambRule, switches_for
+from shardfuse.rules.lamb import NO_DECAY, LambFlags, LambRule, LambScalars, switches_for
 
 ClipKind = Literal["global_norm", "norm", "value"]
 GroupClip = tuple[ClipKind, float, float]
 """A group's clip in plain values, as state dicts hold it: (kind, bound, lower bound of values)."""
-
-
-class _Flags(NamedTuple):
-    decay: bool
-    guard: bool
-    bounded: bool
-    regularized: bool
 
 
 class PaddleLambRule(LambRule):
@@ -62,34 +55,26 @@ class PaddleLambRule(LambRule):
     def policy(self, name: str, named: bool, group: Group) -> str:
         return NO_DECAY if name in self.undecayed else ""
 
-    def adapts(self, group: Group, policy: str) -> bool:
+    def _adapts(self, group: Group, policy: str) -> bool:
         return self.switches.always_adapt or self._weight_decay(group, policy) > 0
 
-    def flags(self, group: Group, policy: str) -> _Flags:
-        decay, guard = super().flags(group, policy)[:2]
-        return _Flags(decay, guard, _kind(group) == "value", as_float(group["l2"]) != 0)
-
-    def scalars(self, group: Group, policy: str, step: int) -> tuple[float, ...]:
+    def settings(self, group: Group, policy: str, step: int) -> Settings:
         rate = as_float(group["lr"]) * as_float(group["lr_scale"])
-        _, upper, lower = group["grad_clip"] or ("", 0.0, 0.0)
-        own = (as_float(group["l2"]), lower, upper)
-        return super().scalars({**group, "lr": rate}, policy, step) + own
+        plain = super().settings({**group, "lr": rate}, policy, step)
+        assert isinstance(plain.flags, LambFlags)
+        assert isinstance(plain.h, LambScalars)
+        grad_clip: GroupClip | None = group["grad_clip"]
+        kind, upper, lower = grad_clip or (None, 0.0, 0.0)
+        h = plain.h._replace(l2=as_float(group["l2"]), lower=lower, upper=upper)
+        flags = plain.flags._replace(bounded=kind == "value", regularized=h.l2 != 0)
+        clip = None
+        if kind == "norm" or kind == "global_norm":
+            clip = Clip(upper, "tensor" if kind == "norm" else "group")
+        return plain._replace(flags=flags, h=h, clip=clip)
 
-    def clip(self, group: Group) -> Clip | None:
-        kind = _kind(group)
-        if kind is None or kind == "value":
-            return None
-        return Clip(group["grad_clip"][1], "tensor" if kind == "norm" else "group")
-
-    def moments(self, flags: Any, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
-        l2, lower, upper = h[9:]
+    def moments(self, flags: Any, h: LambScalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
         if flags.bounded:
-            g = g.clamp(lower, upper)  # type: ignore[arg-type]
+            g = g.clamp(h.lower, h.upper)
         if flags.regularized:
-            g = g + p * l2
+            g = g + p * h.l2
         super().moments(flags, h, p, g, *state)
-
-
-def _kind(group: Group) -> ClipKind | None:
-    clip: GroupClip | None = group["grad_clip"]
-    return None if clip is None else clip[0]

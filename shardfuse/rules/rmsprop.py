@@ -9,7 +9,7 @@ from torch import Tensor
 from shardfuse.rules.base import (
     ElementwiseRule,
     Group,
-    Scalars,
+    Settings,
     as_float,
     check_at_least_zero,
     divide,
@@ -24,6 +24,15 @@ class _Flags(NamedTuple):
     guard: bool
     decoupled: bool = False
     lr_in_momentum: bool = False
+
+
+class _Scalars(NamedTuple):
+    lr: float
+    alpha: float
+    take: float
+    eps: float
+    weight_decay: float
+    momentum: float
 
 
 class RMSpropRule(ElementwiseRule):
@@ -49,7 +58,19 @@ class RMSpropRule(ElementwiseRule):
             names.append("grad_avg")
         return tuple(names)
 
-    def flags(self, group: Group, policy: str) -> _Flags:
+    def settings(self, group: Group, policy: str, step: int) -> Settings:
+        alpha = as_float(group["alpha"])
+        h = _Scalars(
+            lr=as_float(group["lr"]),
+            alpha=alpha,
+            take=1.0 - alpha,
+            eps=as_float(group["eps"]),
+            weight_decay=as_float(group["weight_decay"]),
+            momentum=as_float(group["momentum"]),
+        )
+        return Settings(self._flags(group), h)
+
+    def _flags(self, group: Group) -> _Flags:
         return _Flags(
             decay=group["weight_decay"] != 0,
             momentum=group["momentum"] > 0,
@@ -57,31 +78,19 @@ class RMSpropRule(ElementwiseRule):
             guard=vanishes(group["eps"]),
         )
 
-    def scalars(self, group: Group, policy: str, step: int) -> tuple[float, ...]:
-        alpha = as_float(group["alpha"])
-        return (
-            as_float(group["lr"]),
-            alpha,
-            1.0 - alpha,
-            as_float(group["eps"]),
-            as_float(group["weight_decay"]),
-            as_float(group["momentum"]),
-        )
-
-    def update(self, flags: _Flags, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
-        lr, alpha, take, eps, weight_decay, momentum = h
+    def update(self, flags: _Flags, h: _Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
         square_avg = state[0]
         if flags.decay:
-            g = g + p * weight_decay
-        square_avg.mul_(alpha).add_(g * g * take)
+            g = g + p * h.weight_decay
+        square_avg.mul_(h.alpha).add_(g * g * h.take)
         if flags.centered:
             grad_avg = state[-1]
-            grad_avg.mul_(alpha).add_(g * take)
+            grad_avg.mul_(h.alpha).add_(g * h.take)
             square_avg = square_avg - grad_avg * grad_avg
-        u = divide(g, square_avg.sqrt() + eps, guard=flags.guard)
+        u = divide(g, square_avg.sqrt() + h.eps, guard=flags.guard)
         if flags.momentum:
-            u = state[1].mul_(momentum).add_(u)
-        p.sub_(u * lr)
+            u = state[1].mul_(h.momentum).add_(u)
+        p.sub_(u * h.lr)
 
 
 class RMSpropTFRule(RMSpropRule):
@@ -93,32 +102,31 @@ class RMSpropTFRule(RMSpropRule):
     def initial(self, name: str) -> float:
         return 1.0 if name == "square_avg" else 0.0
 
-    def flags(self, group: Group, policy: str) -> _Flags:
+    def _flags(self, group: Group) -> _Flags:
         return (
             super()
-            .flags(group, policy)
+            ._flags(group)
             ._replace(
                 decoupled=bool(group["decoupled_decay"]),
                 lr_in_momentum=bool(group["lr_in_momentum"]),
             )
         )
 
-    def update(self, flags: _Flags, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
-        lr, _, take, eps, weight_decay, momentum = h
+    def update(self, flags: _Flags, h: _Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
         square_avg = state[0]
         if flags.decay and flags.decoupled:
-            p.sub_(p * weight_decay)
+            p.sub_(p * h.weight_decay)
         elif flags.decay:
-            g = g + p * weight_decay
-        square_avg.add_((g * g - square_avg) * take)
+            g = g + p * h.weight_decay
+        square_avg.add_((g * g - square_avg) * h.take)
         if flags.centered:
             grad_avg = state[-1]
-            grad_avg.add_((g - grad_avg) * take)
+            grad_avg.add_((g - grad_avg) * h.take)
             square_avg = square_avg - grad_avg * grad_avg
-        u = divide(g, (square_avg + eps).sqrt(), guard=flags.guard)
+        u = divide(g, (square_avg + h.eps).sqrt(), guard=flags.guard)
         if flags.momentum and flags.lr_in_momentum:
-            p.sub_(state[1].mul_(momentum).add_(u * lr))
+            p.sub_(state[1].mul_(h.momentum).add_(u * h.lr))
         elif flags.momentum:
-            p.sub_(state[1].mul_(momentum).add_(u) * lr)
+            p.sub_(state[1].mul_(h.momentum).add_(u) * h.lr)
         else:
-            p.sub_(u * lr)
+            p.sub_(u * h.lr)

@@ -10,7 +10,7 @@ from torch import Tensor
 from shardfuse.rules.base import (
     ElementwiseRule,
     Group,
-    Scalars,
+    Settings,
     as_float,
     check_at_least_zero,
     check_number,
@@ -21,6 +21,14 @@ class _Flags(NamedTuple):
     decay: bool
     momentum: bool
     nesterov: bool
+
+
+class _Scalars(NamedTuple):
+    lr: float
+    weight_decay: float
+    momentum: float
+    keep: float
+    take: float
 
 
 class SGDRule(ElementwiseRule):
@@ -41,26 +49,23 @@ class SGDRule(ElementwiseRule):
     def state_names(self, group: Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
-    def flags(self, group: Group, policy: str) -> _Flags:
-        return _Flags(group["weight_decay"] != 0, group["momentum"] != 0, bool(group["nesterov"]))
-
-    def scalars(self, group: Group, policy: str, step: int) -> tuple[float, ...]:
+    def settings(self, group: Group, policy: str, step: int) -> Settings:
         momentum = as_float(group["momentum"])
         first = step == 1
-        return (
-            as_float(group["lr"]),
-            as_float(group["weight_decay"]),
-            momentum,
-            0.0 if first else momentum,
-            1.0 if first else 1.0 - as_float(group["dampening"]),
+        h = _Scalars(
+            lr=as_float(group["lr"]),
+            weight_decay=as_float(group["weight_decay"]),
+            momentum=momentum,
+            keep=0.0 if first else momentum,
+            take=1.0 if first else 1.0 - as_float(group["dampening"]),
         )
+        return Settings(_Flags(h.weight_decay != 0, momentum != 0, bool(group["nesterov"])), h)
 
-    def update(self, flags: _Flags, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
-        lr, weight_decay, momentum, keep, take = h
+    def update(self, flags: _Flags, h: _Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
         if flags.decay:
-            g = g + p * weight_decay
+            g = g + p * h.weight_decay
         if flags.momentum:
             (buf,) = state
-            buf.mul_(keep).add_(g * take)
-            g = g + buf * momentum if flags.nesterov else buf
-        p.sub_(g * lr)
+            buf.mul_(h.keep).add_(g * h.take)
+            g = g + buf * h.momentum if flags.nesterov else buf
+        p.sub_(g * h.lr)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from shardfuse.layout import Bucket
 from shardfuse.rules.base import (
     Group,
     ReducingRule,
-    Scalars,
+    Settings,
     check_at_least_zero,
 )
 from tests.support.harness import run_procs, run_threads
@@ -169,6 +169,12 @@ def test_a_communicator_of_two_axes() -> None:
         assert_bitwise(values, expected)
 
 
+class Rate(NamedTuple):
+    """What MatrixRule's math takes."""
+
+    lr: float
+
+
 class MatrixRule(ReducingRule):
     """p -= lr * (the orthogonal factor of m), m += g: whole matrices are needed."""
 
@@ -181,23 +187,20 @@ class MatrixRule(ReducingRule):
     def state_names(self, group: Group) -> tuple[str, ...]:
         return ("momentum",)
 
-    def flags(self, group: Group, policy: str) -> None:
-        return None
+    def settings(self, group: Group, policy: str, step: int) -> Settings:
+        return Settings(None, Rate(float(group["lr"])))
 
-    def scalars(self, group: Group, policy: str, step: int) -> tuple[float, ...]:
-        return (float(group["lr"]),)
-
-    def moments(self, flags: Any, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
+    def moments(self, flags: Any, h: Rate, p: Tensor, g: Tensor, *state: Tensor) -> None:
         state[0].add_(g)
 
-    def direction(self, flags: Any, h: Scalars, p: Tensor, g: Any, *state: Tensor) -> Tensor:
+    def direction(self, flags: Any, h: Rate, p: Tensor, g: Any, *state: Tensor) -> Tensor:
         return state[0]
 
     def products(self, p: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, ...]:
         return (u,)
 
-    def apply(self, flags: Any, h: Scalars, p: Tensor, u: Tensor, factors: Any) -> None:
-        p.sub_(factors[0] * h[0])
+    def apply(self, flags: Any, h: Rate, p: Tensor, u: Tensor, factors: Any) -> None:
+        p.sub_(factors[0] * h.lr)
 
 
 class WholeMatrices:

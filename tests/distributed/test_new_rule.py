@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,13 +16,24 @@ from shardfuse import ShardedOptimizer
 from shardfuse.rules.base import (
     ElementwiseRule,
     Group,
-    Scalars,
+    Settings,
     check_at_least_zero,
     check_betas,
 )
 from tests.support.harness import run_procs, run_threads
 from tests.support.models import MIXED, mean_grads, rank_grads
 from tests.support.runs import Case, assert_bitwise, train_rank
+
+
+class LionScalars(NamedTuple):
+    """The values of Lion's math."""
+
+    beta1: float
+    take1: float
+    beta2: float
+    take2: float
+    lr: float
+    shrink: float
 
 
 class LionRule(ElementwiseRule):
@@ -35,18 +46,15 @@ class LionRule(ElementwiseRule):
     def state_names(self, group: Group) -> tuple[str, ...]:
         return ("exp_avg",)
 
-    def flags(self, group: Group, policy: str) -> None:
-        return None
-
-    def scalars(self, group: Group, policy: str, step: int) -> tuple[float, ...]:
+    def settings(self, group: Group, policy: str, step: int) -> Settings:
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-        return beta1, 1.0 - beta1, beta2, 1.0 - beta2, lr, 1.0 - lr * group["weight_decay"]
+        shrink = 1.0 - lr * group["weight_decay"]
+        return Settings(None, LionScalars(beta1, 1.0 - beta1, beta2, 1.0 - beta2, lr, shrink))
 
-    def update(self, flags: Any, h: Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
-        beta1, take1, beta2, take2, lr, shrink = h
+    def update(self, flags: Any, h: LionScalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
         (exp_avg,) = state
-        p.mul_(shrink).sub_(torch.sign(exp_avg * beta1 + g * take1) * lr)
-        exp_avg.mul_(beta2).add_(g * take2)
+        p.mul_(h.shrink).sub_(torch.sign(exp_avg * h.beta1 + g * h.take1) * h.lr)
+        exp_avg.mul_(h.beta2).add_(g * h.take2)
 
 
 class Lion(ShardedOptimizer):
@@ -86,7 +94,8 @@ def lion_by_hand(world_size: int, num_steps: int) -> list[Tensor]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_new_rule_is_sharded(world_size: int) -> None:
     """A rule and a class, both short, give the formula's bits at any world size."""
-    assert len(inspect.getsource(LionRule).splitlines()) < 40
+    rule = inspect.getsource(LionScalars) + inspect.getsource(LionRule)
+    assert len(rule.splitlines()) < 40
     assert len(inspect.getsource(Lion).splitlines()) < 20
     expected = lion_by_hand(world_size, 6)
     for values in run_threads(world_size, train_rank, LION, "integers", 6):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfuse.optim.paddle import ClipGradByGlobalNorm, ClipGradByNorm, ClipGradByValue, Lamb
+from shardfuse.rules.lamb import LambScalars
 from tests.support.harness import counted, run_threads
 from tests.support.models import MIXED, mean_grads, rank_grads
 from tests.support.oracles import Grads, LambOracle, OracleParam
@@ -255,11 +256,13 @@ def test_bounds_as_tensors() -> None:
     """Bounds limit the gradient also where they are tensors, as in compiled kernels."""
     optimizer = CASES["value"].build(CASES["value"].param_set(), {"kernel": "eager"})
     rule, group = optimizer._rule, optimizer.param_groups[0]
-    h = rule.scalars(group, "", 1)
+    settings = rule.settings(group, "", 1)
+    assert isinstance(settings.h, LambScalars)
+    as_tensors = LambScalars(*torch.tensor(settings.h).unbind())
     moments = []
-    for scalars in (h, torch.tensor(h).unbind()):
+    for h in (settings.h, as_tensors):
         state = torch.zeros(2, 1, 3)
-        rule.moments(rule.flags(group, ""), scalars, state[0], torch.tensor([[-2.0, 0, 2]]), *state)
+        rule.moments(settings.flags, h, state[0], torch.tensor([[-2.0, 0, 2]]), *state)
         moments.append(state)
     assert torch.equal(*moments)
     assert torch.allclose(moments[0][0], torch.tensor([-0.03, 0.0, 0.03]))

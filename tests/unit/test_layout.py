@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +43,7 @@ def random_layout(seed: int) -> FlatLayout:
         random_specs(rng, rng.randrange(1, 12)),
         world_size=rng.choice([1, 2, 3, 4, 7, 8, 16]),
         bucket_nbytes=rng.choice([1, 1 << 14, 1 << 16, 25 << 20]),
-        whole_blocks=rng.random() < 0.5,
+        grain="block" if rng.random() < 0.5 else "element",
     )
 
 
@@ -73,7 +74,7 @@ def test_shards_are_whole_blocks_of_one_parameter() -> None:
         layout = random_layout(seed)
         for flat in layout.flats:
             taken: dict[int, int] = {}
-            for slot in flat.slots if layout.whole_blocks else ():
+            for slot in flat.slots if layout.grain == "block" else ():
                 assert slot.start % BLOCK == 0
                 for block in range(slot.start // BLOCK, slot.stop // BLOCK):
                     assert taken.setdefault(block, slot.param) == slot.param
@@ -89,7 +90,7 @@ def test_slots_follow_one_another() -> None:
         layout = random_layout(seed)
         for flat in layout.flats:
             nbytes = 64 if flat.device == "cpu" else 512
-            align = BLOCK if layout.whole_blocks else nbytes // ITEMSIZE[flat.dtype]
+            align = BLOCK if layout.grain == "block" else nbytes // ITEMSIZE[flat.dtype]
             assert flat.align == align
             start = 0
             for slot in flat.slots:
@@ -252,6 +253,29 @@ def test_refuses_what_it_cannot_lay_out() -> None:
         FlatLayout.build([], world_size=0)
     with pytest.raises(ValueError, match="bucket_nbytes: 0"):
         FlatLayout.build([], world_size=1, bucket_nbytes=0)
+
+
+def damaged() -> dict[str, Callable[[FlatLayout], object]]:
+    """Return ways to make a layout that contradicts itself, of one of two flats."""
+    return {
+        "an end": lambda layout: replace(layout.flats[0], numel=layout.flats[0].numel + BLOCK),
+        "slots": lambda layout: replace(layout.flats[0], slots=layout.flats[0].slots[::-1]),
+        "a gap": lambda layout: replace(layout.flats[0], buckets=layout.flats[0].buckets[1:]),
+        "another flat's": lambda layout: replace(layout.flats[1], buckets=layout.flats[0].buckets),
+        "the world": lambda layout: replace(layout, world_size=3),
+        "missing": lambda layout: replace(layout, flats=layout.flats[:1]),
+        "twice": lambda layout: replace(layout, flats=layout.flats * 2),
+        "a size": lambda layout: replace(layout, specs=layout.specs[::-1]),
+    }
+
+
+@pytest.mark.parametrize("name", damaged())
+def test_a_layout_that_contradicts_itself(name: str) -> None:
+    """What does not fit together is refused on construction, not met in a step."""
+    specs = [make_spec(f"p{i}", (500 + i,), group=i % 2) for i in range(6)]
+    layout = FlatLayout.build(specs, world_size=2, bucket_nbytes=1 << 12)
+    with pytest.raises(ValueError, match=r"of its place|elements, its|-th, of|is in no flat"):
+        damaged()[name](layout)
 
 
 @pytest.mark.parametrize(

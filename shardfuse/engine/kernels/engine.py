@@ -29,7 +29,6 @@ DEVICE_TILE = 16 << 20
 COMPILE_MIN_NUMEL = 2 << 20
 """Smaller shards repay the seconds that a compilation takes only after thousands of steps."""
 
-Floats = tuple[float, ...]
 Pass = Callable[[Any, Any, Any, Scale, Tile], None]
 
 
@@ -58,7 +57,7 @@ class Kernels:
         logger.info("kernel=%s on %s: %s", self.choice, self._device, self.reason)
 
     def run(
-        self, function: Pass, flags: Any, h: Floats, scale: Scale, tile: Tile, *, is_tail: bool
+        self, function: Pass, flags: Any, h: Any, scale: Scale, tile: Tile, *, is_tail: bool
     ) -> None:
         """Run ``function`` on the rows of ``tile``.
 
@@ -86,9 +85,7 @@ class Kernels:
             )
             function(self._rule, flags, h, _narrow(scale, start, length), part)
 
-    def _run_compiled(
-        self, function: Pass, flags: Any, h: Floats, scale: Scale, tile: Tile
-    ) -> bool:
+    def _run_compiled(self, function: Pass, flags: Any, h: Any, scale: Scale, tile: Tile) -> bool:
         """Run ``function`` compiled; on a compiler's failure, log it and go eager for good."""
         tensors = [*tile.grad, tile.p, tile.low, *tile.states, tile.extra]
         has = tuple(tensor is None for tensor in tensors)
@@ -98,13 +95,14 @@ class Kernels:
             compiled = self._compiled[key] = torch.compile(_copy(function), dynamic=True)
         if isinstance(scale, float):
             scale = torch.tensor(scale, dtype=torch.float32, device=self._device)
-        scalars = torch.tensor(h, dtype=torch.float32, device=self._device).unbind()
+        values = torch.tensor(h, dtype=torch.float32, device=self._device).unbind()
+        h = type(h)(*values) if h else h
         row = _shape(tile)[1]
         for tensor in tensors:
             if tensor is not None and tensor.shape[-1] == row:
                 torch._dynamo.mark_static(tensor, tensor.dim() - 1)
         try:
-            compiled(self._rule, flags, scalars, scale, tile)
+            compiled(self._rule, flags, h, scale, tile)
         except Exception as error:
             # Compilation happens before anything is written, so an eager run can take over.
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardfuse.rules import ElementwiseRule, ReducingRule
-from shardfuse.rules.base import Group, Scalars
+from shardfuse.rules.base import Group
 
 Scale = float | Tensor | None
 
@@ -61,7 +61,7 @@ def _mean(grad: tuple[Tensor, ...], scale: Scale, dtype: torch.dtype) -> Tensor:
     return g if scale is None else g * scale
 
 
-def only_pass(rule: ElementwiseRule, flags: Any, h: Scalars, scale: Scale, tile: Tile) -> None:
+def only_pass(rule: ElementwiseRule, flags: Any, h: Any, scale: Scale, tile: Tile) -> None:
     """Update a tile by an elementwise rule.
 
     ``scale``, one factor or (rows, 1), turns the summed gradient into the clipped mean; None is 1.
@@ -75,7 +75,7 @@ def only_pass(rule: ElementwiseRule, flags: Any, h: Scalars, scale: Scale, tile:
         low.copy_(p)
 
 
-def first_pass(rule: ReducingRule, flags: Any, h: Scalars, scale: Scale, tile: Tile) -> None:
+def first_pass(rule: ReducingRule, flags: Any, h: Any, scale: Scale, tile: Tile) -> None:
     """Update the states of a tile, and write what is to be summed, if anything is."""
     p, sums = tile.p, tile.extra
     assert p is not None
@@ -90,7 +90,7 @@ def first_pass(rule: ReducingRule, flags: Any, h: Scalars, scale: Scale, tile: T
         out.copy_(product.sum(1) if out.dim() == 1 else product)
 
 
-def second_pass(rule: ReducingRule, flags: Any, h: Scalars, scale: Scale, tile: Tile) -> None:
+def second_pass(rule: ReducingRule, flags: Any, h: Any, scale: Scale, tile: Tile) -> None:
     """Update the parameters of a tile along the direction, by its factors."""
     p, factors = tile.p, tile.extra
     assert p is not None
@@ -102,7 +102,7 @@ def second_pass(rule: ReducingRule, flags: Any, h: Scalars, scale: Scale, tile: 
         tile.low.copy_(p)
 
 
-def square_sum_pass(rule: None, flags: Any, h: Scalars, scale: Scale, tile: Tile) -> None:
+def square_sum_pass(rule: None, flags: Any, h: Any, scale: Scale, tile: Tile) -> None:
     """Write the row sums of squares of the gradient to ``extra`` (1, rows), in fp32."""
     sums = tile.extra
     assert sums is not None
