@@ -175,6 +175,8 @@ class Flat:
 class FlatLayout:
     """All flats of one optimizer over ``world_size`` ranks, for a rule of some ``grain``.
 
+    There are no flats where somebody else lays the parameters out (optim/foreign.py).
+
     Raises:
         ValueError: a number out of range, slots that overlap, buckets that do not cover their flat
             or are not of ``world_size`` shards, a parameter in no flat or in two.
@@ -195,7 +197,7 @@ class FlatLayout:
             if bucket.index != index or bucket.numel != bucket.shard_numel * self.world_size:
                 raise ValueError(f"{bucket} is not the {index}-th, of {self.world_size} shards.")
         held = sorted((slot.param, slot.numel) for flat in self.flats for slot in flat.slots)
-        if held != [(index, spec.numel) for index, spec in enumerate(self.specs)]:
+        if self.flats and held != [(index, spec.numel) for index, spec in enumerate(self.specs)]:
             raise ValueError("A parameter is in no flat, in two, or in a slot of another size.")
 
     @classmethod

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from shardfuse.comm import communicator_for
+from shardfuse.comm import Communicator, communicator_for
 from shardfuse.config import ShardConfig
 from shardfuse.engine.foreign_shards import ForeignShards, Segment
 from shardfuse.engine.kernels import Kernels
@@ -32,6 +32,7 @@ logger = logging.getLogger("shardfuse")
 class _Partition(NamedTuple):
     """This rank's part of a group."""
 
+    comm: Communicator  # of the ranks that share the group
     shards: ForeignShards
     engine: StepEngine
     positions: list[int]  # of the group's parameters in the optimizer's layout
@@ -89,7 +90,8 @@ class Partitions:
                     "tensors of, or no gradient for it. Build it through deepspeed.initialize() "
                     "with shardfuse.deepspeed imported, and leave the steps to the engine."
                 )
-            self._update(optimizer, flat, group)
+            with self._partitions[id(flat)].comm.call("step()"):
+                self._update(optimizer, flat, group)
 
     def _update(self, optimizer: ShardedOptimizer, flat: Tensor, group: dict[str, Any]) -> None:
         rule, state, own = optimizer._rule, self.state[flat], self._partitions[id(flat)]
@@ -171,7 +173,7 @@ def bind(zero: Any, optimizer: ShardedOptimizer, own: Partitions) -> None:
         kernels = Kernels(rule, optimizer._config.kernel, flat.device)
         kernels.choose(flat.numel())
         engine = StepEngine(rule, shards, comm=comm, kernels=kernels, comm_device=whole.device)
-        own.add(flat, _Partition(shards, engine, positions))
+        own.add(flat, _Partition(comm, shards, engine, positions))
         _check_map(members, segments, number)
     optimizer._params = []  # the optimizer is to hold nothing but its partitions
 

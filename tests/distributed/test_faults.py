@@ -16,7 +16,7 @@ SETTINGS = {
     "build_another_class": Setting("native", "adam", 2),
     "build_other_collectives": Setting("auto", "adam", 2),
     "closure_is_interrupted": Setting("pairwise", "lamb", 2),
-    "goes_on_after_an_error": Setting("auto", "lamb", 2),
+    "goes_on_after_an_error": Setting("pairwise", "adam", 3),
     "group_on_one": Setting("native", "lamb", 3),
     "halved_model": Setting("auto", "adam", 3),
     "killed": Setting("auto", "adam", 3),
