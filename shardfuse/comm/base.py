@@ -108,7 +108,6 @@ class Done:
         self._parts = parts
 
     def wait(self) -> Parts:
-        """Return at once."""
         return self._parts
 
 
@@ -121,7 +120,6 @@ class SingleRank:
     staging_nbytes = 0
 
     def call(self, name: str) -> AbstractContextManager[None]:
-        """Do nothing: there is no other rank."""
         return nullcontext()
 
     def declare(self, lines: Sequence[str], *, is_new: bool = False) -> None:
@@ -131,23 +129,18 @@ class SingleRank:
         """Do nothing: there is no other rank."""
 
     def told(self, topic: str) -> list[str | None]:
-        """Return one None: nothing was told."""
         return [None]
 
     def reduce_scatter(self, input: torch.Tensor, into: torch.Tensor | None = None) -> PartsHandle:
-        """Give ``input`` itself, or a copy."""
         return Done((input if into is None else into.copy_(input),))
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
-        """Copy ``input`` into ``output`` unless they are the same memory."""
         if output.data_ptr() != input.data_ptr():
             output.copy_(input)
         return Done()
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
-        """Leave ``tensor`` as it is."""
         return Done()
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Handle:
-        """Leave ``tensor`` as it is."""
         return Done()

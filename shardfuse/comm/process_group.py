@@ -43,7 +43,6 @@ class WorkHandle:
         self._tensors: tuple[torch.Tensor, ...] = tensors
 
     def wait(self) -> None:
-        """Wait for all of them; see Handle."""
         # Never polled: gloo fills the output of a reduce-scatter inside wait().
         works, self._works = self._works, ()
         for work in works:
@@ -141,22 +140,18 @@ class ProcessGroupCommunicator:
 
     @property
     def rank(self) -> int:
-        """This process's rank in the group."""
         return self._rank
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in the group."""
         return self._world_size
 
     @property
     def num_summed(self) -> int:
-        """Ranks that reduce_scatter() adds up: all."""
         return self._world_size
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """Make a call of all ranks; see Communicator."""
         self._check_group()
         if self._number == 0:
             self._board.num_communicators += 1
@@ -165,17 +160,14 @@ class ProcessGroupCommunicator:
             yield
 
     def declare(self, lines: Sequence[str], *, is_new: bool = False) -> None:
-        """Say what all ranks must hold in common; see Communicator."""
         self._board.present.declare([f"optimizer {self._number} of its process group", *lines])
         if is_new and self._watch is not None:
             self._confirm()
 
     def tell(self, topic: str, text: str) -> None:
-        """Leave a text for the other ranks; see Communicator."""
         self._board.tell(f"{self._number}/{topic}", text)
 
     def told(self, topic: str) -> list[str | None]:
-        """Return what each rank has told; see Communicator."""
         return self._board.told(f"{self._number}/{topic}")
 
     def _confirm(self) -> None:
@@ -227,7 +219,6 @@ class ProcessGroupCommunicator:
 
     @property
     def staging_nbytes(self) -> int:
-        """Bytes of the buffers that it keeps to receive into."""
         return self._staging.nbytes
 
     @property
@@ -249,7 +240,6 @@ class ProcessGroupCommunicator:
         return group
 
     def reduce_scatter(self, input: torch.Tensor, into: torch.Tensor | None = None) -> PartsHandle:
-        """Sum ``input`` (world_size * n,) over ranks; wait() gives part ``rank`` (n,)."""
         assert reduce_scatter_single is not None
         if into is None:
             numel = input.numel() // self.world_size
@@ -264,7 +254,6 @@ class ProcessGroupCommunicator:
         return self._num_reduced % IN_FLIGHT
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
-        """Write every rank's ``input`` (n,) into ``output`` (world_size * n,), in rank order."""
         assert all_gather_single is not None
         if not self._traits.in_place_all_gather and _overlaps(output, input):
             input = input.clone()
@@ -273,14 +262,12 @@ class ProcessGroupCommunicator:
         return WorkHandle(self._watch, [work], output, input)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
-        """Reduce ``tensor`` (n,) over ranks, in place."""
         self._note(f"all_reduce by {op}", tensor)
         reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         work = self._launch(dist.all_reduce, tensor, reduce_op, async_op=True)
         return WorkHandle(self._watch, [work], tensor)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Handle:
-        """Overwrite ``tensor`` (n,) by that of group rank ``src``, in place."""
         self._note("broadcast", tensor)
         global_src = dist.get_global_rank(self._group, src)
         work = self._launch(dist.broadcast, tensor, global_src, async_op=True)

@@ -97,17 +97,11 @@ class GradSync(GradShards):
         return idle
 
     def mean_factor(self, flat: int) -> float | None:
-        """Return the factor from a flat's reduced gradients to their mean over ranks; None is 1."""
         num_summed = self._comm.num_summed
         divided = self._wire(self._flats[flat]) == torch.float16
         return None if num_summed == 1 or divided else 1.0 / num_summed
 
     def note(self) -> None:
-        """Note which parameters have no gradient, and which gradients are not in their slots yet.
-
-        Raises:
-            RuntimeError: a gradient is sparse.
-        """
         if self._reduced_from is not None and self._reduced_from == GradVersions(self._params()):
             return
         self.phase, self._factor, self._reduced_from = GradPhase.NOTED, None, None

@@ -66,11 +66,9 @@ class PresyncedGrads(GradShards):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held for gradients."""
         return sum(grads.arena.data.nbytes for grads in self._flats.values())
 
     def attach(self, members: Sequence[FlatParams], device: torch.device) -> None:
-        """Read the gradients of flats from now on."""
         for flat, params, specs, fragments in members:
             arena = ShardArena(flat, device, params[0].dtype)
             of_slots = zip(flat.slots, params, specs, strict=True)
@@ -87,19 +85,12 @@ class PresyncedGrads(GradShards):
             )
 
     def idle(self, bucket: Bucket, parts: Parts) -> set[int]:
-        """Return the params in ``bucket`` that have no gradient on any rank."""
         return self._flats[bucket.flat].missing
 
     def mean_factor(self, flat: int) -> float | None:
-        """Return None: the gradients are the mean already."""
         return None
 
     def note(self) -> None:
-        """Copy this rank's fragments of every gradient.
-
-        Raises:
-            RuntimeError: a gradient is sparse.
-        """
         if self._kept_from is not None and self._kept_from == GradVersions(self._params()):
             return
         self.phase, self._kept_from = GradPhase.NOTED, None
@@ -138,18 +129,15 @@ class PresyncedGrads(GradShards):
             clear_grads(grads.params.values(), set_to_none)
 
     def retain(self) -> None:
-        """Keep the shards for the next step, unless a gradient changes."""
         self.phase, self._kept_from = GradPhase.REDUCED, GradVersions(self._params())
 
     def release(self) -> None:
-        """Copy the shards anew at the next note()."""
         self.phase, self._kept_from = GradPhase.ACCUMULATING, None
 
     def _params(self) -> list[Tensor]:
         return [param for grads in self._flats.values() for param in grads.params.values()]
 
     def reduced(self) -> Iterator[tuple[Bucket, Parts]]:
-        """Yield (bucket, its shard of the mean gradient), in layout order."""
         for grads in self._flats.values():
             for bucket in grads.flat.buckets:
                 yield bucket, (grads.arena.segment(bucket),)

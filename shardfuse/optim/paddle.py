@@ -250,7 +250,6 @@ class Lamb(ShardedOptimizer):
     clear_gradients = clear_grad
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, to None or to zero."""
         super().zero_grad(set_to_none)
         self._grads_seen = self._grad_versions()
 

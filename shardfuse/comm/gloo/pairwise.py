@@ -112,7 +112,6 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         return PartsInFlight(handle, (parts[self.rank], *theirs))
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
-        """Write every rank's ``input`` (n,) into ``output`` (world_size * n,), in rank order."""
         parts = output.chunk(self.world_size)
         into = [parts[rank] for rank in self._sources]
         mark = self._board.present.note("all_gather", output.numel(), output.dtype)
