@@ -37,20 +37,18 @@ def agree(
     words = _words("\n".join(entries), _NUM_WORDS)
     failed, *extremes = _maximum(comm, device, [int(error is not None), *_both([len(entries)])])
     if failed:
-        texts = _gather_text(comm, device, "" if error is None else f"{_name(error)}: {error}")
+        mine = "" if error is None else f"{type(error).__name__}: {error}"
+        texts = _gather_text(comm, device, mine)
         if error is not None:
             raise error
         others = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
         raise RuntimeError(f"Another rank failed to build the optimizer. {others}")
     num_common = -extremes[1]
-    if extremes[0] == num_common and _same(comm, device, words):
+    if extremes[0] == num_common and _first_difference(comm, device, words) is None:
         return
     hashes = [_words(entry, 1)[0] for entry in entries[:num_common]]
-    extremes = _maximum(comm, device, _both(hashes))
-    differs = (
-        index for index in range(num_common) if extremes[index] != -extremes[num_common + index]
-    )
-    first = next(differs, num_common)
+    first = _first_difference(comm, device, hashes)
+    first = num_common if first is None else first
     mine = entries[first] if first < len(entries) else "nothing more"
     texts = _gather_text(comm, device, mine)
     listing = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(texts))
@@ -63,10 +61,6 @@ def agree(
 def on_rank(comm: Communicator) -> str:
     """Return how an error that only this rank may have begins; empty where there is one rank."""
     return "" if comm.world_size == 1 else f"[rank {comm.rank}] "
-
-
-def _name(error: Exception) -> str:
-    return type(error).__name__
 
 
 def _both(values: list[int]) -> list[int]:
@@ -86,10 +80,10 @@ def _maximum(comm: Communicator, device: torch.device, values: list[int]) -> lis
     return result
 
 
-def _same(comm: Communicator, device: torch.device, values: list[int]) -> bool:
-    extremes = _maximum(comm, device, _both(values))
-    count = len(values)
-    return all(extremes[i] == -extremes[count + i] for i in range(count))
+def _first_difference(comm: Communicator, device: torch.device, values: list[int]) -> int | None:
+    """Return the first index at which ranks hold different values; None if there is none."""
+    extremes, count = _maximum(comm, device, _both(values)), len(values)
+    return next((i for i in range(count) if extremes[i] != -extremes[count + i]), None)
 
 
 def _gather_text(comm: Communicator, device: torch.device, text: str) -> list[str]:

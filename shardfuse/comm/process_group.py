@@ -125,10 +125,10 @@ class ProcessGroupCommunicator:
             raise RuntimeError(
                 "torch.distributed is not initialised. Call init_process_group() first."
             )
-        self._rank = dist.get_rank(group)
-        if self._rank < 0:
+        self.rank = dist.get_rank(group)
+        if self.rank < 0:
             raise ValueError("process_group does not contain this process's rank.")
-        self._world_size = dist.get_world_size(group)
+        self.world_size = self.num_summed = dist.get_world_size(group)
         # Weak: a gloo group that outlives destroy_process_group() aborts the process at exit.
         self._group_ref: weakref.ref[Any] = weakref.ref(group)
         self.backend = backend_for(group, device)
@@ -138,21 +138,9 @@ class ProcessGroupCommunicator:
         self._num_reduced = 0
         self._number = 0  # the same on all ranks, from the first call on
 
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
-
-    @property
-    def num_summed(self) -> int:
-        return self._world_size
-
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
-        self._check_group()
+        self._live_group()
         if self._number == 0:
             self._board.num_communicators += 1
             self._number = self._board.num_communicators
@@ -192,7 +180,7 @@ class ProcessGroupCommunicator:
         mine = torch.tensor([call.digest])
         theirs = torch.empty_like(mine)
         tag = _COMPARE_TAGS | digest(f"{call.number} {call.num_confirmed}") % (1 << 24)
-        before, after = ((self._rank + step) % self._world_size for step in (-1, 1))
+        before, after = ((self.rank + step) % self.world_size for step in (-1, 1))
         works = [
             self._launch(dist.irecv, theirs, group_src=before, tag=tag),
             self._launch(dist.isend, mine, group_dst=after, tag=tag),
@@ -211,7 +199,7 @@ class ProcessGroupCommunicator:
     def _launch(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Return ``function(...)`` of this group, a Work in flight."""
         try:
-            return function(*args, group=self._group, **options)
+            return function(*args, group=self._live_group(), **options)
         except RuntimeError as error:
             if self._watch is None:
                 raise
@@ -221,11 +209,7 @@ class ProcessGroupCommunicator:
     def staging_nbytes(self) -> int:
         return self._staging.nbytes
 
-    @property
-    def _group(self) -> Any:
-        return self._check_group()
-
-    def _check_group(self) -> Any:
+    def _live_group(self) -> Any:
         """Return the process group.
 
         Raises:
@@ -269,7 +253,7 @@ class ProcessGroupCommunicator:
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Handle:
         self._note("broadcast", tensor)
-        global_src = dist.get_global_rank(self._group, src)
+        global_src = dist.get_global_rank(self._live_group(), src)
         work = self._launch(dist.broadcast, tensor, global_src, async_op=True)
         return WorkHandle(self._watch, [work], tensor)
 

@@ -35,6 +35,11 @@ def _num_words(world_size: int) -> int:
     return _HEAD + world_size**2 * 2 * SLOTS * _WORDS
 
 
+def random_word() -> int:
+    """Return a random number that fits a word."""
+    return int.from_bytes(os.urandom(_WORD_NBYTES), "little") >> 1
+
+
 def create(world_size: int) -> tuple[int, int]:
     """Return a descriptor of new shared memory with room for all letters, and the nonce in it.
 
@@ -44,7 +49,7 @@ def create(world_size: int) -> tuple[int, int]:
     if not hasattr(os, "memfd_create"):
         raise OSError("the system has no memfd_create")
     descriptor = os.memfd_create("shardfuse")
-    nonce = int.from_bytes(os.urandom(_WORD_NBYTES), "little") >> 1
+    nonce = random_word()
     os.ftruncate(descriptor, _num_words(world_size) * _WORD_NBYTES)
     os.pwrite(descriptor, nonce.to_bytes(_WORD_NBYTES, "little"), 0)
     return descriptor, nonce

@@ -45,7 +45,8 @@ def host_id() -> int:
     """
     if _process_vm_readv is None:
         raise OSError("the system has no process_vm_readv")
-    if not _keeps_order():
+    # Others have to see the writes of a process in the order in which it made them.
+    if platform.machine().lower() not in ("x86_64", "amd64"):
         raise OSError(f"the order of writes is not kept on {platform.machine()}")
     # In a process namespace that still has the /proc of another, process ids name strangers there.
     if os.readlink("/proc/self") != str(os.getpid()):
@@ -54,11 +55,6 @@ def host_id() -> int:
         boot = int(file.read().strip().replace("-", ""), 16)
     namespace = os.stat("/proc/self/ns/pid").st_ino
     return (boot ^ namespace) % (1 << 62)
-
-
-def _keeps_order() -> bool:
-    """Return whether others see the writes of a process in the order in which it made them."""
-    return platform.machine().lower() in ("x86_64", "amd64")
 
 
 def is_running(pid: int) -> bool:

@@ -35,39 +35,16 @@ _SMALL_NBYTES = 1 << 20
 """An all-reduce that sends no more than so many bytes goes from rank to rank, like the rest."""
 
 
-class _DirectExchange:
-    """Parts that are read from the other ranks' memory when they are waited for."""
+class _Once:
+    """A handle that calls ``finish`` when it is first waited for."""
 
-    def __init__(self, number: int, finish: Callable[[], None]) -> None:
-        self.number = number
+    def __init__(self, finish: Callable[[], None]) -> None:
         self._finish: Callable[[], None] | None = finish
 
     def wait(self) -> None:
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
-
-
-class _Reduction:
-    """An all-reduce whose parts are under way; wait() adds them up, in the order of ranks."""
-
-    def __init__(
-        self, handle: Handle, everyone: torch.Tensor, output: torch.Tensor, op: ReduceOp
-    ) -> None:
-        self._handle: Handle | None = handle
-        self._everyone = everyone
-        self._output = output
-        self._op = op
-
-    def wait(self) -> None:
-        handle, self._handle = self._handle, None
-        if handle is None:
-            return
-        handle.wait()
-        total = self._everyone[0].clone()
-        for part in self._everyone[1:]:
-            total = total.add_(part) if self._op == "sum" else torch.maximum(total, part)
-        self._output.copy_(total)
 
 
 class PairwiseCommunicator(ProcessGroupCommunicator):
@@ -90,7 +67,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         self._mailbox: Mailbox | None = None  # where ranks read each other's memory
         self._epoch = self._board.epoch
         self._num_direct = 1  # number of the next such collective, the same on all ranks
-        self._in_flight: deque[_DirectExchange] = deque()
+        self._in_flight: deque[tuple[int, _Once]] = deque()  # with their numbers
         self._open: list[tuple[int, int, Sequence[torch.Tensor]]] = []  # what others may still read
 
     def _confirm(self) -> None:
@@ -135,7 +112,15 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         own = [everyone[self.rank]] * len(into)
         # Until all have read it: it may be the last thing that an optimizer does.
         handle = self._move(mark, into, own, keeps_input=False)
-        return _Reduction(handle, everyone, tensor, op)
+
+        def add_up() -> None:
+            handle.wait()
+            total = everyone[0].clone()
+            for part in everyone[1:]:  # in the order of ranks
+                total = total.add_(part) if op == "sum" else torch.maximum(total, part)
+            tensor.copy_(total)
+
+        return _Once(add_up)
 
     def _move(
         self,
@@ -147,32 +132,19 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
     ) -> Handle:
         """Bring a part from every source ``into`` here; let every destination have its own.
 
-        Parts are told apart by ``mark``; see Board.note().
+        Parts are told apart by ``mark``; see Call.note(). The sources' memory is not read before
+        wait(). With ``keeps_input`` that does not stay until others have read as well: ranks run a
+        few milliseconds apart, and would all lose them at every bucket.
         """
         box = self._open_mailbox()
         if box is None:
             return self._send_and_receive(mark, into, out_of)
-        return self._move_directly(box, mark, into, out_of, keeps_input)
-
-    def _move_directly(
-        self,
-        box: Mailbox,
-        mark: int,
-        into: Sequence[torch.Tensor],
-        out_of: Sequence[torch.Tensor],
-        keeps_input: bool,
-    ) -> Handle:
-        """As _move(), by reading the sources' memory, not before wait().
-
-        With ``keeps_input`` wait() does not stay until others have read as well: ranks run a few
-        milliseconds apart, and would all lose them at every bucket.
-        """
         self._start_anew()
         number = self._num_direct
         self._num_direct += 1
         # Letters have a limited room: what has been under way for long is finished here.
-        while self._in_flight and self._in_flight[0].number <= number - SLOTS // 2:
-            self._in_flight.popleft().wait()
+        while self._in_flight and self._in_flight[0][0] <= number - SLOTS // 2:
+            self._in_flight.popleft()[1].wait()
         self._finish_open()
         for rank, part in zip(self._destinations, out_of, strict=True):
             box.put(rank, READY, number, mark, part.data_ptr())
@@ -185,8 +157,8 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
             if not keeps_input:
                 self._finish_open()
 
-        handle = _DirectExchange(number, finish)
-        self._in_flight.append(handle)
+        handle = _Once(finish)
+        self._in_flight.append((number, handle))
         return handle
 
     def _start_anew(self) -> None:
@@ -220,7 +192,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         Each reads a random number out of the others, and finds another in the mailbox's memory
         before it writes there. Whatever surprises one of them, all use sockets.
         """
-        secret = torch.randint(1 << 62, (1,), generator=torch.Generator().manual_seed(_entropy()))
+        secret = torch.tensor([mailbox.random_word()])
         shared, box, reason = None, None, ""
         try:
             host = memory.host_id()
@@ -271,7 +243,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
 
     def _timeout_s(self) -> float:
         """Return the timeout of the process group's collectives."""
-        options = getattr(self._group._get_backend(torch.device("cpu")), "options", None)
+        options = getattr(self._live_group()._get_backend(torch.device("cpu")), "options", None)
         timeout = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
         return float(timeout.total_seconds())
 
@@ -289,7 +261,3 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
             for part, rank in zip(out_of, self._destinations, strict=True)
         ]
         return WorkHandle(self._watch, works, *into, *out_of)
-
-
-def _entropy() -> int:
-    return int.from_bytes(os.urandom(8), "little") >> 1
