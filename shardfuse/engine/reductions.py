@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 
 from shardfuse.engine.kernels import SegmentSum
-from shardfuse.engine.rows import RowSums
+from shardfuse.engine.rows import RowReduction
 from shardfuse.engine.units import Shards, Unit
-from shardfuse.rules import NormRule, ReducingRule, RowRule
+from shardfuse.rules import NormRule, ReducingRule
 
 
 class Reduction(Protocol):
     """What a grain of rules needs between the passes."""
+
+    def begin(self) -> None:
+        """Start a step: clear the sums."""
 
     def room(self, unit: Unit) -> Tensor | None:
         """Return where the first pass writes for ``unit``; None where nothing is summed."""
@@ -98,7 +101,6 @@ class TensorReduction:
         self._sums: BlockSums | None = None
 
     def begin(self) -> None:
-        """Start a step: clear the sums."""
         trained = self._shards.trained
         adapted = [t.number for t in trained if self._rule.settings(t.group, t.policy, 1).adapts]
         if adapted != self._adapted:
@@ -131,48 +133,7 @@ class TensorReduction:
         return None if self._sums is None else self._sums.value(unit)
 
 
-class RowReduction:
-    """Sums per row of every tensor of two or more dimensions, for a RowRule."""
-
-    def __init__(self, rule: RowRule, shards: Shards) -> None:
-        self._rule = rule
-        self._shards = shards
-        self._sums = RowSums(shards, num_sums=rule.num_sums)
-        self._factors: dict[int, Tensor] = {}
-
-    def begin(self) -> None:
-        """Start a step: clear the sums."""
-        self._sums.clear()
-
-    def room(self, unit: Unit) -> Tensor | None:
-        """Return zeros (num_sums, numel)."""
-        return self._sums.products(unit)
-
-    def collect(self, unit: Unit, room: Tensor | None) -> None:
-        """Add the products up by rows."""
-        if room is not None:
-            self._sums.add(unit, room)
-
-    def totals(self) -> Tensor | None:
-        """Return the sums per row (num_sums, rows)."""
-        return self._sums.totals if self._sums.totals.numel() else None
-
-    def finish(self, totals: Tensor) -> Tensor | None:
-        """Take the factors of every row."""
-        self._sums.totals = totals
-        for trained in self._shards.trained:
-            own = self._sums.of_trained(trained.number)
-            if own is not None:
-                self._factors[trained.number] = self._rule.factors(trained.group, *own)
-        return None
-
-    def factors(self, unit: Unit) -> Tensor | None:
-        """Return (num_factors, numel): to every element its row's."""
-        factors = self._factors.get(unit.trained)
-        return None if factors is None else self._sums.spread(unit, factors, self._rule.neutral)
-
-
-def reduction_for(rule: ReducingRule, shards: Shards) -> TensorReduction | RowReduction:
+def reduction_for(rule: ReducingRule, shards: Shards) -> Reduction:
     """Return what sums up at the grain of ``rule``."""
     return REDUCTIONS[rule.grain](rule, shards)  # type: ignore[no-any-return]
 

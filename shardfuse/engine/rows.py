@@ -6,28 +6,24 @@ written out for one unit, and then added up fragment by fragment.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from shardfuse.engine.units import Shards, Unit
 from shardfuse.layout import ParamSpec
-from shardfuse.rules import Rows
+from shardfuse.rules import RowRule, Rows
 
 
-class RowSums:
-    """Sums of the rows of all parameters of two or more dimensions.
+class RowReduction:
+    """Sums per row of every tensor of two or more dimensions, for a RowRule; see Reduction."""
 
-    Args:
-        shards: whose parameters.
-        num_sums: sums per row.
-    """
-
-    def __init__(self, shards: Shards, *, num_sums: int) -> None:
+    def __init__(self, rule: RowRule, shards: Shards) -> None:
+        self._rule = rule
+        self._shards = shards
         self._specs: dict[int, ParamSpec] = {}  # of the parameters that have rows
         self._starts: dict[int, int] = {}  # param: its first row
         self._rows: dict[int, tuple[slice, Rows]] = {}  # index of a Trained: its rows
+        self._factors: dict[int, Tensor] = {}  # index of a Trained: those of its rows
         num_rows, device = 0, shards.device
         for trained in shards.trained:
             pairs = shards.params(trained.number)
@@ -48,43 +44,49 @@ class RowSums:
                 numels.to(device),
             )
             self._rows[trained.number] = (slice(start, num_rows), rows)
-        self.totals = torch.zeros(num_sums, num_rows, device=device)
+        self._totals = torch.zeros(rule.num_sums, num_rows, device=device)
 
-    def clear(self) -> None:
-        """Set all sums to zero."""
-        self.totals.zero_()
+    def begin(self) -> None:
+        self._totals.zero_()
 
-    def products(self, unit: Unit) -> Tensor | None:
-        """Return zeros (num_sums, numel) to be filled for ``unit``; None if not needed."""
+    def room(self, unit: Unit) -> Tensor | None:
+        """Return zeros (num_sums, numel)."""
         if unit.trained not in self._rows:
             return None
-        return self.totals.new_zeros(len(self.totals), unit.numel)
+        return self._totals.new_zeros(len(self._totals), unit.numel)
 
-    def add(self, unit: Unit, products: Tensor) -> None:
-        """Add the ``products`` of a unit to this rank's part of the sums."""
+    def collect(self, unit: Unit, room: Tensor | None) -> None:
+        """Add the products up by rows."""
+        if room is None:
+            return
         for f in unit.fragments:
             if f.param in self._starts:
                 spec, start = self._specs[f.param], self._starts[f.param]
-                sums = self.totals[:, start : start + spec.shape[0]]
-                part = products[:, f.shard_start : f.shard_start + f.numel]
+                sums = self._totals[:, start : start + spec.shape[0]]
+                part = room[:, f.shard_start : f.shard_start + f.numel]
                 _add_rows(sums, part, f.param_start, _row_stride(spec))
 
-    def of_trained(self, index: int) -> tuple[Tensor, Rows] | None:
-        """Return (sums (num_sums, rows), rows) of a Trained; None if it has no rows."""
-        if index not in self._rows:
+    def totals(self) -> Tensor | None:
+        """Return the sums per row (num_sums, rows)."""
+        return self._totals if self._totals.numel() else None
+
+    def finish(self, totals: Tensor) -> Tensor | None:
+        """Take the factors of every row."""
+        self._totals = totals
+        for trained in self._shards.trained:
+            if trained.number in self._rows:
+                extent, rows = self._rows[trained.number]
+                factors = self._rule.factors(trained.group, totals[:, extent], rows)
+                self._factors[trained.number] = factors
+        return None
+
+    def factors(self, unit: Unit) -> Tensor | None:
+        """Return (num_factors, numel): to every element its row's, or those of none."""
+        factors = self._factors.get(unit.trained)
+        if factors is None:
             return None
-        extent, rows = self._rows[index]
-        return self.totals[:, extent], rows
-
-    def spread(self, unit: Unit, factors: Tensor, neutral: Sequence[float]) -> Tensor:
-        """Return (num_factors, numel): to every element of the unit its row's factors.
-
-        Args:
-            factors: (num_factors, rows of the Trained).
-            neutral: the factors of parameters without rows.
-        """
         start = self._rows[unit.trained][0].start
-        spread = factors.new_tensor(neutral)[:, None].repeat(1, unit.numel)
+        spread = factors.new_tensor(self._rule.neutral)[:, None].repeat(1, unit.numel)
         for f in unit.fragments:
             if f.param in self._starts:
                 spec = self._specs[f.param]
