@@ -8,44 +8,36 @@ from typing import Any
 import torch
 
 from shardfuse.checkpoint import FragmentTensor, flat_pieces
-from shardfuse.comm import Communicator
 from shardfuse.engine.flat_state import MASTER_DTYPE, FlatState
 from shardfuse.engine.state_io import (
     MASTER,
     Groups,
+    Held,
     agreed_steps,
     arenas_of,
     fragment_tensors,
     merged_groups,
     packed_groups,
-    set_group_steps,
+    set_groups,
 )
-from shardfuse.layout import FlatLayout
-from shardfuse.rules import UpdateRule
 
 
-def sharded(
-    comm: Communicator,
-    layout: FlatLayout,
-    flats: Sequence[FlatState],
-    groups: Groups,
-    rule: UpdateRule,
-) -> dict[str, Any]:
+def sharded(held: Held) -> dict[str, Any]:
     """Return a flat dict for torch.distributed.checkpoint whose tensors alias this rank's state.
 
     Collective (one small all-reduce). Keys are ``state.<param name>.<state>``; steps are tensors.
     """
-    result: dict[str, Any] = dict(_aliases(flats))
-    steps = agreed_steps(comm, layout, flats)
-    for state in flats:
+    result: dict[str, Any] = dict(_aliases(held.flats))
+    steps = agreed_steps(held)
+    for state in held.flats:
         for slot in state.flat.slots:
-            key = f"state.{layout.specs[slot.param].name}.step"
+            key = f"state.{held.layout.specs[slot.param].name}.step"
             result[key] = torch.tensor(steps[slot.param])
     # A key that one side lacks cannot be loaded; the steps of groups come back from the params'.
-    counted = {"step"} if rule.counts_in_groups else set()
+    counted = {"step"} if held.rule.counts_in_groups else set()
     result["param_groups"] = [
         {key: value for key, value in group.items() if key not in counted}
-        for group in packed_groups(groups)
+        for group in packed_groups(held.groups)
     ]
     return result
 
@@ -60,13 +52,7 @@ def _aliases(flats: Sequence[FlatState]) -> Iterator[tuple[str, FragmentTensor]]
                     yield f"state.{spec.name}.{name}", tensor
 
 
-def load_sharded(
-    layout: FlatLayout,
-    flats: Sequence[FlatState],
-    groups: Groups,
-    rule: UpdateRule,
-    state_dict: Mapping[str, Any],
-) -> None:
+def load_sharded(held: Held, state_dict: Mapping[str, Any]) -> None:
     """Take over steps, hyper-parameters, and tensors that were not filled in place when loaded.
 
     Raises:
@@ -74,11 +60,12 @@ def load_sharded(
             missing or is not of this rank's fragments. Nothing is loaded then, beyond what was
             filled in place.
     """
+    _, layout, flats, groups, rule = held
     merged = merged_groups(groups, state_dict["param_groups"], rule)
     counts = {
         param: int(state_dict[f"state.{spec.name}.step"]) for param, spec in enumerate(layout.specs)
     }
-    _check_room(layout, flats, merged, rule, counts)
+    _check_room(held, merged, counts)
     own = dict(_aliases(flats))
     for key, tensor in own.items():
         saved = state_dict.get(key)
@@ -89,33 +76,26 @@ def load_sharded(
             )
     for key, tensor in own.items():
         tensor.copy_(state_dict[key])
-    for group, new in zip(groups, merged, strict=True):
-        group.update(new)
-    set_group_steps(groups, state_dict["param_groups"], rule, counts)
+    set_groups(held, merged, state_dict["param_groups"], counts)
     for state in flats:
         state.set_steps({slot.param: counts[slot.param] for slot in state.flat.slots})
 
 
-def _check_room(
-    layout: FlatLayout,
-    flats: Sequence[FlatState],
-    groups: Groups,
-    rule: UpdateRule,
-    steps: Mapping[int, int],
-) -> None:
+def _check_room(held: Held, groups: Groups, steps: Mapping[int, int]) -> None:
     """Raise ValueError if an updated parameter has elements and lacks a state or master here.
 
-    What the optimizer has no place for was not read from the checkpoint.
+    What the optimizer has no place for was not read from the checkpoint. ``groups`` are as they
+    will be once it is loaded.
     """
-    for state in flats:
-        names = rule.state_names(groups[state.flat.group])
+    for state in held.flats:
+        names = held.rule.state_names(groups[state.flat.group])
         lacking = [name for name in names if name not in state.states]
         if state.masters is None and state.params_buffer.data.dtype != MASTER_DTYPE:
             lacking.append(MASTER)
         trained = [s.param for s in state.flat.slots if s.numel and steps[s.param] > 0]
         if not lacking or not trained:
             continue
-        name = layout.specs[trained[0]].name
+        name = held.layout.specs[trained[0]].name
         remedy = (
             f"{name} was frozen. Build while it requires a gradient, load, then freeze it."
             if state.flat.frozen

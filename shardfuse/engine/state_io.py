@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,16 @@ MASTER = "param"
 
 Groups = list[dict[str, Any]]
 Cut = Callable[[ParamSpec, int, Tensor], list[Piece]]
+
+
+class Held(NamedTuple):
+    """What state dicts are made of, and loaded into."""
+
+    comm: Communicator
+    layout: FlatLayout
+    flats: Sequence[FlatState]
+    groups: Groups
+    rule: UpdateRule
 
 
 def arenas_of(state: FlatState) -> dict[str, ShardArena]:
@@ -72,19 +82,19 @@ def fragment_tensors(
     ]
 
 
-def agreed_steps(comm: Communicator, layout: FlatLayout, flats: Sequence[FlatState]) -> list[int]:
+def agreed_steps(held: Held) -> list[int]:
     """Return the update count of every parameter. Collective.
 
     A rank that neither has a gradient of a parameter nor owns a fragment of it cannot count its
     updates; the others can, hence the maximum.
     """
-    steps = torch.zeros(len(layout.specs), dtype=torch.int32)
-    for state in flats:
+    steps = torch.zeros(len(held.layout.specs), dtype=torch.int32)
+    for state in held.flats:
         for slot in state.flat.slots:
             steps[slot.param] = state.step_of(slot.param)
-    if flats and layout.specs:
-        steps = steps.to(flats[0].device)
-        comm.all_reduce(steps, "max").wait()
+    if held.flats and held.layout.specs:
+        steps = steps.to(held.flats[0].device)
+        held.comm.all_reduce(steps, "max").wait()
     result: list[int] = steps.tolist()
     return result
 
@@ -113,53 +123,31 @@ def counted_groups(groups: Groups, rule: UpdateRule) -> list[dict[str, Any]]:
     return packed
 
 
-def fresh(groups: Groups) -> dict[str, Any]:
-    """Return torch's state dict of an optimizer that has taken no step. Local."""
-    return {"state": {}, "param_groups": packed_groups(groups)}
-
-
-def consolidate(
-    comm: Communicator,
-    layout: FlatLayout,
-    flats: Sequence[FlatState],
-    groups: Groups,
-    rule: UpdateRule,
-    to: int | None,
-) -> dict[str, Any] | None:
+def consolidate(held: Held, to: int | None) -> dict[str, Any] | None:
     """Return torch's state dict, of full CPU tensors, on rank ``to`` (None: on all). Collective."""
-    keep = to is None or comm.rank == to
-    steps = agreed_steps(comm, layout, flats)
+    rule, keep = held.rule, to is None or held.comm.rank == to
+    steps = agreed_steps(held)
     state: dict[int, dict[str, Any]] = {}
-    for param, name, tensor in _whole(comm, flats, keep):
+    for param, name, tensor in _whole(held, keep):
         # Where updates are not counted, a master may have been updated before a momentum was set.
         if steps[param] > 0 or (name == MASTER and not rule.counts_steps):
             entry = state.setdefault(param, {"step": steps[param]} if rule.counts_steps else {})
             entry[name] = tensor
     if not keep:
         return None
-    ordered = {param: state[param] for param in sorted(state)}
-    return {"state": ordered, "param_groups": packed_groups(groups)}
+    return {"state": dict(sorted(state.items())), "param_groups": packed_groups(held.groups)}
 
 
-def _whole(
-    comm: Communicator, flats: Sequence[FlatState], keep: bool
-) -> Iterator[tuple[int, str, Tensor]]:
+def _whole(held: Held, keep: bool) -> Iterator[tuple[int, str, Tensor]]:
     """Yield (parameter, state key, full CPU tensor) where ``keep`` is True. Collective."""
-    for flat_state in flats:
+    for flat_state in held.flats:
         for name, arena in arenas_of(flat_state).items():
-            full = gather(comm, flat_state.flat, arena, flat_state.specs, keep=keep)
+            full = gather(held.comm, flat_state.flat, arena, flat_state.specs, keep=keep)
             for param, tensor in full.items():
                 yield param, name, tensor
 
 
-def for_torch(
-    comm: Communicator,
-    layout: FlatLayout,
-    flats: Sequence[FlatState],
-    groups: Groups,
-    rule: UpdateRule,
-    asked: Asked,
-) -> dict[str, Any]:
+def for_torch(held: Held, asked: Asked) -> dict[str, Any]:
     """Return what torch.distributed.checkpoint.state_dict makes its results of. Collective.
 
     It has an entry for every parameter that is trained, updated or not, because torch loads only
@@ -168,24 +156,24 @@ def for_torch(
     all, else FragmentTensors. With ``cpu_offload`` they are on the CPU, and of full ones only the
     first rank's are kept, as by torch.
     """
-    steps = agreed_steps(comm, layout, flats)
+    steps = agreed_steps(held)
     state: dict[int, dict[str, Any]] = {}
-    for flat_state in flats:
+    for flat_state in held.flats:
         if is_trained(flat_state):
             for slot in flat_state.flat.slots:
                 state[slot.param] = {"step": torch.tensor(float(steps[slot.param]))}
-    if asked.full_state_dict or comm.world_size == 1:
-        keep = not (asked.full_state_dict and asked.cpu_offload) or comm.rank == 0
-        values = _whole(comm, flats, keep)
+    if asked.full_state_dict or held.comm.world_size == 1:
+        keep = not (asked.full_state_dict and asked.cpu_offload) or held.comm.rank == 0
+        values = _whole(held, keep)
     else:
-        values = _parts(flats)
+        values = _parts(held.flats)
     for param, name, tensor in values:
-        device = "cpu" if asked.cpu_offload else layout.specs[param].device
+        device = "cpu" if asked.cpu_offload else held.layout.specs[param].device
         # torch broadcasts a full tensor's memory and receives it as contiguous.
         whole = tensor if isinstance(tensor, FragmentTensor) else tensor.contiguous()
         state[param][name] = whole.to(device)
-    ordered = {param: state[param] for param in sorted(state)}
-    return {"state": ordered, "param_groups": counted_groups(groups, rule)}
+    groups = counted_groups(held.groups, held.rule)
+    return {"state": dict(sorted(state.items())), "param_groups": groups}
 
 
 def is_trained(state: FlatState) -> bool:
@@ -232,34 +220,30 @@ def merged_groups(groups: Groups, saved: Sequence[Mapping[str, Any]], rule: Upda
     return merged
 
 
-def restore(
-    layout: FlatLayout,
-    flats: Sequence[FlatState],
-    groups: Groups,
-    rule: UpdateRule,
-    state_dict: Mapping[str, Any],
-) -> None:
+def restore(held: Held, state_dict: Mapping[str, Any]) -> None:
     """Load torch's state dict: every rank takes its fragments of the full tensors. Local.
 
     Raises:
         ValueError: tensors of another shape, groups that do not fit, or a missing state.
     """
+    _, layout, flats, groups, rule = held
     merged = merged_groups(groups, state_dict["param_groups"], rule)
-    order = [p for group in state_dict["param_groups"] for p in group["params"]]
+    saved = state_dict["param_groups"]
+    order = [p for group in saved for p in group["params"]]
     entries = {i: dict(state_dict["state"].get(key, {})) for i, key in enumerate(order)}
     for param, spec in enumerate(layout.specs):
-        _count_by_group(entries[param], state_dict["param_groups"][spec.group], rule)
-        _check_entry(spec, entries[param], rule, rule.state_names(merged[spec.group]))
+        entry, own = entries[param], saved[spec.group]
+        if entry and "step" not in entry and "step" in own and rule.counts_steps:
+            entry["step"] = own["step"]  # apex counts there
+        _check_entry(spec, entry, rule, rule.state_names(merged[spec.group]))
     for state in flats:
         _check_parts(state, entries)
     specs = dict(enumerate(layout.specs))
-    for group, new in zip(groups, merged, strict=True):
-        group.update(new)
     counts = {
-        param: _step_in(entries[param], rule, rule.state_names(groups[spec.group]))
+        param: _step_in(entries[param], rule, rule.state_names(merged[spec.group]))
         for param, spec in specs.items()
     }
-    set_group_steps(groups, state_dict["param_groups"], rule, counts)
+    set_groups(held, merged, saved, counts)
     for state in flats:
         steps = {slot.param: counts[slot.param] for slot in state.flat.slots}
         if state.flat.frozen and not state.states and not any(steps.values()):
@@ -331,26 +315,20 @@ def _check_entry(
         )
 
 
-def _count_by_group(entry: dict[str, Any], group: Mapping[str, Any], rule: UpdateRule) -> None:
-    """Give a saved state the ``step`` of its group, where apex counts."""
-    if entry and "step" not in entry and "step" in group and rule.counts_steps:
-        entry["step"] = group["step"]
-
-
-def set_group_steps(
-    groups: Groups,
-    saved: Sequence[Mapping[str, Any]],
-    rule: UpdateRule,
-    counts: Mapping[int, int],
+def set_groups(
+    held: Held, merged: Groups, saved: Sequence[Mapping[str, Any]], counts: Mapping[int, int]
 ) -> None:
-    """Set the ``step`` of groups that have one: the saved one, or the most of any parameter."""
-    if not rule.counts_in_groups:
-        return
+    """Write ``merged`` into the groups.
+
+    Their ``step``, if they have one, is the saved one, or else the most of any parameter.
+    """
     most = max(counts.values(), default=0)
-    for group, other in zip(groups, saved, strict=True):
-        group["step"] = int(other.get("step", most))
-        if not group["step"]:
-            del group["step"]
+    for group, new, other in zip(held.groups, merged, saved, strict=True):
+        group.update(new)
+        if held.rule.counts_in_groups:
+            group["step"] = int(other.get("step", most))
+            if not group["step"]:
+                del group["step"]
 
 
 def _step_in(entry: Mapping[str, Any], rule: UpdateRule, names: Sequence[str]) -> int:

@@ -97,14 +97,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
         asked = asked_by_torch()
         if asked is not None:
             self._can_be_saved = True
-            return state_io.for_torch(
-                self.communicator, self.layout, self._flats, self.param_groups, self._rule, asked
-            )
+            return state_io.for_torch(self._held(), asked)
         if self.communicator.world_size == 1:
             self.consolidate_state_dict(to=0)
         if self._consolidated is None and self._is_fresh:
             # Accelerate asks every optimizer that it is given; there is nothing to gather yet.
-            return state_io.fresh(self.param_groups)
+            return {"state": {}, "param_groups": state_io.packed_groups(self.param_groups)}
         if self._consolidated is None:
             raise RuntimeError(
                 "The optimizer state is sharded and not consolidated on this rank. Call "
@@ -117,6 +115,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
             "state": {param: dict(entry) for param, entry in self._consolidated["state"].items()},
             "param_groups": [dict(group) for group in self._consolidated["param_groups"]],
         }
+
+    def _held(self) -> state_io.Held:
+        groups = self.param_groups
+        return state_io.Held(self.communicator, self.layout, self._flats, groups, self._rule)
 
     def _when_consolidated(self) -> str:
         every = self._config.consolidate_every
@@ -143,9 +145,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._can_be_saved = True
         with self.communicator.call("consolidate_state_dict()"):
             self.communicator.declare([f"to = {to}"])
-            self._consolidated = state_io.consolidate(
-                self.communicator, self.layout, self._flats, self.param_groups, self._rule, to
-            )
+            self._consolidated = state_io.consolidate(self._held(), to)
 
     def saves_are_arranged(self) -> None:
         """Leave out the line of the first step about state_dict() on rank 0 alone. Local."""
@@ -207,7 +207,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         # it moves the model, even from "cpu" to "cpu:0", and then loads the optimizer's own state.
         for state in self._flats:
             state.bind()
-        state_io.restore(self.layout, self._flats, self.param_groups, self._rule, state_dict)
+        state_io.restore(self._held(), state_dict)
         self._consolidated = None
         self._is_fresh = not state_dict["state"]
         self._num_calls = 0
@@ -226,9 +226,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._refuse_if_foreign("sharded_state_dict()")
         self._refuse_in_join("sharded_state_dict()")
         with self.communicator.call("sharded_state_dict()"):
-            return sharded_io.sharded(
-                self.communicator, self.layout, self._flats, self.param_groups, self._rule
-            )
+            return sharded_io.sharded(self._held())
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Finish loading a sharded_state_dict() that torch.distributed.checkpoint has filled.
@@ -239,7 +237,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             ValueError: a state is missing, or is another rank's part.
         """
         self._refuse_if_foreign("load_sharded_state_dict()")
-        sharded_io.load_sharded(self.layout, self._flats, self.param_groups, self._rule, state_dict)
+        sharded_io.load_sharded(self._held(), state_dict)
         self._consolidated = None
         self._is_fresh = False
         self._num_calls = 0
