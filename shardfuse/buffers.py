@@ -7,6 +7,7 @@ import itertools
 import mmap
 import operator
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -87,19 +88,15 @@ def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
     return view.new_empty(0).set_(storage, 0, view.shape, view.stride())
 
 
+@dataclass(eq=False)
 class FlatBuffer:
     """A 1-D tensor of ``flat.numel`` elements; everything it returns is an alias of it.
 
     Padding is zero at construction and stays outside every view.
-
-    Args:
-        flat: geometry.
-        data: (flat.numel,) zeros of the flat's dtype, a slice of a larger tensor or not.
     """
 
-    def __init__(self, flat: Flat, data: torch.Tensor) -> None:
-        self.flat = flat
-        self.data = data
+    flat: Flat
+    data: torch.Tensor  # (flat.numel,) zeros at first, a slice of a larger tensor or not
 
     def view(self, position: int, spec: ParamSpec) -> torch.Tensor:
         """Return slot ``position`` shaped and strided like its parameter."""

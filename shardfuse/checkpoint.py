@@ -174,15 +174,6 @@ class FragmentTensor(torch.Tensor):
         self.pieces = pieces
         return self
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        pieces: Sequence[Piece],
-    ) -> None:
-        super().__init__()
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         ranges = [(piece.offsets, tuple(piece.data.shape)) for piece in self.pieces]
         return f"FragmentTensor(shape={tuple(self.shape)}, dtype={self.dtype}, pieces={ranges})"
@@ -281,11 +272,7 @@ _IN_PLACE = (_ATEN.zero_.default, _ATEN.fill_.Scalar)
 
 
 def _overwrite(target: FragmentTensor, source: FragmentTensor) -> FragmentTensor:
-    """Copy every piece of ``source`` into that of ``target``.
-
-    Raises:
-        ValueError: they do not hold the same pieces.
-    """
+    """Copy every piece of ``source`` into that of ``target``; ValueError if they hold others."""
     if not target.has_pieces_of(source):
         raise ValueError(
             f"{source} holds other pieces than {target}: it is of another rank, another world size "

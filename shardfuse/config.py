@@ -86,7 +86,11 @@ class ShardConfig:
             raise TypeError(f"bucket_cap_mb must be a number of MiB, got {self.bucket_cap_mb!r}.")
         if not 0 < self.bucket_cap_mb < float("inf"):
             raise ValueError(f"Invalid bucket_cap_mb: {self.bucket_cap_mb}. Must be > 0 MiB.")
-        self._check_clip()
+        bound = self.clip_grad_norm
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float)):
+            raise TypeError(f"clip_grad_norm must be a number or None, got {bound!r}.")
+        if bound is not None and not bound > 0:
+            raise ValueError(f"Invalid clip_grad_norm: {bound}. Must be > 0, or None for no clip.")
         for name in ("grads_are_reduced", "broadcast_params", "report_overflow"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}.")
@@ -105,15 +109,6 @@ class ShardConfig:
                 raise ValueError(
                     f"Invalid {name}: {getattr(self, name)!r}. Use one of {get_args(choice)}."
                 )
-
-    def _check_clip(self) -> None:
-        bound = self.clip_grad_norm
-        if bound is None:
-            return
-        if isinstance(bound, bool) or not isinstance(bound, int | float):
-            raise TypeError(f"clip_grad_norm must be a number or None, got {bound!r}.")
-        if not bound > 0:
-            raise ValueError(f"Invalid clip_grad_norm: {bound}. Must be > 0, or None for no clip.")
 
     @classmethod
     def of(cls, value: ShardConfig | Mapping[str, Any] | None) -> ShardConfig:

@@ -21,6 +21,7 @@ built for thousands of ranks on a laptop.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -76,10 +77,7 @@ class ParamSpec:
     @property
     def numel(self) -> int:
         """Elements of the parameter."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def device_type(self) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -58,18 +59,13 @@ class Overflow(NamedTuple):
     rank: int  # the lowest with a non-finite gradient of that parameter
 
 
+@dataclass
 class OverflowReport:
-    """Finds out which gradient made the ranks skip a step, logs it and keeps it.
+    """Finds out which gradient made the ranks skip a step, logs it and keeps it."""
 
-    Args:
-        comm: the ranks that skip together.
-        enabled: otherwise nothing is looked at and nothing communicated; equal on all ranks.
-    """
-
-    def __init__(self, comm: Communicator, enabled: bool) -> None:
-        self._comm = comm
-        self._enabled = enabled
-        self.last: Overflow | None = None  # of the last step that was skipped
+    comm: Communicator  # the ranks that skip together
+    enabled: bool  # if not, nothing is looked at or communicated; equal on all ranks
+    last: Overflow | None = None  # of the last step that was skipped
 
     def note(self, grads: Sequence[tuple[str, Tensor | None]], device: torch.device) -> None:
         """Look for the overflow in ``grads``, (name, gradient of this rank) of every parameter.
@@ -77,18 +73,18 @@ class OverflowReport:
         Collective, for all ranks know that they skip: one all-reduce of one number on ``device``,
         also by a rank that has no gradient.
         """
-        if not self._enabled:
+        if not self.enabled:
             return
-        world_size = self._comm.world_size
+        world_size = self.comm.world_size
         present = [(index, grad) for index, (_, grad) in enumerate(grads) if grad is not None]
         first = len(grads)
         if present:
             bad = torch.stack([~torch.isfinite(grad).all() for _, grad in present]).tolist()
             first = next((present[i][0] for i, is_bad in enumerate(bad) if is_bad), first)
         # The smallest is that of the first parameter, and of the lowest rank that it is bad on.
-        code = -(first * world_size + self._comm.rank)
+        code = -(first * world_size + self.comm.rank)
         key = torch.tensor([code], dtype=torch.int32, device=device)
-        self._comm.all_reduce(key, "max").wait()
+        self.comm.all_reduce(key, "max").wait()
         param, rank = divmod(-int(key), world_size)
         self.last = Overflow(grads[param][0], rank) if param < len(grads) else None
         if self.last is None:

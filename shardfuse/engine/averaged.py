@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,23 +21,18 @@ from shardfuse.engine.intake import levels_to_caller
 _NUM_SAMPLES = 8
 
 
+@dataclass
 class AveragedCheck:
-    """Holds the gradients of the first step against ``grads_are_reduced``.
+    """Holds the gradients of the first step against ``grads_are_reduced``."""
 
-    Args:
-        comm: the ranks that share the optimizer.
-        are_reduced: what ShardConfig says.
-    """
-
-    def __init__(self, comm: Communicator, are_reduced: bool) -> None:
-        self._comm = comm
-        self._are_reduced = are_reduced
-        self._num_seen = 0
+    comm: Communicator  # the ranks that share the optimizer
+    are_reduced: bool  # what ShardConfig says
+    _num_seen: int = 0
 
     @property
     def is_over(self) -> bool:
         """Whether there is nothing more to look at."""
-        return self._num_seen > 1 or self._comm.world_size == 1
+        return self._num_seen > 1 or self.comm.world_size == 1
 
     def lines(self, grads: Sequence[tuple[str, Tensor | None]]) -> list[str]:
         """Return what ranks must have in common in the first step, if gradients are reduced.
@@ -48,22 +44,22 @@ class AveragedCheck:
         if self._num_seen > 1:
             return []
         sample = _sample(grads)
-        if self._are_reduced:
+        if self.are_reduced:
             return [
                 f"a gradient of {name} that sums to {total} (grads_are_reduced=True is for "
                 "gradients that DistributedDataParallel or the like has averaged)"
                 for name, total in sample
             ]
         if sample:
-            self._comm.tell("sample of gradients", str(sample))
+            self.comm.tell("sample of gradients", str(sample))
         return []
 
     def warn(self, params: Sequence[Tensor]) -> None:
         """Warn, in the second step and on the first rank, of a wrapper that was not declared."""
-        if self._num_seen != 2 or self._are_reduced or self._comm.rank != 0:
+        if self._num_seen != 2 or self.are_reduced or self.comm.rank != 0:
             return
         self._num_seen += 1
-        told = self._comm.told("sample of gradients")
+        told = self.comm.told("sample of gradients")
         if None not in told and len(set(told)) == 1 and _is_wrapped(params):
             warnings.warn(
                 "The model is wrapped in DistributedDataParallel, which averages the gradients, "

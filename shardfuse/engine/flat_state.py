@@ -71,9 +71,9 @@ class FlatState:
         Raises:
             TypeError: a parameter is not what the flat was laid out for; nothing is changed then.
         """
-        for param, spec in zip(self.params, self.specs, strict=True):
-            if self._change(param, spec):
-                raise TypeError(f"{self._change(param, spec)}. {_REMEDY}")
+        change = self.change()
+        if change:
+            raise TypeError(f"{change}. {_REMEDY}")
         for position, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
             view = self.params_buffer.own_view(position, spec)
             if param.data_ptr() != view.data_ptr() or param.stride() != view.stride():
@@ -81,20 +81,16 @@ class FlatState:
                 param.data = view
         self._addresses = [param.data_ptr() for param in self.params]
 
-    def _change(self, param: Tensor, spec: ParamSpec) -> str:
-        """Return how a parameter differs from what the flat was laid out for; empty if it fits."""
-        dtype = self.params_buffer.data.dtype
-        if (param.dtype, param.device, param.shape) == (dtype, self.device, spec.shape):
-            return ""
-        return (
-            f"{spec.name} is now {tuple(param.shape)} {param.dtype} on {param.device}, not "
-            f"{spec.shape} {dtype} on {self.device}"
-        )
-
     def change(self) -> str:
         """Return how the first parameter that bind() would refuse has changed; empty for none."""
-        pairs = zip(self.params, self.specs, strict=True)
-        return next((text for pair in pairs if (text := self._change(*pair))), "")
+        dtype = self.params_buffer.data.dtype
+        for param, spec in zip(self.params, self.specs, strict=True):
+            if (param.dtype, param.device, param.shape) != (dtype, self.device, spec.shape):
+                return (
+                    f"{spec.name} is now {tuple(param.shape)} {param.dtype} on {param.device}, not "
+                    f"{spec.shape} {dtype} on {self.device}"
+                )
+        return ""
 
     def moved(self) -> list[str]:
         """Return names of parameters that were re-allocated since bind()."""

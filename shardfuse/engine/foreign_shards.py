@@ -147,9 +147,5 @@ class ForeignShards(Shards):
         return BlockTable(owners, extents, num_blocks, self._num_params)
 
     def params(self, trained: int) -> Sequence[tuple[int, ParamSpec]]:
-        """Refuse: which rows a segment has parts of is not known.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Raise NotImplementedError: which rows a segment has parts of is not known."""
         raise NotImplementedError("Sums over rows are not there over foreign partitions.")

@@ -58,7 +58,9 @@ class ShardedOptimizer(TorchLike):
         defaults: hyper-parameters of groups that do not have their own.
         make_rule: builds the rule; its errors are raised on all ranks.
         sharding: a ShardConfig or a plain dict with its keys.
-        torch_options: keywords of torch's own classes; those given are added to ``defaults``.
+        torch_options: ``maximize``, as in torch.optim; ``foreach``, ``fused`` and ``capturable``,
+            which choose nothing here; ``differentiable``, which is refused if true. Those given
+            are added to ``defaults``.
 
     Raises:
         ValueError: a hyper-parameter out of range, or ranks that disagree.
@@ -67,9 +69,6 @@ class ShardedOptimizer(TorchLike):
     """
 
     _zero_is_absent = False  # [Note: absent gradients] in grads/full.py
-
-    _rule: UpdateRule
-    _built = False
 
     def __init__(
         self,

@@ -33,30 +33,31 @@ class LRScheduler(Protocol):
 
 
 @dataclass(frozen=True)
-class ClipGradByGlobalNorm:
+class _ClipByNorm:
+    """A clip whose bound is of a norm."""
+
+    clip_norm: float
+
+    def __post_init__(self) -> None:
+        if not self.clip_norm > 0:
+            raise ValueError(f"Invalid clip_norm: {self.clip_norm}. Must be > 0.")
+
+
+@dataclass(frozen=True)
+class ClipGradByGlobalNorm(_ClipByNorm):
     """Scale the mean gradient by clip_norm / max(norm, clip_norm), the norm that of all parameters.
 
     Where parameters are given as group dicts, the norm is that of each group by itself, as in
     Paddle. Costs one all-reduce of one float per flat and step.
     """
 
-    clip_norm: float
-
-    def __post_init__(self) -> None:
-        _check_norm(self.clip_norm)
-
 
 @dataclass(frozen=True)
-class ClipGradByNorm:
+class ClipGradByNorm(_ClipByNorm):
     """Scale the mean gradient of each tensor by clip_norm / max(norm, clip_norm), norm its own.
 
     Costs one all-reduce of one float per parameter and step.
     """
-
-    clip_norm: float
-
-    def __post_init__(self) -> None:
-        _check_norm(self.clip_norm)
 
 
 @dataclass(frozen=True)
@@ -200,14 +201,11 @@ class Lamb(ShardedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters at the present learning rate. See ShardedOptimizer.step()."""
-        self._refresh_groups()
+        if self._scheduler is not None:
+            self._write_lr(self._scheduler_lr())
         result = super().step(closure)
         self._grads_seen = self._grad_versions()
         return result
-
-    def _refresh_groups(self) -> None:
-        if self._scheduler is not None:
-            self._write_lr(self._scheduler_lr())
 
     def minimize(
         self,
@@ -321,11 +319,6 @@ class Lamb(ShardedOptimizer):
             load(state_dict["LR_Scheduler"])
 
     set_state_dict = ShardedOptimizer.load_state_dict
-
-
-def _check_norm(clip_norm: float) -> None:
-    if not clip_norm > 0:
-        raise ValueError(f"Invalid clip_norm: {clip_norm}. Must be > 0.")
 
 
 def _plain(clip: GradClip | None) -> GroupClip | None:

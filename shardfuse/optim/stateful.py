@@ -36,7 +36,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     _config: ShardConfig
     _rule: UpdateRule
-    _built: bool
+    _built: bool = False
     _flats: list[FlatState]
     _terms: Terms
     _foreign: Foreign | None = None

@@ -14,7 +14,6 @@ from typing import Any, NoReturn, TypedDict
 import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from shardfuse.config import ShardConfig
 from shardfuse.optim.stateful import StatefulOptimizer
 
 
@@ -67,7 +66,6 @@ class _HandlesUnscaling:
 class TorchLike(StatefulOptimizer, Joinable):
     """What torch's optimizers have; ShardedOptimizer adds the step."""
 
-    _config: ShardConfig
     _device: torch.device
     _step_supports_amp_scaling: Any = _HandlesUnscaling()
     _is_shadow = False  # this rank has joined and only takes part in the others' steps

@@ -10,7 +10,6 @@ from shardfuse.rules.base import (
     ElementwiseRule,
     Group,
     Settings,
-    as_float,
     check_at_least_zero,
     divide,
     number,
@@ -48,13 +47,13 @@ class AdadeltaRule(ElementwiseRule):
         return ("square_avg", "acc_delta")
 
     def settings(self, group: Group, policy: str, step: int) -> Settings:
-        rho = as_float(group["rho"])
+        rho = float(group["rho"])
         h = _Scalars(
-            lr=as_float(group["lr"]),
+            lr=float(group["lr"]),
             rho=rho,
             take=1.0 - rho,
-            eps=as_float(group["eps"]),
-            weight_decay=as_float(group["weight_decay"]),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
         )
         return Settings(_Flags(h.weight_decay != 0, vanishes(h.eps)), h)
 

@@ -11,7 +11,6 @@ from shardfuse.rules.base import (
     ElementwiseRule,
     Group,
     Settings,
-    as_float,
     check_at_least_zero,
     check_betas,
     divide,
@@ -65,9 +64,9 @@ class AdamRule(ElementwiseRule):
         return bool(group.get("decoupled_weight_decay", False))
 
     def settings(self, group: Group, policy: str, step: int) -> Settings:
-        lr = as_float(group["lr"])
-        beta1, beta2 = (as_float(beta) for beta in group["betas"])
-        weight_decay = as_float(group["weight_decay"])
+        lr = float(group["lr"])
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        weight_decay = float(group["weight_decay"])
         flags = _Flags(
             decay=weight_decay != 0,
             decoupled=self.is_decoupled(group),
@@ -76,7 +75,7 @@ class AdamRule(ElementwiseRule):
         )
         h = _Scalars(
             *with_takes(beta1, beta2),
-            eps=as_float(group["eps"]),
+            eps=float(group["eps"]),
             weight_decay=weight_decay,
             shrink=1.0 - lr * weight_decay,
             step_size=lr / (1.0 - beta1**step),

@@ -12,7 +12,6 @@ from shardfuse.rules.base import (
     RowRule,
     Rows,
     Settings,
-    as_float,
     check_at_least_zero,
     check_betas,
     divide,
@@ -63,13 +62,13 @@ class AdamPRule(RowRule):
         return ("exp_avg", "exp_avg_sq")
 
     def settings(self, group: Group, policy: str, step: int) -> Settings:
-        lr = as_float(group["lr"])
-        beta1, beta2 = (as_float(beta) for beta in group["betas"])
+        lr = float(group["lr"])
+        beta1, beta2 = (float(beta) for beta in group["betas"])
         nesterov = bool(group["nesterov"])
         h = _Scalars(
             *with_takes(beta1, beta2),
-            eps=as_float(group["eps"]),
-            decay=lr * as_float(group["weight_decay"]),
+            eps=float(group["eps"]),
+            decay=lr * float(group["weight_decay"]),
             step_size=lr / (1.0 - beta1**step),
             root_correction2=(1.0 - beta2**step) ** 0.5,
         )
@@ -92,7 +91,7 @@ class AdamPRule(RowRule):
         return p * p, g * g, p * g, p * u
 
     def factors(self, group: Group, sums: Tensor, rows: Rows) -> Tensor:
-        eps, delta = as_float(group["eps"]), as_float(group["delta"])
+        eps, delta = float(group["eps"]), float(group["delta"])
         whole = torch.stack([part.sum(1) for part in torch.split(sums, rows.counts, 1)], dim=1)
         row_cos, row_along = _cosine(sums, eps)
         cos, along = _cosine(whole, eps)
@@ -104,7 +103,7 @@ class AdamPRule(RowRule):
         return torch.stack(
             [
                 torch.where(projects, projected, torch.zeros_like(projected)),
-                torch.where(projects, as_float(group["wd_ratio"]), torch.ones_like(projected)),
+                torch.where(projects, float(group["wd_ratio"]), torch.ones_like(projected)),
             ]
         )
 

@@ -213,11 +213,6 @@ class RowRule(ReducingRule):
         """Return (num_factors, rows of parameters) from their ``sums`` (num_sums, the same)."""
 
 
-def as_float(value: Any) -> float:
-    """Return a hyper-parameter, a number or a one-element tensor, as a float."""
-    return float(value)
-
-
 def number(value: Any, name: str) -> float:
     """Return the hyper-parameter ``name``, a number or a one-element tensor, as a float.
 
@@ -230,7 +225,7 @@ def number(value: Any, name: str) -> float:
     try:
         if isinstance(value, str | bytes):
             raise TypeError
-        return as_float(value)
+        return float(value)
     except TypeError:
         raise TypeError(
             f"{name} must be a number, got {value!r}, which is of type {type(value).__name__}."
@@ -307,7 +302,7 @@ def update_moments(h: Any, g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> No
 
 def vanishes(eps: Any) -> bool:
     """Return whether ``eps`` is zero in fp32, so that 0 / (sqrt(0) + eps) would be NaN."""
-    return torch.tensor(as_float(eps), dtype=torch.float32).item() == 0.0
+    return torch.tensor(float(eps), dtype=torch.float32).item() == 0.0
 
 
 def divide(numerator: Tensor, denominator: Tensor, *, guard: bool) -> Tensor:

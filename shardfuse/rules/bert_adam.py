@@ -11,7 +11,6 @@ from shardfuse.rules.base import (
     ElementwiseRule,
     Group,
     Settings,
-    as_float,
     check_at_least_zero,
     check_number,
     divide,
@@ -69,18 +68,18 @@ class BertAdamRule(ElementwiseRule):
         return ("exp_avg", "exp_avg_sq")
 
     def settings(self, group: Group, policy: str, step: int) -> Settings:
-        lr = as_float(group["lr"])
+        lr = float(group["lr"])
         if group["t_total"] != -1:
             schedule = SCHEDULES[group["schedule"]]
-            lr *= schedule((step - 1) / as_float(group["t_total"]), as_float(group["warmup"]))
-        b1, b2 = as_float(group["b1"]), as_float(group["b2"])
+            lr *= schedule((step - 1) / float(group["t_total"]), float(group["warmup"]))
+        b1, b2 = float(group["b1"]), float(group["b2"])
         h = _Scalars(
             *with_takes(b1, b2),
-            eps=as_float(group["e"]),
-            weight_decay=as_float(group["weight_decay"]),
+            eps=float(group["e"]),
+            weight_decay=float(group["weight_decay"]),
             lr=lr,
         )
-        max_norm = as_float(group["max_grad_norm"])
+        max_norm = float(group["max_grad_norm"])
         clip = Clip(max_norm, "flat", eps=1e-6) if max_norm > 0 else None
         return Settings(_Flags(h.weight_decay > 0, vanishes(h.eps)), h, clip)
 

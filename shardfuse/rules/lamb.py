@@ -17,7 +17,6 @@ from shardfuse.rules.base import (
     Member,
     NormRule,
     Settings,
-    as_float,
     check_at_least_zero,
     check_betas,
     check_number,
@@ -216,23 +215,20 @@ class LambRule(NormRule):
         return ("exp_avg", "exp_avg_sq")
 
     def policy(self, name: str, named: bool, group: Group) -> str:
-        switches = self.switches
-        if not named and (switches.exclude_from_weight_decay or self._excludes_adaptation):
+        undecayed = self.switches.exclude_from_weight_decay
+        unadapted = self.switches.exclude_from_layer_adaptation
+        if not named and (undecayed or unadapted):
             raise ValueError(
                 "exclude_from_weight_decay and exclude_from_layer_adaptation (set by "
                 "variant='google') match parameter names, but the parameters have none. Pass "
                 "model.named_parameters(), or give both as empty lists."
             )
-        no_decay = any(re.search(p, name) for p in switches.exclude_from_weight_decay)
-        no_adapt = any(re.search(p, name) for p in switches.exclude_from_layer_adaptation)
+        no_decay = any(re.search(pattern, name) for pattern in undecayed)
+        no_adapt = any(re.search(pattern, name) for pattern in unadapted)
         return ",".join([NO_DECAY] * no_decay + [NO_ADAPT] * no_adapt)
 
-    @property
-    def _excludes_adaptation(self) -> bool:
-        return bool(self.switches.exclude_from_layer_adaptation)
-
     def _weight_decay(self, group: Group, policy: str) -> float:
-        return 0.0 if NO_DECAY in policy else as_float(group["weight_decay"])
+        return 0.0 if NO_DECAY in policy else float(group["weight_decay"])
 
     def _adapts(self, group: Group, policy: str) -> bool:
         if self.adam or NO_ADAPT in policy:
@@ -267,14 +263,14 @@ class LambRule(NormRule):
         return found
 
     def settings(self, group: Group, policy: str, step: int) -> Settings:
-        beta1, beta2 = (as_float(beta) for beta in group["betas"])
+        beta1, beta2 = (float(beta) for beta in group["betas"])
         correction1, correction2 = 1.0 / (1.0 - beta1**step), 1.0 / (1.0 - beta2**step)
-        lr, corrects = as_float(group["lr"]), self.switches.bias_correction
+        lr, corrects = float(group["lr"]), self.switches.bias_correction
         if corrects == "outside":
             lr *= correction1 / correction2**0.5
         h = LambScalars(
             *with_takes(beta1, beta2),
-            eps=as_float(group["eps"]),
+            eps=float(group["eps"]),
             weight_decay=self._weight_decay(group, policy),
             lr=lr,
             correction1=correction1,

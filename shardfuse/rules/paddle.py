@@ -10,7 +10,6 @@ from shardfuse.rules.base import (
     Clip,
     Group,
     Settings,
-    as_float,
     check_at_least_zero,
     check_number,
 )
@@ -59,13 +58,13 @@ class PaddleLambRule(LambRule):
         return self.switches.always_adapt or self._weight_decay(group, policy) > 0
 
     def settings(self, group: Group, policy: str, step: int) -> Settings:
-        rate = as_float(group["lr"]) * as_float(group["lr_scale"])
+        rate = float(group["lr"]) * float(group["lr_scale"])
         plain = super().settings({**group, "lr": rate}, policy, step)
         assert isinstance(plain.flags, LambFlags)
         assert isinstance(plain.h, LambScalars)
         grad_clip: GroupClip | None = group["grad_clip"]
         kind, upper, lower = grad_clip or (None, 0.0, 0.0)
-        h = plain.h._replace(l2=as_float(group["l2"]), lower=lower, upper=upper)
+        h = plain.h._replace(l2=float(group["l2"]), lower=lower, upper=upper)
         flags = plain.flags._replace(bounded=kind == "value", regularized=h.l2 != 0)
         clip = None
         if kind == "norm" or kind == "global_norm":

@@ -10,7 +10,6 @@ from shardfuse.rules.base import (
     ElementwiseRule,
     Group,
     Settings,
-    as_float,
     check_at_least_zero,
     divide,
     vanishes,
@@ -59,14 +58,14 @@ class RMSpropRule(ElementwiseRule):
         return tuple(names)
 
     def settings(self, group: Group, policy: str, step: int) -> Settings:
-        alpha = as_float(group["alpha"])
+        alpha = float(group["alpha"])
         h = _Scalars(
-            lr=as_float(group["lr"]),
+            lr=float(group["lr"]),
             alpha=alpha,
             take=1.0 - alpha,
-            eps=as_float(group["eps"]),
-            weight_decay=as_float(group["weight_decay"]),
-            momentum=as_float(group["momentum"]),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            momentum=float(group["momentum"]),
         )
         return Settings(self._flags(group), h)
 
@@ -103,13 +102,10 @@ class RMSpropTFRule(RMSpropRule):
         return 1.0 if name == "square_avg" else 0.0
 
     def _flags(self, group: Group) -> _Flags:
-        return (
-            super()
-            ._flags(group)
-            ._replace(
-                decoupled=bool(group["decoupled_decay"]),
-                lr_in_momentum=bool(group["lr_in_momentum"]),
-            )
+        flags = super()._flags(group)
+        return flags._replace(
+            decoupled=bool(group["decoupled_decay"]),
+            lr_in_momentum=bool(group["lr_in_momentum"]),
         )
 
     def update(self, flags: _Flags, h: _Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:

@@ -11,7 +11,6 @@ from shardfuse.rules.base import (
     ElementwiseRule,
     Group,
     Settings,
-    as_float,
     check_at_least_zero,
     check_number,
 )
@@ -50,14 +49,14 @@ class SGDRule(ElementwiseRule):
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
     def settings(self, group: Group, policy: str, step: int) -> Settings:
-        momentum = as_float(group["momentum"])
+        momentum = float(group["momentum"])
         first = step == 1
         h = _Scalars(
-            lr=as_float(group["lr"]),
-            weight_decay=as_float(group["weight_decay"]),
+            lr=float(group["lr"]),
+            weight_decay=float(group["weight_decay"]),
             momentum=momentum,
             keep=0.0 if first else momentum,
-            take=1.0 if first else 1.0 - as_float(group["dampening"]),
+            take=1.0 if first else 1.0 - float(group["dampening"]),
         )
         return Settings(_Flags(h.weight_decay != 0, momentum != 0, bool(group["nesterov"])), h)
 
