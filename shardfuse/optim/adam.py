@@ -28,12 +28,10 @@ class ShardedAdam(ShardedOptimizer):
         params: parameters, (name, parameter) pairs, or group dicts holding either.
         lr, betas, eps, weight_decay, amsgrad: as in the formula.
         sharding: a ShardConfig, or a plain dict with its keys.
-        torch_options: ``maximize``, as in torch.optim; ``foreach``, ``fused`` and ``capturable``,
-            which choose nothing here; ``differentiable`` is refused.
+        torch_options: ``maximize`` and other keywords of torch.optim's; see ShardedOptimizer.
 
     Raises:
-        ValueError: a hyper-parameter is out of range or NaN, here or in a group dict; or the ranks
-            disagree about the parameters.
+        ValueError: hyper-parameters out of range or NaN, also in a group dict; ranks that disagree.
     """
 
     def __init__(
@@ -69,12 +67,10 @@ class ShardedAdamW(ShardedOptimizer):
         params: parameters, (name, parameter) pairs, or group dicts holding either.
         lr, betas, eps, weight_decay, amsgrad: as for ShardedAdam.
         sharding: a ShardConfig, or a plain dict with its keys.
-        torch_options: ``maximize``, as in torch.optim; ``foreach``, ``fused`` and ``capturable``,
-            which choose nothing here; ``differentiable`` is refused.
+        torch_options: ``maximize`` and other keywords of torch.optim's; see ShardedOptimizer.
 
     Raises:
-        ValueError: a hyper-parameter is out of range or NaN, here or in a group dict; or the ranks
-            disagree about the parameters.
+        ValueError: hyper-parameters out of range or NaN, also in a group dict; ranks that disagree.
     """
 
     def __init__(

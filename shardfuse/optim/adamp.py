@@ -32,8 +32,7 @@ class ShardedAdamP(ShardedOptimizer):
         params: parameters, (name, parameter) pairs, or group dicts holding either.
         lr, betas, eps, weight_decay, delta, wd_ratio, nesterov: as in the formula.
         sharding: a ShardConfig, or a plain dict with its keys.
-        torch_options: ``maximize``, as in torch.optim; ``foreach``, ``fused`` and ``capturable``,
-            which choose nothing here; ``differentiable`` is refused.
+        torch_options: ``maximize`` and other keywords of torch.optim's; see ShardedOptimizer.
 
     Raises:
         ValueError: a hyper-parameter is out of range or NaN, here or in a group dict (upstream

@@ -38,12 +38,10 @@ class ShardedBertAdam(ShardedOptimizer):
         weight_decay: decoupled decay, where > 0.
         max_grad_norm: bound of the gradient norm; <= 0 for none. Costs one all-reduce a step.
         sharding: a ShardConfig, or a plain dict with its keys.
-        torch_options: ``maximize``, as in torch.optim; ``foreach``, ``fused`` and ``capturable``,
-            which choose nothing here; ``differentiable`` is refused.
+        torch_options: ``maximize`` and other keywords of torch.optim's; see ShardedOptimizer.
 
     Raises:
-        ValueError: a hyper-parameter is out of range or NaN, here or in a group dict; or the ranks
-            disagree about the parameters.
+        ValueError: hyper-parameters out of range or NaN, also in a group dict; ranks that disagree.
     """
 
     def __init__(

@@ -55,8 +55,7 @@ class ShardedLamb(ShardedOptimizer):
         exclude_from_weight_decay: regular expressions; parameters whose names match have no decay.
         exclude_from_layer_adaptation: likewise, their trust ratio is 1.
         sharding: a ShardConfig, or a plain dict with its keys.
-        torch_options: ``maximize``, as in torch.optim; ``foreach``, ``fused`` and ``capturable``,
-            which choose nothing here; ``differentiable`` is refused.
+        torch_options: ``maximize`` and other keywords of torch.optim's; see ShardedOptimizer.
 
     Raises:
         ValueError: a hyper-parameter is out of range or NaN, here or in a group dict; names are

@@ -29,12 +29,10 @@ class ShardedRMSprop(ShardedOptimizer):
         params: parameters, (name, parameter) pairs, or group dicts holding either.
         lr, alpha, eps, weight_decay, momentum, centered: as in the formula.
         sharding: a ShardConfig, or a plain dict with its keys.
-        torch_options: ``maximize``, as in torch.optim; ``foreach``, ``fused`` and ``capturable``,
-            which choose nothing here; ``differentiable`` is refused.
+        torch_options: ``maximize`` and other keywords of torch.optim's; see ShardedOptimizer.
 
     Raises:
-        ValueError: a hyper-parameter is out of range or NaN, here or in a group dict; or the ranks
-            disagree about the parameters.
+        ValueError: hyper-parameters out of range or NaN, also in a group dict; ranks that disagree.
     """
 
     def __init__(
@@ -77,12 +75,10 @@ class ShardedRMSpropTF(ShardedOptimizer):
         lr, alpha, eps, weight_decay, momentum, centered: as in the formula.
         decoupled_decay, lr_in_momentum: as in the formula.
         sharding: a ShardConfig, or a plain dict with its keys.
-        torch_options: ``maximize``, as in torch.optim; ``foreach``, ``fused`` and ``capturable``,
-            which choose nothing here; ``differentiable`` is refused.
+        torch_options: ``maximize`` and other keywords of torch.optim's; see ShardedOptimizer.
 
     Raises:
-        ValueError: a hyper-parameter is out of range or NaN, here or in a group dict; or the ranks
-            disagree about the parameters.
+        ValueError: hyper-parameters out of range or NaN, also in a group dict; ranks that disagree.
     """
 
     def __init__(

@@ -29,12 +29,10 @@ class ShardedSGD(ShardedOptimizer):
         momentum, dampening, weight_decay: as in the formula; weight_decay is an L2 penalty.
         nesterov: needs momentum > 0 and dampening 0.
         sharding: a ShardConfig, or a plain dict with its keys.
-        torch_options: ``maximize``, as in torch.optim; ``foreach``, ``fused`` and ``capturable``,
-            which choose nothing here; ``differentiable`` is refused.
+        torch_options: ``maximize`` and other keywords of torch.optim's; see ShardedOptimizer.
 
     Raises:
-        ValueError: a hyper-parameter is out of range or NaN, here or in a group dict; or the ranks
-            disagree about the parameters.
+        ValueError: hyper-parameters out of range or NaN, also in a group dict; ranks that disagree.
     """
 
     def __init__(
