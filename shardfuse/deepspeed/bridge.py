@@ -15,8 +15,6 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from shardfuse.optim import ShardedOptimizer
 from shardfuse.scaling import ShardedGradScaler
 
@@ -53,7 +51,8 @@ class EngineBridge:
             "load_state_dict": self._load_state_dict,
         }
         if not optimizer._config.grads_are_reduced:
-            attributes["get_grads_for_reduction"] = self._get_grads_for_reduction
+            # (dense gradients, those of experts): none, because step() reduces them.
+            attributes["get_grads_for_reduction"] = lambda: ([], {})
         optimizer.__dict__.update(attributes)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -68,13 +67,6 @@ class EngineBridge:
                 init_scale=scaler.get_scale(),
                 process_group=optimizer._config.process_group,
             )
-
-    def _get_grads_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        """Return (dense gradients, those of experts) for the engine to all-reduce: none.
-
-        step() reduces them, each bucket by one reduce-scatter.
-        """
-        return [], {}
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Clip as ``gradient_clipping`` says, by the norm of the mean gradient."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,18 +25,13 @@ from shardfuse.optim.foreign import laid_out_elsewhere
 
 
 @dataclass
-class Options:
-    """What register() was told."""
+class Registration:
+    """What register() was told, and what it put where, so that it can be taken back."""
 
+    engine: Any  # DeepSpeedEngine
+    original: Callable[[Any, Any, Any], None]  # its _configure_optimizer
+    classes: dict[str, type[ShardedOptimizer]]  # by name in the JSON
     replace_lamb: bool
-
-
-class Registration(Protocol):
-    """What drive needs of the registry."""
-
-    original: Callable[[Any, Any, Any], None]
-    options: Options
-    classes: dict[str, type[ShardedOptimizer]]
 
 
 def configure(active: Registration, engine: Any, client_optimizer: Any, params: Any) -> None:
@@ -50,7 +45,7 @@ def configure(active: Registration, engine: Any, client_optimizer: Any, params: 
     if client is not None and not isinstance(client, torch.optim.Optimizer):
         # As DeepSpeed would do. An optimizer and the callable that gave it are handled alike.
         client = client(params)
-    if active.options.replace_lamb and client is not None and peer.is_fused_lamb(client):
+    if active.replace_lamb and client is not None and peer.is_fused_lamb(client):
         if getattr(engine.client_lr_scheduler, "optimizer", None) is client:
             raise ValueError(
                 "The lr_scheduler was made for the FusedLamb that ShardedLamb replaces, and would "
@@ -63,8 +58,9 @@ def configure(active: Registration, engine: Any, client_optimizer: Any, params: 
     elif client is None and (found := _by_name(active, engine)) is not None:
         plan = _Plan(engine, found[0], params, found[1])
     else:
-        original_client = client if client is None or client_optimizer is client else _give(client)
-        active.original(engine, original_client, params)
+        # A callable that gave the optimizer is not called again.
+        given = client if client is None or client_optimizer is client else lambda params: client
+        active.original(engine, given, params)
         return
     peer.probe(engine, "DeepSpeedEngine", peer.ENGINE_ATTRIBUTES)
     refusals.check(engine, plan.cls.__name__)
@@ -74,17 +70,12 @@ def configure(active: Registration, engine: Any, client_optimizer: Any, params: 
         plan.run_on_partitions(active)
 
 
-def _give(client: Any) -> Callable[[Any], Any]:
-    """Return a callable that gives an optimizer that was built already."""
-    return lambda params: client
-
-
 def _by_name(
     active: Registration, engine: Any
 ) -> tuple[type[ShardedOptimizer], dict[str, Any]] | None:
     """Return (class, options) of the optimizer that the JSON names; None if it is not ours."""
     name, options = engine.optimizer_name(), dict(engine.optimizer_params() or {})
-    if active.options.replace_lamb and name == "lamb":
+    if active.replace_lamb and name == "lamb":
         return ShardedLamb, from_lamb_options(options)
     cls = active.classes.get(name)
     if cls is None:
@@ -100,36 +91,23 @@ def _by_name(
     return cls, options
 
 
+@dataclass
 class _Plan:
-    """How one engine gets its optimizer.
+    """How one engine gets its optimizer."""
 
-    Args:
-        engine: the engine, configured as far as its optimizer.
-        cls: class of the optimizer.
-        params: parameters or group dicts, as given to DeepSpeed.
-        options: arguments of ``cls`` besides.
-        instance: the optimizer itself, where the user has built it.
-    """
+    engine: Any  # configured as far as its optimizer
+    cls: type[ShardedOptimizer]
+    params: Any  # parameters or group dicts, as given to DeepSpeed
+    options: Mapping[str, Any]  # arguments of ``cls`` besides
+    instance: ShardedOptimizer | None = None  # the optimizer itself, where the user has built it
 
-    def __init__(
-        self,
-        engine: Any,
-        cls: type[ShardedOptimizer],
-        params: Any,
-        options: Mapping[str, Any],
-        instance: ShardedOptimizer | None = None,
-    ) -> None:
-        self._engine = engine
-        self.cls = cls
-        self._params = params
-        self._options = options
-        self._instance = instance
-        if instance is not None:
-            refusals.check_scheduler(instance, engine, cls.__name__)
+    def __post_init__(self) -> None:
+        if self.instance is not None:
+            refusals.check_scheduler(self.instance, self.engine, self.cls.__name__)
 
     def run_at_stage_0(self, active: Registration) -> None:
         """Let shardfuse shard, and the engine drive it."""
-        engine, optimizer = self._engine, self._instance
+        engine, optimizer = self.engine, self.instance
         if optimizer is None:
             optimizer = self._build()
         else:
@@ -142,13 +120,13 @@ class _Plan:
         refusals.check_ranks(optimizer, engine, self.cls.__name__)
         bridge = EngineBridge(engine, optimizer)
         with _overridden(engine, overrides):
-            active.original(engine, self._instance, self._params)
+            active.original(engine, self.instance, self.params)
         bridge.attach()
 
     def run_on_partitions(self, active: Registration) -> None:
         """Let DeepSpeed shard, and run our rule on its partitions."""
-        engine, zero = self._engine, peer.zero_class()
-        optimizer = self._instance
+        engine, zero = self.engine, peer.zero_class()
+        optimizer = self.instance
         if optimizer is None:
             with laid_out_elsewhere():
                 optimizer = self._build()
@@ -159,7 +137,7 @@ class _Plan:
         try:
             overrides = {"_configure_basic_optimizer": lambda params: optimizer}
             with _overridden(engine, overrides):
-                active.original(engine, self._instance, self._params)
+                active.original(engine, self.instance, self.params)
         finally:
             supported.remove(type(optimizer))
         wrapper = engine.optimizer
@@ -173,9 +151,9 @@ class _Plan:
         partitions.bind(wrapper, optimizer, own)
 
     def _build(self) -> ShardedOptimizer:
-        groups = _named(_groups(self._params), self._engine.param_names)
+        groups = _named(_groups(self.params), self.engine.param_names)
         make: Callable[..., ShardedOptimizer] = self.cls
-        return make(groups, **self._options)
+        return make(groups, **self.options)
 
 
 def _groups(params: Any) -> list[dict[str, Any]]:

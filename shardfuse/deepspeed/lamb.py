@@ -23,7 +23,6 @@ def from_lamb_options(options: Mapping[str, Any]) -> dict[str, Any]:
         )
     if given.pop("max_grad_norm", 0):
         raise ValueError('"max_grad_norm" in the params of "Lamb": write "gradient_clipping".')
-    given.pop("amsgrad", None)
     # FusedLamb's bias correction is in the step size, which is what this variant has.
     if given.pop("bias_correction", True) is False:
         given["bias_correction"] = False

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from shardfuse.comm import Communicator, communicator_for
-from shardfuse.config import ShardConfig
 from shardfuse.engine.foreign_shards import ForeignShards, Segment
 from shardfuse.engine.kernels import Kernels
 from shardfuse.engine.state_io import merged_groups, packed_groups
@@ -47,7 +46,7 @@ class Partitions:
         optimizer: has read its parameters, and gets ``self`` as its Foreign.
 
     Raises:
-        ValueError: it was stepped, or is over partitions already.
+        ValueError: it was stepped, is over partitions already, or clips by itself.
     """
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
@@ -56,7 +55,11 @@ class Partitions:
                 f"This {type(optimizer).__name__} is driven by another DeepSpeed engine. Build a "
                 "new one for this engine."
             )
-        _check_config(optimizer._config)
+        if optimizer._config.clip_grad_norm is not None:
+            raise ValueError(
+                'sharding={"clip_grad_norm": ...} is for loops without DeepSpeed, whose engine '
+                'clips at ZeRO stages 1 and 2: write "gradient_clipping" in its configuration.'
+            )
         flats = optimizer._flats
         if any(state.step_of(slot.param) for state in flats for slot in state.flat.slots):
             raise ValueError(
@@ -69,10 +72,6 @@ class Partitions:
         self.ratio: Tensor | None = None
         self._num_params = len(optimizer.layout.specs)
         hand_over(optimizer, self)
-
-    def add(self, flat: Tensor, partition: _Partition) -> None:
-        """Take over the partition ``flat``."""
-        self._partitions[id(flat)] = partition
 
     def step(self) -> None:
         """Update the partitions that are in the groups. Collective where norms are needed.
@@ -173,7 +172,7 @@ def bind(zero: Any, optimizer: ShardedOptimizer, own: Partitions) -> None:
         kernels = Kernels(rule, optimizer._config.kernel, flat.device)
         kernels.choose(flat.numel())
         engine = StepEngine(rule, shards, comm=comm, kernels=kernels, comm_device=whole.device)
-        own.add(flat, _Partition(comm, shards, engine, positions))
+        own._partitions[id(flat)] = _Partition(comm, shards, engine, positions)
         _check_map(members, segments, number)
     optimizer._params = []  # the optimizer is to hold nothing but its partitions
 
@@ -233,12 +232,3 @@ def _global_square(zero_ref: weakref.ref[Any]) -> Tensor:
     if zero.clip_grad > 0:
         norm = norm / ((norm + 1e-6) / zero.clip_grad).clamp(min=1.0)
     return norm.square()
-
-
-def _check_config(config: ShardConfig) -> None:
-    """Raise ValueError if ``config`` has what only shardfuse's own steps do."""
-    if config.clip_grad_norm is not None:
-        raise ValueError(
-            'sharding={"clip_grad_norm": ...} is for loops without DeepSpeed, whose engine clips '
-            'at ZeRO stages 1 and 2: write "gradient_clipping" in its configuration.'
-        )

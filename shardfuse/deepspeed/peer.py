@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable
 from contextlib import suppress
+from importlib import import_module, metadata
 from typing import Any
 
 CHECKED_VERSIONS = ("0.19.8",)
@@ -72,12 +73,9 @@ def version() -> str | None:
     """Return DeepSpeed's version; None where it is not installed, without importing it."""
     if importlib.util.find_spec("deepspeed") is None:
         return None
-    from importlib.metadata import PackageNotFoundError
-    from importlib.metadata import version as version_of
-
     try:
-        return version_of("deepspeed")
-    except PackageNotFoundError:
+        return metadata.version("deepspeed")
+    except metadata.PackageNotFoundError:
         return "of unknown version"
 
 
@@ -96,29 +94,19 @@ def engine_class() -> Any:
                 f"DeepSpeed {found} is older than shardfuse.deepspeed was checked with. Install "
                 f"deepspeed>={OLDEST_VERSION}, or do without importing shardfuse.deepspeed."
             )
-    from deepspeed.runtime.engine import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        DeepSpeedEngine,
-    )
-
-    probe(DeepSpeedEngine, "DeepSpeedEngine", ENGINE_METHODS)
-    return DeepSpeedEngine
+    engine = import_module("deepspeed.runtime.engine").DeepSpeedEngine
+    probe(engine, "DeepSpeedEngine", ENGINE_METHODS)
+    return engine
 
 
 def zero_class() -> Any:
     """Return the optimizer of ZeRO stages 1 and 2."""
-    from deepspeed.runtime.zero.stage_1_and_2 import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        DeepSpeedZeroOptimizer,
-    )
-
-    return DeepSpeedZeroOptimizer
+    return import_module("deepspeed.runtime.zero.stage_1_and_2").DeepSpeedZeroOptimizer
 
 
 def supported_optimizers() -> list[type]:
     """Return the list of classes that ZeRO takes without zero_allow_untested_optimizer."""
-    from deepspeed.runtime.zero import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        utils,
-    )
-
+    utils = import_module("deepspeed.runtime.zero.utils")
     probe(utils, "deepspeed.runtime.zero.utils", ["ZERO_SUPPORTED_OPTIMIZERS"])
     found: list[type] = utils.ZERO_SUPPORTED_OPTIMIZERS
     return found
@@ -126,19 +114,11 @@ def supported_optimizers() -> list[type]:
 
 def is_fused_lamb(optimizer: Any) -> bool:
     """Return whether ``optimizer`` is an instance of DeepSpeed's FusedLamb."""
-    from deepspeed.ops.lamb import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        FusedLamb,
-    )
-
-    return isinstance(optimizer, FusedLamb)
+    return isinstance(optimizer, import_module("deepspeed.ops.lamb").FusedLamb)
 
 
 def probe(owner: Any, name: str, attributes: Iterable[str]) -> None:
-    """Raise unless ``owner`` has every one of ``attributes``.
-
-    Raises:
-        RuntimeError: this DeepSpeed has other insides.
-    """
+    """Raise RuntimeError unless ``owner`` has all ``attributes``: it has other insides then."""
     missing = [attribute for attribute in attributes if not hasattr(owner, attribute)]
     if missing:
         raise RuntimeError(

@@ -133,11 +133,7 @@ def _on_partitions(engine: Any) -> Iterator[Refusal]:
 
 
 def check_rule(rule: Any, engine: Any, name: str) -> None:
-    """Raise unless ``rule`` can run on flat partitions that DeepSpeed makes.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Raise ValueError unless ``rule`` can run on flat partitions that DeepSpeed makes."""
     if isinstance(rule, RowRule):
         raise ValueError(
             f"{name} needs sums over rows of tensors, which a partition of DeepSpeed's cuts "
@@ -159,8 +155,7 @@ def check_scheduler(optimizer: Any, engine: Any, name: str) -> None:
     """
     if getattr(optimizer, "_scheduler", None) is None:
         return
-    other = engine.client_lr_scheduler is not None or engine.scheduler_name() is not None
-    if other:
+    if engine.client_lr_scheduler is not None or engine.scheduler_name() is not None:
         raise ValueError(
             f"{name} reads its learning rate from the scheduler it was given, at every step, and "
             "what DeepSpeed's lr_scheduler writes would be lost. Remove lr_scheduler and "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any
 
 import torch
@@ -16,23 +15,10 @@ from shardfuse.optim import (
     ShardedLamb,
     ShardedOptimizer,
     ShardedSGD,
+    npu,
 )
 
-_NPU_MODULE = "shardfuse.optim.npu"
-_NPU_NAMES = ("NpuFusedSGD", "NpuFusedAdam", "NpuFusedAdamW", "NpuFusedBertAdam", "NpuFusedLamb")
-
-
-class _Registration:
-    """What was put where, so that it can be taken back."""
-
-    def __init__(self, engine: Any, options: drive.Options) -> None:
-        self.engine = engine
-        self.original = engine._configure_optimizer
-        self.options = options
-        self.classes = classes()
-
-
-_active: _Registration | None = None
+_active: drive.Registration | None = None
 
 
 def classes() -> dict[str, type[ShardedOptimizer]]:
@@ -43,12 +29,13 @@ def classes() -> dict[str, type[ShardedOptimizer]]:
         ShardedAdamW,
         ShardedBertAdam,
         ShardedLamb,
+        npu.NpuFusedSGD,
+        npu.NpuFusedAdam,
+        npu.NpuFusedAdamW,
+        npu.NpuFusedBertAdam,
+        npu.NpuFusedLamb,
     ]
-    found = {cls.__name__: cls for cls in ours}
-    if importlib.util.find_spec(_NPU_MODULE) is not None:
-        module = importlib.import_module(_NPU_MODULE)
-        found.update({name: getattr(module, name) for name in _NPU_NAMES if hasattr(module, name)})
-    return found
+    return {cls.__name__: cls for cls in ours}
 
 
 def register(*, replace_lamb: bool | None = None) -> bool:
@@ -72,11 +59,13 @@ def register(*, replace_lamb: bool | None = None) -> bool:
     global _active
     if _active is not None:
         if replace_lamb is not None:
-            _active.options.replace_lamb = replace_lamb
+            _active.replace_lamb = replace_lamb
         return True
     if peer.version() is None:
         return False
-    active = _Registration(peer.engine_class(), drive.Options(bool(replace_lamb)))
+    engine = peer.engine_class()
+    original = engine._configure_optimizer
+    active = drive.Registration(engine, original, classes(), bool(replace_lamb))
     for name, cls in active.classes.items():
         if getattr(torch.optim, name, cls) is not cls:
             raise RuntimeError(

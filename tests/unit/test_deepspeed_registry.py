@@ -58,7 +58,7 @@ def test_registering_twice_is_registering_once(engine: Any) -> None:
     assert registry.register(replace_lamb=True)
     assert registry.register()
     assert registry._active is not None
-    assert registry._active.options.replace_lamb
+    assert registry._active.replace_lamb
     assert engine._configure_optimizer is wrapped
     for name in NAMES:
         assert getattr(torch.optim, name) is getattr(shardfuse, name)
