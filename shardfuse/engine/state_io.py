@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from shardfuse.buffers import ShardArena
-from shardfuse.checkpoint import (
-    Asked,
-    FragmentTensor,
-    Piece,
-    gather,
-    scatter,
-    shaped_pieces,
-)
+from shardfuse.checkpoint import Asked, FragmentTensor, Piece, gather, scatter, shaped_pieces
 from shardfuse.comm import Communicator
 from shardfuse.engine.flat_state import FlatState
 from shardfuse.layout import Bucket, FlatLayout, ParamSpec
@@ -48,10 +41,7 @@ def arenas_of(state: FlatState) -> dict[str, ShardArena]:
 
 
 def fragment_tensors(
-    state: FlatState,
-    segment: Callable[[Bucket], Tensor],
-    cut: Cut,
-    position: int | None = None,
+    state: FlatState, segment: Callable[[Bucket], Tensor], cut: Cut, position: int | None = None
 ) -> list[FragmentTensor]:
     """Return what this rank has of one state of a flat, a tensor per parameter in slot order.
 

@@ -6,13 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from shardfuse.rules.base import (
-    Clip,
-    Group,
-    Settings,
-    check_at_least_zero,
-    check_number,
-)
+from shardfuse.rules.base import Clip, Group, Settings, check_at_least_zero, check_number
 from shardfuse.rules.lamb import NO_DECAY, LambFlags, LambRule, LambScalars, switches_for
 
 ClipKind = Literal["global_norm", "norm", "value"]

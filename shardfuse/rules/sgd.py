@@ -7,13 +7,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from shardfuse.rules.base import (
-    ElementwiseRule,
-    Group,
-    Settings,
-    check_at_least_zero,
-    check_number,
-)
+from shardfuse.rules.base import ElementwiseRule, Group, Settings, check_at_least_zero, check_number
 
 
 class _Flags(NamedTuple):
