@@ -27,26 +27,20 @@ def trainer_callback() -> Any:
     class ConsolidateCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         """Calls consolidate_state_dict() on all ranks before Trainer calls state_dict() on one."""
 
-        def on_train_begin(
-            self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
-        ) -> None:
-            for own in _unwrapped([optimizer]):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            for own in _unwrapped([kwargs.get("optimizer")]):
                 own.saves_are_arranged()
 
-        def on_step_end(
-            self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
-        ) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if control.should_save:
-                _consolidate([optimizer], everywhere=args.save_on_each_node)
+                _consolidate([kwargs.get("optimizer")], everywhere=args.save_on_each_node)
 
         on_epoch_end = on_step_end
 
-        def on_evaluate(
-            self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
-        ) -> None:
+        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             # Whether this is the best model so far is decided only after the callbacks.
             if control.should_save or args.save_strategy == "best":
-                _consolidate([optimizer], everywhere=args.save_on_each_node)
+                _consolidate([kwargs.get("optimizer")], everywhere=args.save_on_each_node)
 
     return ConsolidateCallback()
 

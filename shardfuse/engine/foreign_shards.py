@@ -8,8 +8,8 @@ shorter row, its tail.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,14 +28,10 @@ class Segment:
     numel: int
     policy: str
 
-
-class _Cut(NamedTuple):
-    """Elements [start, stop) of a partition: whole blocks, or the one shorter row after them."""
-
-    start: int
-    stop: int
-    trained: int
-    param: int
+    @property
+    def elements(self) -> slice:
+        """Which of the partition's they are."""
+        return slice(self.start, self.start + self.numel)
 
 
 class ForeignShards(Shards):
@@ -66,19 +62,10 @@ class ForeignShards(Shards):
         if rule.grain == "element" and len(self._policies) == 1:
             # Nothing depends on where tensors begin.
             segments = [Segment(0, 0, flat.numel(), policies[0])]
-        self._cuts = [cut for segment in segments for cut in self._cut(segment)]
+        self._cuts = [cut for segment in segments for cut in _cut(segment)]
         self._group: Mapping[str, Any] = {}
         self._states: Sequence[Tensor] = ()
         self._step = 0
-
-    def _cut(self, segment: Segment) -> Iterator[_Cut]:
-        stop = segment.start + segment.numel
-        middle = stop - segment.numel % BLOCK
-        trained = self._policies.index(segment.policy)
-        if middle > segment.start:
-            yield _Cut(segment.start, middle, trained, segment.param)
-        if stop > middle:
-            yield _Cut(middle, stop, trained, segment.param)
 
     def set_step(self, group: Mapping[str, Any], states: Sequence[Tensor], step: int) -> None:
         """Set what the next update is made with.
@@ -104,14 +91,14 @@ class ForeignShards(Shards):
     def gradients(self) -> Iterator[Unit]:
         assert self._flat.grad is not None
         for index, cut in enumerate(self._cuts):
-            numel = cut.stop - cut.start
-            row = BLOCK if numel % BLOCK == 0 else numel
-            yield Unit(index, cut.trained, numel, row, (self._flat.grad[cut.start : cut.stop],))
+            row = BLOCK if cut.numel % BLOCK == 0 else cut.numel
+            trained = self._policies.index(cut.policy)
+            yield Unit(index, trained, cut.numel, row, (self._flat.grad[cut.elements],))
 
     def open(self, unit: Unit) -> None:
-        cut = self._cuts[unit.index]
-        unit.p = self._flat.detach()[cut.start : cut.stop]
-        unit.states = tuple(state[cut.start : cut.stop] for state in self._states)
+        elements = self._cuts[unit.index].elements
+        unit.p = self._flat.detach()[elements]
+        unit.states = tuple(state[elements] for state in self._states)
         unit.spans = [Span(0, unit.numel, self._step)]
 
     def close(self, unit: Unit) -> None:
@@ -139,8 +126,8 @@ class ForeignShards(Shards):
         extents: dict[int, tuple[int, int]] = {}
         num_blocks = 0
         for index, cut in enumerate(self._cuts):
-            if cut.trained in trained:
-                stop = num_blocks + -(-(cut.stop - cut.start) // BLOCK)
+            if self._policies.index(cut.policy) in trained:
+                stop = num_blocks + -(-cut.numel // BLOCK)
                 extents[index] = (num_blocks, stop)
                 owners.append((cut.param, num_blocks, stop))
                 num_blocks = stop
@@ -149,3 +136,12 @@ class ForeignShards(Shards):
     def params(self, trained: int) -> Sequence[tuple[int, ParamSpec]]:
         """Raise NotImplementedError: which rows a segment has parts of is not known."""
         raise NotImplementedError("Sums over rows are not there over foreign partitions.")
+
+
+def _cut(segment: Segment) -> Iterator[Segment]:
+    """Yield the whole blocks of a segment, and the one shorter row after them."""
+    tail = segment.numel % BLOCK
+    if segment.numel > tail:
+        yield replace(segment, numel=segment.numel - tail)
+    if tail:
+        yield replace(segment, start=segment.start + segment.numel - tail, numel=tail)

@@ -19,6 +19,11 @@ _REMEDY = (
 )
 
 
+def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    """Say what to do in place of replacing or removing states; a method of both classes."""
+    raise RuntimeError(_REMEDY)
+
+
 class ParamState(dict[str, Any]):
     """One parameter's state on this rank: ``step``, and tensors that alias the optimizer's own.
 
@@ -33,10 +38,7 @@ class ParamState(dict[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key not in self or value is not self[key]:
-            self._refuse()
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError(_REMEDY)
+            _refuse()
 
     __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
@@ -80,15 +82,7 @@ class StateView(Mapping[Tensor, ParamState]):
             values[name] = _shown(state, arena, position)
         return ParamState(values)
 
-    def __setitem__(self, param: Tensor, value: Any) -> None:
-        raise RuntimeError(_REMEDY)
-
-    def __delitem__(self, param: Tensor) -> None:
-        raise RuntimeError(_REMEDY)
-
-    def clear(self) -> None:
-        """Refuse: see load_state_dict()."""
-        raise RuntimeError(_REMEDY)
+    __setitem__ = __delitem__ = clear = _refuse
 
     def __iter__(self) -> Iterator[Tensor]:
         for state in self._flats:

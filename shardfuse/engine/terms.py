@@ -35,7 +35,7 @@ class Terms:
         self._unfrozen: list[str] = []  # what trains although it was frozen when it was added
         self._loaded: list[str] = []
         self._is_changed = True  # params and states may differ between ranks since the last call
-        self._averaged = AveragedCheck(comm, are_reduced)
+        self.averaged = AveragedCheck(comm, are_reduced)
 
     def declare(
         self,
@@ -65,8 +65,8 @@ class Terms:
         sampled = self._is_changed or any(s.params_buffer.data.device.type == "cpu" for s in flats)
         params = [_sample(state) for state in flats] if sampled else []
         self._is_changed = False
-        if grads is not None and not self._averaged.is_over:
-            is_new, averaged = True, self._averaged.lines(grads())
+        if grads is not None and not self.averaged.is_over:
+            is_new, averaged = True, self.averaged.lines(grads())
         options = self._options.lines(groups)
         held = [*lines, *self._loaded, *options, *self._unfrozen, *params, *averaged]
         self._comm.declare(held, is_new=is_new)
@@ -75,10 +75,6 @@ class Terms:
         """Note that this rank has loaded a state, whose params were updated ``step`` times."""
         self._loaded = [f"loaded a state of step {step}"]
         self._is_changed = True
-
-    def warn(self, params: Sequence[Tensor]) -> None:
-        """Warn where gradients are averaged elsewhere and this was not said."""
-        self._averaged.warn(params)
 
 
 def _sample(state: FlatState) -> str:

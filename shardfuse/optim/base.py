@@ -390,7 +390,7 @@ class ShardedOptimizer(TorchLike):
         grads = None if "found_inf" in self.__dict__ else self._shards.named_grads
         awake = [state for state in self._flats if self._grads.has(state.flat)]
         self._terms.declare(lines, self.param_groups, awake, woken, grads)
-        self._terms.warn(self._params)
+        self._terms.averaged.warn(self._params)
         if woken:
             self._wake(woken)
         self._grads.note()
