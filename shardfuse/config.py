@@ -43,6 +43,24 @@ class ShardConfig:
     grad_sync_dtype: torch.dtype | None = None
     """Dtype gradients are summed in on the wire; None is the parameter's own dtype."""
 
+    overlap_grad_sync: bool | Literal["auto"] = "auto"
+    """Buckets of gradients leave under backward, as soon as they are complete.
+
+    A gradient that changes afterwards is sent anew, so that steps are the same bit for bit; run all
+    backwards of a step but the last inside no_sync(). auto: where bytes move while a rank computes
+    and nothing was measured to be slower, which is gloo through sockets. It keeps what arrives of
+    all buckets: (W - 1) / W of the gradients' bytes there, 1 / W on other backends.
+    """
+
+    overlap_param_sync: bool | Literal["auto"] = "auto"
+    """step() returns while updated parameters are under way; who reads one waits for it.
+
+    See [Note: under way] in engine/gather.py for what counts as reading. auto: as above.
+    """
+
+    debug_sync: bool = False
+    """Wait for every collective where it is launched: whether overlap is at fault."""
+
     grads_are_reduced: bool = False
     """``p.grad`` is the mean over ranks already, as under DistributedDataParallel."""
 
@@ -91,9 +109,12 @@ class ShardConfig:
             raise TypeError(f"clip_grad_norm must be a number or None, got {bound!r}.")
         if bound is not None and not bound > 0:
             raise ValueError(f"Invalid clip_grad_norm: {bound}. Must be > 0, or None for no clip.")
-        for name in ("grads_are_reduced", "broadcast_params", "report_overflow"):
+        for name in ("grads_are_reduced", "broadcast_params", "report_overflow", "debug_sync"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}.")
+        for name in ("overlap_grad_sync", "overlap_param_sync"):
+            if not (isinstance(getattr(self, name), bool) or getattr(self, name) == "auto"):
+                raise TypeError(f'{name} must be a bool or "auto", got {getattr(self, name)!r}.')
         every = self.consolidate_every
         if every is not None and (isinstance(every, bool) or not isinstance(every, int)):
             raise TypeError(f"consolidate_every must be a number of steps or None, got {every!r}.")

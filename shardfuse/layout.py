@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -167,6 +169,18 @@ class Flat:
             start += bucket.numel
         if start != self.numel or ends[-1] > self.numel:
             raise ValueError(f"Flat {self.index} has {self.numel} elements, its buckets {start}.")
+
+
+def slots_in(flat: Flat, bucket: Bucket) -> Iterator[int]:
+    """Yield the positions of the slots that have elements in ``bucket``."""
+    stop = bucket.start + bucket.numel
+    first = bisect_right(flat.slots, bucket.start, key=operator.attrgetter("stop"))
+    for position in range(first, len(flat.slots)):
+        slot = flat.slots[position]
+        if slot.start >= stop:
+            break
+        if slot.start + slot.numel > bucket.start and slot.numel:
+            yield position
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,8 @@ from launch.bench.launches import LaunchError, run_ranks
 from launch.bench.options import Options, Row, interleaved
 from launch.bench.timing import bytes_written, median, time_ms
 from shardfuse.comm import Communicator, communicator_for
-from shardfuse.comm.base import PartsHandle
+from shardfuse.comm.base import IN_FLIGHT, PartsHandle
 from shardfuse.comm.process_group import all_gather_single, reduce_scatter_single
-from shardfuse.comm.staging import IN_FLIGHT
 
 SIZES = (1 << 20, 25 << 20, 110 << 20)
 WORLDS = (2, 3, 4, 8)

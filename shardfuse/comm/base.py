@@ -10,8 +10,19 @@ import torch
 
 ReduceOp = Literal["sum", "max"]
 
+IN_FLIGHT = 2
+"""Reduce-scatters under way at a time where nothing overlaps."""
+
 Parts = tuple[torch.Tensor, ...]
 """Tensors of one shape whose sum is meant: who reads them all anyway adds them up in passing."""
+
+
+Progress = Literal["when waited for", "in order", "in any order"]
+"""What becomes of a collective that was launched, while its rank computes.
+
+It may move only when it is waited for. Or it moves at once: in the order of launches, which must
+be the same on all ranks, or as soon as every rank has launched one of its label.
+"""
 
 
 class PeerError(RuntimeError):
@@ -79,13 +90,32 @@ class Communicator(Protocol):
     def staging_nbytes(self) -> int:
         """Bytes of the buffers that it keeps to receive into."""
 
-    def reduce_scatter(self, input: torch.Tensor, into: torch.Tensor | None = None) -> PartsHandle:
+    @property
+    def progress(self) -> Progress:
+        """What becomes of a collective while this rank computes; the same on all ranks."""
+
+    @property
+    def epoch(self) -> int:
+        """How often the ranks have begun anew after an error; what was under way then is lost."""
+
+    num_in_flight: int
+    """Reduce-scatters whose parts are kept: those of one are lost when so many more were launched.
+
+    May be set between calls.
+    """
+
+    def reduce_scatter(
+        self, input: torch.Tensor, into: torch.Tensor | None = None, *, label: str | None = None
+    ) -> PartsHandle:
         """Sum ``input`` (world_size * n,) over ranks; wait() gives part ``rank`` of that sum.
 
         It gives one tensor (n,), which is ``into`` if that is given, or several that add up to it:
-        a part of ``input`` is one of them. They lie in buffers of the communicator, and are lost
-        when the second next reduce_scatter() is launched. ``input`` is left as it is, and others
-        may read it until the next collective has been launched.
+        a part of ``input`` is one of them. They lie in buffers of the communicator, see
+        ``num_in_flight``. ``input`` is left as it is, and others may read it until the next
+        collective has been launched.
+
+        ``label`` tells it from every other one that this communicator makes. It may then be
+        launched between calls, and, if ``progress`` is "in any order", so on every rank.
         """
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
@@ -118,6 +148,9 @@ class SingleRank:
     world_size = 1
     num_summed = 1
     staging_nbytes = 0
+    num_in_flight = IN_FLIGHT
+    progress: Progress = "when waited for"
+    epoch = 0
 
     def call(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
@@ -131,7 +164,9 @@ class SingleRank:
     def told(self, topic: str) -> list[str | None]:
         return [None]
 
-    def reduce_scatter(self, input: torch.Tensor, into: torch.Tensor | None = None) -> PartsHandle:
+    def reduce_scatter(
+        self, input: torch.Tensor, into: torch.Tensor | None = None, *, label: str | None = None
+    ) -> PartsHandle:
         return Done((input if into is None else into.copy_(input),))
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from shardfuse.comm.base import Handle, PartsHandle, ReduceOp
+from shardfuse.comm.base import IN_FLIGHT, Handle, PartsHandle, Progress, ReduceOp
 from shardfuse.comm.board import Board
 from shardfuse.comm.calls import digest
-from shardfuse.comm.staging import IN_FLIGHT, PartsInFlight, Staging
+from shardfuse.comm.staging import PartsInFlight, Staging
 from shardfuse.comm.traits import traits_of
 from shardfuse.comm.watch import Watch
 
@@ -136,7 +136,18 @@ class ProcessGroupCommunicator:
         self._board, self._watch = _post_of(group, device, self.backend)
         self._staging = Staging()
         self._num_reduced = 0
+        self.num_in_flight = IN_FLIGHT
         self._number = 0  # the same on all ranks, from the first call on
+
+    @property
+    def progress(self) -> Progress:
+        """In order: backends know no labels."""
+        return "in order"
+
+    @property
+    def epoch(self) -> int:
+        """How often the ranks have begun anew after an error."""
+        return self._board.epoch
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
@@ -223,7 +234,9 @@ class ProcessGroupCommunicator:
             )
         return group
 
-    def reduce_scatter(self, input: torch.Tensor, into: torch.Tensor | None = None) -> PartsHandle:
+    def reduce_scatter(
+        self, input: torch.Tensor, into: torch.Tensor | None = None, *, label: str | None = None
+    ) -> PartsHandle:
         assert reduce_scatter_single is not None
         if into is None:
             numel = input.numel() // self.world_size
@@ -235,7 +248,7 @@ class ProcessGroupCommunicator:
     def _next_slot(self) -> int:
         """Return which of the receiving buffers is free."""
         self._num_reduced += 1
-        return self._num_reduced % IN_FLIGHT
+        return self._num_reduced % self.num_in_flight
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
         assert all_gather_single is not None

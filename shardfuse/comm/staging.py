@@ -6,9 +6,6 @@ import torch
 
 from shardfuse.comm.base import Handle, Parts
 
-IN_FLIGHT = 2
-"""Reduce-scatters whose parts are kept: those of one are lost when the second next is launched."""
-
 
 class Staging:
     """Persistent 1-D buffers; fresh ones would be page-faulted in every step."""

@@ -14,18 +14,19 @@ looks only at those still remembered: absent if every element is -0.0. Any edit 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from shardfuse.buffers import CombinedBuffers, ShardArena
 from shardfuse.comm import Communicator
-from shardfuse.comm.base import Parts, PartsHandle
-from shardfuse.comm.staging import IN_FLIGHT, Staging
+from shardfuse.comm.base import Parts, PartsHandle, Progress
+from shardfuse.comm.staging import Staging
 from shardfuse.grads.ownership import GradVersions
 from shardfuse.grads.protocol import GradPhase, GradShards
+from shardfuse.grads.sends import Sends
 from shardfuse.grads.slots import FlatGrads, FlatParams, is_absent
 from shardfuse.layout import Bucket
 
@@ -53,9 +54,17 @@ class GradSync(GradShards):
     Args:
         comm: the ranks to sum over.
         wire_dtype: dtype of the sum on the wire; None is the gradients' own.
+        overlaps, waits: as of Sends.
     """
 
-    def __init__(self, comm: Communicator, wire_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        wire_dtype: torch.dtype | None,
+        *,
+        overlaps: Collection[Progress] = (),
+        waits: bool = False,
+    ) -> None:
         super().__init__()
         self._comm = comm
         self._wire_dtype = wire_dtype
@@ -63,6 +72,9 @@ class GradSync(GradShards):
         self._buffers = CombinedBuffers()
         self._is_shared = False  # whether others may write to the padding
         self._staging = Staging()
+        self._sends = Sends(
+            comm, self._launch, self._buffers.extents, overlaps=overlaps, waits=waits
+        )
         self._factor: float | None = None  # what multiply() asked for
         self._reduced_from: GradVersions | None = None
 
@@ -82,6 +94,9 @@ class GradSync(GradShards):
         for member, buffer in zip(members, buffers, strict=True):
             grads = FlatGrads(buffer, member.params, member.specs, member.fragments)
             self._flats[member.flat.index] = grads
+            if self._comm.world_size > 1:
+                grads.on_arrival = self._sends.arrived
+                self._sends.add(grads)
             grads.watch()
 
     def idle(self, bucket: Bucket, parts: Parts) -> set[int]:
@@ -120,12 +135,23 @@ class GradSync(GradShards):
 
     def multiply(self, factor: Tensor) -> None:
         self._factor = float(factor)
+        self._sends.doubt()
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        before, self._sends.is_paused = self._sends.is_paused, True
+        try:
+            yield
+        finally:
+            self._sends.is_paused = before
 
     def combined(self, *, shared: bool) -> list[Tensor | None]:
         self.note()
         for grads in self._flats.values():
             grads.pack()
             grads.adopt()
+        self._sends.doubt()
+        self._sends.is_paused = True  # for good: edits of all at once leave no trace on one
         if self.phase is GradPhase.REDUCED:
             # What is kept for step() stays valid: being moved does not change a gradient.
             self._reduced_from = GradVersions(self._params())
@@ -134,6 +160,8 @@ class GradSync(GradShards):
 
     def zero(self, set_to_none: bool, *, absent: bool = False) -> None:
         self.release()
+        self._sends.doubt()
+        self._sends.expect()
         for grads in self._flats.values():
             if set_to_none:
                 grads.drop()
@@ -159,13 +187,16 @@ class GradSync(GradShards):
             if grads.retained is None:
                 dtype = self._wire(grads)
                 grads.retained = ShardArena(grads.flat, grads.buffer.data.device, dtype)
-        for bucket, parts in self._pipeline(retain=True):
+        for bucket, parts in self._sends.reduced(retain=True):
             arena = self._flats[bucket.flat].retained
             assert arena is not None
+            total = arena.segment(bucket)
             if len(parts) > 1:
-                total = torch.add(parts[0], parts[1], out=arena.segment(bucket))
+                torch.add(parts[0], parts[1], out=total)
                 for part in parts[2:]:
                     total.add_(part)
+            elif parts[0].data_ptr() != total.data_ptr():
+                total.copy_(parts[0])
 
     def release(self) -> None:
         """Forget shards kept by ``retain()``, and what note() noted; the next step begins anew."""
@@ -194,21 +225,11 @@ class GradSync(GradShards):
                 for bucket in grads.flat.buckets:
                     yield bucket, (grads.retained.segment(bucket),)
         else:
-            yield from self._pipeline(retain=False)
+            yield from self._sends.reduced(retain=False)
 
-    def _pipeline(self, *, retain: bool) -> Iterator[tuple[Bucket, Parts]]:
-        """Reduce-scatter every bucket, IN_FLIGHT ahead of the one yielded."""
-        queue = [(grads, bucket) for grads in self._flats.values() for bucket in grads.flat.buckets]
-        handles: list[PartsHandle] = []
-        for index in range(len(queue) + IN_FLIGHT):
-            if index >= IN_FLIGHT:
-                with record_function("shardfuse::wait_reduce_scatter"):
-                    parts = handles[index - IN_FLIGHT].wait()
-                yield queue[index - IN_FLIGHT][1], parts
-            if index < len(queue):
-                handles.append(self._launch(*queue[index], index, retain))
-
-    def _launch(self, grads: FlatGrads, bucket: Bucket, index: int, retain: bool) -> PartsHandle:
+    def _launch(
+        self, grads: FlatGrads, bucket: Bucket, place: int, *, label: str | None, retain: bool
+    ) -> PartsHandle:
         grads.pack(bucket.start + bucket.numel)
         like = torch.empty(0, dtype=self._wire(grads), device=grads.buffer.data.device)
         factor = self._factor
@@ -216,14 +237,13 @@ class GradSync(GradShards):
             # Divided before the sum, which would overflow at 65504.
             factor = (1.0 if factor is None else factor) / self._comm.num_summed
         # Others may read what is sent until the reduce-scatter after it has been launched.
-        slot = index % (IN_FLIGHT + 1)
+        slot = place % (self._comm.num_in_flight + 1)
         send = _scaled(self._staging, grads.buffer.bucket(bucket), factor, slot, like)
         into = None
         if retain:
             assert grads.retained is not None
             into = grads.retained.segment(bucket)
-        with record_function(f"shardfuse::reduce_scatter b{bucket.index}"):
-            return self._comm.reduce_scatter(send, into)
+        return self._comm.reduce_scatter(send, into, label=label)
 
     def _wire(self, grads: FlatGrads) -> torch.dtype:
         return self._wire_dtype or grads.buffer.data.dtype

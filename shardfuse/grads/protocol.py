@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -91,6 +92,10 @@ class GradShards(ABC):
     @abstractmethod
     def release(self) -> None:
         """Forget what was noted and reduced: the phase is ACCUMULATING then."""
+
+    @abstractmethod
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Have gradients stay here: more is to be added to them before the next step."""
 
     @abstractmethod
     def zero(self, set_to_none: bool, *, absent: bool = False) -> None:

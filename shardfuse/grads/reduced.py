@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -103,6 +104,10 @@ class PresyncedGrads(GradShards):
             "The ranks have different loss scales although their gradients are reduced already. "
             "Use one scale on all ranks: shardfuse.ShardedGradScaler."
         )
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Do nothing: whoever reduces the gradients decides when."""
+        return nullcontext()
 
     def combined(self, *, shared: bool) -> list[Tensor | None]:
         """Return every gradient by itself; there is no tensor that they all lie in.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardfuse.buffers import FlatBuffer, ShardArena, lie_at
 from shardfuse.grads.ownership import is_held, is_unseen, move_out
-from shardfuse.layout import Flat, Fragment, ParamSpec
+from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec, slots_in
 
 _SHORT_NUMEL = 64 << 10
 """A 1-D gradient of at most so many elements is copied together with its neighbours."""
@@ -52,6 +52,25 @@ def check_grad(grad: Tensor, spec: ParamSpec) -> None:
         )
 
 
+class SentGrad(NamedTuple):
+    """A gradient as it was sent."""
+
+    param: Tensor
+    grad: Tensor | None
+    version: int
+    address: int
+
+    @classmethod
+    def of(cls, param: Tensor, grad: Tensor | None) -> SentGrad:
+        """Return ``grad``, that of ``param``, as it is now."""
+        return cls(param, grad, *((0, 0) if grad is None else (grad._version, grad.data_ptr())))
+
+    def is_unchanged(self) -> bool:
+        """Return whether the parameter has the same gradient, and nobody has written to it."""
+        now = SentGrad.of(self.param, self.param.grad)
+        return now.grad is self.grad and now[2:] == self[2:]
+
+
 @dataclass
 class FlatGrads:
     """The gradients of one flat: buffer, per-parameter views of it, parameters, by position."""
@@ -72,9 +91,11 @@ class FlatGrads:
     cleared: dict[int, Tensor] = field(default_factory=dict)  # -0.0 since zero(), by position
     is_joined: bool = False  # whether neighbours are copied together
     is_lent: bool = False  # whether anybody may hold a view, or a view of one
+    on_arrival: Callable[[FlatGrads, int], None] | None = None  # what collect() calls at its end
 
     def __post_init__(self) -> None:
-        self.views = [self.buffer.view(i, spec) for i, spec in enumerate(self.specs)]
+        # As .data each has a version of its own, which counts what is done through it.
+        self.views = [self.buffer.view(i, spec).data for i, spec in enumerate(self.specs)]
         self.addresses = [view.data_ptr() for view in self.views]
         self.starts = [slot.start for slot in self.flat.slots]
         self.sizes = [view.nbytes for view in self.views]
@@ -94,7 +115,7 @@ class FlatGrads:
     def view(self, position: int) -> Tensor:
         """Return the view of a slot, a new one if the old was pointed elsewhere."""
         if self.views[position].data_ptr() != self.addresses[position]:
-            self.views[position] = self.buffer.view(position, self.specs[position])
+            self.views[position] = self.buffer.view(position, self.specs[position]).data
         return self.views[position]
 
     def watch(self) -> None:
@@ -109,6 +130,11 @@ class FlatGrads:
 
         One that the caller sees elsewhere too, or that has a graph, stays: pack() will copy it.
         """
+        self._collect(position)
+        if self.on_arrival is not None:
+            self.on_arrival(self, position)
+
+    def _collect(self, position: int) -> None:
         self.cleared.pop(position, None)
         param = self.params[position]
         grad = param.grad
@@ -124,6 +150,38 @@ class FlatGrads:
             view = self.view(position).copy_(grad)
         param.grad = view
         self.is_lent = True
+
+    def prepare(self, bucket: Bucket, extents: Sequence[tuple[int, int]]) -> list[SentGrad] | None:
+        """Fill the slots in ``bucket`` before note(), and return what with; None if it must wait.
+
+        It must where a gradient is no dense tensor of its slot's size, or lies in another slot:
+        ``extents`` are as of keep().
+        """
+        positions = list(slots_in(self.flat, bucket))
+        grads = [self.params[position].grad for position in positions]
+        outside = [
+            (position, grad)
+            for position, grad in zip(positions, grads, strict=True)
+            if grad is None or not self.holds(position, grad)
+        ]
+        for position, grad in outside:
+            if grad is not None and (
+                grad.layout is not torch.strided
+                or grad.nbytes != self.sizes[position]
+                or any(first <= grad.data_ptr() <= last for first, last in extents)
+            ):
+                return None
+        for position, grad in outside:
+            if self.is_lent and is_held(self.views, position):
+                move_out(self.views[position])
+            if grad is None:
+                self.view(position).fill_(-0.0)
+            else:
+                self.view(position).copy_(grad)
+        return [
+            SentGrad.of(self.params[position], grad)
+            for position, grad in zip(positions, grads, strict=True)
+        ]
 
     def note(self) -> None:
         """Note which gradients are not in their slots, for pack(), and which do not exist.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from torch.profiler import record_function
 from shardfuse.agreement import agree, on_rank
 from shardfuse.buffers import CombinedBuffers
 from shardfuse.comm import communicator_for
+from shardfuse.comm.base import Progress
 from shardfuse.config import ShardConfig
 from shardfuse.engine import intake
 from shardfuse.engine.flat_state import FlatState, check_params
@@ -128,7 +129,17 @@ class ShardedOptimizer(TorchLike):
         """Return where gradients come from."""
         if self._config.grads_are_reduced:
             return PresyncedGrads()
-        return GradSync(self.communicator, self._config.grad_sync_dtype)
+        return GradSync(
+            self.communicator,
+            self._config.grad_sync_dtype,
+            overlaps=self._overlaps(self._config.overlap_grad_sync),
+            waits=self._config.debug_sync,
+        )
+
+    def _overlaps(self, choice: bool | str) -> Collection[Progress]:
+        """Return where to overlap; if that is left to us, where it was measured to pay."""
+        everywhere: list[Progress] = ["in any order", "in order"]
+        return everywhere[:1] if choice == "auto" else everywhere if choice else []
 
     # Parameters
 
@@ -254,9 +265,14 @@ class ShardedOptimizer(TorchLike):
     def no_sync(self) -> Iterator[None]:
         """Accumulate without communication, as under DistributedDataParallel.
 
-        At stage 1 gradients are only ever communicated by ``step()``, so this changes nothing.
+        For all backwards of a step but the last, where gradients leave under backward
+        (``overlap_grad_sync``): what is added to a gradient that has left is sent once more.
         """
-        yield
+        if self._foreign is not None:
+            yield
+            return
+        with self._grads.accumulating():
+            yield
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:

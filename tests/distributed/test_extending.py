@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardfuse import ShardedAdam, ShardedOptimizer, ShardedSGD
 from shardfuse.comm import Communicator, communicator_for
-from shardfuse.comm.base import Done, Parts, PartsHandle
+from shardfuse.comm.base import Done, Parts, PartsHandle, Progress
 from shardfuse.engine import reductions
 from shardfuse.engine.units import Shards, Unit
 from shardfuse.grads.full import GradSync
@@ -112,6 +112,9 @@ class TwoAxes:
         self.rank, self.world_size = shard.rank, shard.world_size
         self.num_summed = shard.world_size * replicate.world_size
         self.staging_nbytes = 0
+        self.num_in_flight = 2
+        self.progress: Progress = "when waited for"
+        self.epoch = 0
 
     def call(self, name: str) -> AbstractContextManager[None]:
         return self._shard.call(name)
@@ -125,7 +128,9 @@ class TwoAxes:
     def told(self, topic: str) -> list[str | None]:
         return self._shard.told(topic)
 
-    def reduce_scatter(self, input: Tensor, into: Tensor | None = None) -> PartsHandle:
+    def reduce_scatter(
+        self, input: Tensor, into: Tensor | None = None, *, label: str | None = None
+    ) -> PartsHandle:
         parts = self._shard.reduce_scatter(input).wait()
         total = functools.reduce(torch.add, parts).clone()  # -0.0 stays -0.0, not so in sum()
         self._replicate.all_reduce(total).wait()

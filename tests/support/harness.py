@@ -263,10 +263,31 @@ class CountingCommunicator:
         """Bytes of the inner one's buffers."""
         return int(self.inner.staging_nbytes)
 
-    def reduce_scatter(self, input: Tensor, into: Tensor | None = None) -> Any:
+    @property
+    def progress(self) -> Any:
+        """What becomes of the inner one's collectives."""
+        return self.inner.progress
+
+    @property
+    def epoch(self) -> int:
+        """How often the inner one's ranks have begun anew."""
+        return int(self.inner.epoch)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Of the inner one."""
+        return int(self.inner.num_in_flight)
+
+    @num_in_flight.setter
+    def num_in_flight(self, value: int) -> None:
+        self.inner.num_in_flight = value
+
+    def reduce_scatter(
+        self, input: Tensor, into: Tensor | None = None, *, label: str | None = None
+    ) -> Any:
         """Record and pass on."""
         self.calls.append(Call("reduce_scatter", input.numel(), input.dtype))
-        return self.inner.reduce_scatter(input, into)
+        return self.inner.reduce_scatter(input, into, label=label)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Any:
         """Record and pass on."""

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardfuse.comm.base import Handle, PartsHandle, ReduceOp
+from shardfuse.comm.base import Handle, PartsHandle, Progress, ReduceOp
+from shardfuse.comm.calls import digest
 from shardfuse.comm.gloo import mailbox, memory
 from shardfuse.comm.gloo.mailbox import DONE, READY, SLOTS, Mailbox
 from shardfuse.comm.process_group import ProcessGroupCommunicator, WorkHandle
@@ -73,7 +74,14 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
     def _confirm(self) -> None:
         """Do nothing: every message tells."""
 
-    def reduce_scatter(self, input: torch.Tensor, into: torch.Tensor | None = None) -> PartsHandle:
+    @property
+    def progress(self) -> Progress:
+        """Sockets move while this rank computes; memory is read when it is waited for."""
+        return "in any order" if self._open_mailbox() is None else "when waited for"
+
+    def reduce_scatter(
+        self, input: torch.Tensor, into: torch.Tensor | None = None, *, label: str | None = None
+    ) -> PartsHandle:
         """Send each rank its part of ``input``; wait() gives this rank's and theirs, each (n,).
 
         Others may still read ``input`` until the next collective here has been launched, or any has
@@ -84,9 +92,16 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         received = self._staging.take("receive", self._next_slot(), numel, input)
         theirs = received.chunk(others)
         out_of = [parts[rank] for rank in self._destinations]
-        mark = self._board.present.note("reduce_scatter", input.numel(), input.dtype)
+        mark = self._mark("reduce_scatter", input, label)
         handle = self._move(mark, theirs, out_of, keeps_input=True)
         return PartsInFlight(handle, (parts[self.rank], *theirs))
+
+    def _mark(self, kind: str, tensor: torch.Tensor, label: str | None) -> int:
+        """Return what tells the messages of a collective from all others."""
+        if label is None:
+            return self._board.present.note(kind, tensor.numel(), tensor.dtype)
+        who = f"optimizer {self._number}, epoch {self.epoch}, {label}"
+        return digest(f"{who}: {kind} of {tensor.numel()} {tensor.dtype}")
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
         parts = output.chunk(self.world_size)

@@ -1,0 +1,249 @@
+"""When each bucket of gradients leaves: under backward where it can, anew where it has changed.
+
+[Note: sent early] A bucket leaves from a hook as soon as autograd has made all its gradients, in
+one order on all ranks. Whether that was the last word nobody knows: a second backward may add to a
+gradient, and callers may clip, scale or replace it before step(). So each step looks at what has
+left: another tensor, another version, another value in a sample of the bucket. The ranks then
+agree, by one small all-reduce, on which buckets any of them has changed, and send those anew. What
+arrives is therefore what it would be without overlap, bit for bit; only time is lost. No rank need
+know whether others have sent early. Where buckets were sent twice in several steps running, none is
+sent early any more, and a warning names the remedy, no_sync().
+
+A backend without labels takes collectives in the order of launches. There the rest leaves at the
+end of the backward that has sent the first, so that all ranks launch alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from shardfuse.comm import Communicator
+from shardfuse.comm.base import IN_FLIGHT, Parts, PartsHandle, Progress
+from shardfuse.grads.slots import FlatGrads, SentGrad
+from shardfuse.layout import Bucket, Flat, slots_in
+
+logger = logging.getLogger("shardfuse")
+
+_NUM_SAMPLES = 64
+_MAX_WASTED = 3
+"""Steps running in which buckets were sent twice, after which none is sent early."""
+
+
+class Launch(Protocol):
+    """Launches the reduce-scatter of a bucket, whose slots hold what is to be sent."""
+
+    def __call__(
+        self, grads: FlatGrads, bucket: Bucket, place: int, *, label: str | None, retain: bool
+    ) -> PartsHandle:
+        """Return it in flight; ``place`` is the bucket's in the order."""
+
+
+class _Sent(NamedTuple):
+    """A bucket that has left."""
+
+    handle: PartsHandle
+    grads: Sequence[SentGrad] | None = ()  # what it was made of; None: not to be relied on
+    sample: Tensor | None = None
+
+
+class Sends:
+    """The reduce-scatters of a round, which goes from one step to the next.
+
+    Args:
+        comm: the ranks to sum over.
+        launch: launches one.
+        extents: returns the first and last addresses of the memory that slots lie in.
+        overlaps: where buckets leave under backward.
+        waits: wait for each at once, to find out whether overlap is at fault.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        launch: Launch,
+        extents: Callable[[], Sequence[tuple[int, int]]],
+        *,
+        overlaps: Collection[Progress],
+        waits: bool,
+    ) -> None:
+        self._comm = comm
+        self._launch = launch
+        self._extents = extents
+        self._may_overlap = set(overlaps)
+        self._waits = waits
+        self.is_paused = False
+        """Whether gradients are still to be added to, as inside no_sync()."""
+        self._order: list[tuple[FlatGrads, Bucket]] = []
+        self._places: dict[tuple[int, int], list[int]] = {}  # of a slot: the buckets it lies in
+        self._counts: list[int] = []  # for each bucket: slots in it
+        self._quiet: set[tuple[int, int]] = set()  # slots without a gradient in the last step
+        self._overlaps = False
+        self._sent: list[_Sent] = []  # the first so many of the order
+        self._fired: set[tuple[int, int]] = set()  # slots whose gradients autograd has made
+        self._waiting: list[int] = []  # for each bucket: gradients that it waits for
+        self._is_queued = False  # whether the end of the present backward is waited for
+        self._round, self._epoch, self._num_wasted = 0, 0, 0
+
+    def add(self, grads: FlatGrads) -> None:
+        """Have the buckets of a flat sent, in the order in which backward completes buckets."""
+        self._order += [(grads, bucket) for bucket in grads.flat.buckets]
+        self._order.sort(key=lambda entry: (-_last_made(entry[0].flat, entry[1]), entry[1].index))
+        self._counts = [0] * len(self._order)
+        self._places.clear()
+        for place, (own, bucket) in enumerate(self._order):
+            for position in slots_in(own.flat, bucket):
+                self._places.setdefault((own.flat.index, position), []).append(place)
+                self._counts[place] += 1
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a round."""
+        enough = len(self._order) > 1 and len(self._may_overlap) > 0
+        self._overlaps = enough and self._comm.progress in self._may_overlap
+        self._comm.num_in_flight = 1 + len(self._order) if self._overlaps else IN_FLIGHT
+        self._sent.clear()
+        self.expect()
+
+    def expect(self) -> None:
+        """Wait for the gradients of what has not left, but for those that the last step lacked."""
+        self._fired.clear()
+        self._waiting = list(self._counts)
+        for key in self._quiet if self._overlaps else ():
+            for place in self._places.get(key, ()):
+                self._waiting[place] -= 1
+
+    def doubt(self) -> None:
+        """Take what has left for changed: gradients may be written where it does not show."""
+        self._sent = [sent._replace(grads=None) for sent in self._sent]
+
+    # Under backward
+
+    def arrived(self, grads: FlatGrads, position: int) -> None:
+        """Take note that autograd has made a gradient: send what is complete, in order."""
+        key = (grads.flat.index, position)
+        if self.is_paused or not self._overlaps or key in self._fired:
+            return
+        self._fired.add(key)
+        for place in self._places.get(key, ()):
+            self._waiting[place] -= 1
+        if self._comm.progress == "in order" and not self._is_queued:
+            self._is_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._flush)
+        while len(self._sent) < len(self._order) and self._waiting[len(self._sent)] <= 0:
+            if not self._send_early(is_forced=False):
+                break
+
+    def _flush(self) -> None:
+        """Send the rest, at the end of a backward."""
+        self._is_queued = False
+        while len(self._sent) < len(self._order):
+            self._send_early(is_forced=True)
+
+    @torch.no_grad()
+    def _send_early(self, *, is_forced: bool) -> bool:
+        """Send the next bucket as its gradients are now; return whether that was done."""
+        place = len(self._sent)
+        grads, bucket = self._order[place]
+        made_of = grads.prepare(bucket, self._extents())
+        if made_of is None and not is_forced:
+            return False
+        handle = self._send(place, retain=False)
+        self._sent.append(_Sent(handle, made_of, _sample(grads, bucket)))
+        return True
+
+    def _send(self, place: int, *, retain: bool, attempt: int = 0) -> PartsHandle:
+        label = f"round {self._round}, bucket {place}, attempt {attempt}"
+        grads, bucket = self._order[place]
+        with record_function(f"shardfuse::reduce_scatter b{bucket.index}"):
+            handle = self._launch(
+                grads, bucket, place, label=label if self._overlaps else None, retain=retain
+            )
+        if self._waits:
+            handle.wait()
+        return handle
+
+    # In a step
+
+    def reduced(self, *, retain: bool) -> Iterator[tuple[Bucket, Parts]]:
+        """Yield every bucket and what adds up to its sum; ends the round. Collective.
+
+        Parts are valid until the next are asked for. With ``retain`` they may be in the retained
+        shard already.
+        """
+        if self._epoch != self._comm.epoch:
+            self._epoch, self._round = self._comm.epoch, 0
+            self._sent.clear()
+        try:
+            ahead = len(self._order) if self._overlaps else IN_FLIGHT
+            self._send_until(ahead, retain=retain)
+            changed = self._agree()
+            for place, (_, bucket) in enumerate(self._order):
+                self._send_until(place + ahead, retain=retain)
+                with record_function("shardfuse::wait_reduce_scatter"):
+                    parts = self._sent[place].handle.wait()
+                    if place in changed:
+                        parts = self._send(place, retain=retain, attempt=1).wait()
+                yield bucket, parts
+        finally:
+            self._round += 1
+            self._note_quiet()
+            self._begin()
+
+    def _send_until(self, count: int, *, retain: bool) -> None:
+        """Send as many buckets of the order, if they have not left."""
+        for place in range(len(self._sent), min(count, len(self._order))):
+            self._sent.append(_Sent(self._send(place, retain=retain)))
+
+    def _agree(self) -> set[int]:
+        """Return which buckets any rank has changed since they left. One small all-reduce."""
+        if not self._overlaps:
+            return set()
+        flags = torch.tensor([float(self._is_changed(place)) for place in range(len(self._order))])
+        device = self._order[0][0].buffer.data.device
+        total = flags.to(device)
+        self._comm.all_reduce(total, "max").wait()
+        changed = {place for place, flag in enumerate(total.tolist()) if flag}
+        self._num_wasted = self._num_wasted + 1 if changed else 0
+        if self._num_wasted == _MAX_WASTED:
+            self._may_overlap.clear()  # on all ranks alike
+            logger.warning(
+                "Gradients changed in %d steps running after they had been sent, and were sent "
+                "twice: from now on they are sent in step(). Where several backward() make one "
+                "step, run all but the last inside optimizer.no_sync(); or say "
+                "sharding={'overlap_grad_sync': False}.",
+                _MAX_WASTED,
+            )
+        return changed
+
+    def _is_changed(self, place: int) -> bool:
+        grads, bucket = self._order[place]
+        sent = self._sent[place]
+        if sent.grads is None or not all(grad.is_unchanged() for grad in sent.grads):
+            return True
+        return sent.sample is not None and not torch.equal(sent.sample, _sample(grads, bucket))
+
+    def _note_quiet(self) -> None:
+        """Note which slots had no gradient on this rank."""
+        self._quiet = {
+            (grads.flat.index, position)
+            for grads in {id(grads): grads for grads, _ in self._order}.values()
+            if grads.missing
+            for position, slot in enumerate(grads.flat.slots)
+            if slot.param in grads.missing
+        }
+
+
+def _last_made(flat: Flat, bucket: Bucket) -> int:
+    """Return the parameter of ``bucket`` whose gradient backward makes last: registered first."""
+    return min((flat.slots[position].param for position in slots_in(flat, bucket)), default=0)
+
+
+def _sample(grads: FlatGrads, bucket: Bucket) -> Tensor:
+    data = grads.buffer.bucket(bucket)
+    return data[:: max(1, data.numel() // _NUM_SAMPLES)].clone()
