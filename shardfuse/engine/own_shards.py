@@ -45,6 +45,7 @@ class OwnShards(Shards):
         self._gather = gather
         self._row = row
         self._awake = [state for state in flats if grads.has(state.flat)]
+        gather.plan([state.flat for state in self._awake])
         self._buckets: dict[int, Bucket] = {
             bucket.index: bucket for state in self._awake for bucket in state.flat.buckets
         }
@@ -77,7 +78,8 @@ class OwnShards(Shards):
 
     def close(self, unit: Unit) -> None:
         """Launch the all-gather of the bucket."""
-        self._gather.start(self._flats[unit.trained].params_buffer, self._buckets[unit.index])
+        state = self._flats[unit.trained]
+        self._gather.start(state.params_buffer, self._buckets[unit.index], state.params)
 
     def advance(self) -> None:
         """Count an update of every parameter that had one, and the step where groups have one."""

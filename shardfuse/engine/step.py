@@ -106,7 +106,8 @@ class StepEngine:
         totals = sums.totals()
         ratio = None if totals is None else sums.finish(self._total(totals))
         self.ratio = self.ratio if ratio is None else ratio
-        for unit in units:
+        # The last ones hold the first layers, which the next forward wants first.
+        for unit in reversed(units):
             self._pass(passes.second_pass, unit, scales, sums.factors(unit))
             self._shards.close(unit)
 

@@ -113,7 +113,11 @@ class ShardedOptimizer(TorchLike):
         self._flats: list[FlatState] = []
         self._buffers = CombinedBuffers()
         self._grads = self._make_grads()
-        self._gather = ParamSync(self.communicator)
+        self._gather = ParamSync(
+            self.communicator,
+            overlaps=self._overlaps(self._config.overlap_param_sync),
+            waits=self._config.debug_sync,
+        )
         self._overflows = OverflowReport(self.communicator, self._config.report_overflow)
         if error is None:
             self._kernels = Kernels(self._rule, self._config.kernel, self._device)
@@ -248,6 +252,14 @@ class ShardedOptimizer(TorchLike):
             unsharded_state_nbytes=state_nbytes * self.communicator.world_size,
         )
 
+    def synchronize(self) -> None:
+        """Wait until all parameters have arrived that step() has left under way. Local.
+
+        Whoever reads a parameter waits for it; see ``overlap_param_sync`` for what cannot be seen.
+        """
+        if self._foreign is None:
+            self._gather.finish()
+
     # Gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -378,7 +390,7 @@ class ShardedOptimizer(TorchLike):
             else:
                 coefficient = self._shards.unscale(scaled, self._clip_coefficient)
                 self._engine.run(coefficient, self._config.clip_grad_norm)
-                self._gather.finish()
+                self._gather.leave()
         self._grads.release()
         self._clip_coefficient = None
         self._after_step()
@@ -391,6 +403,7 @@ class ShardedOptimizer(TorchLike):
 
     def _begin(self, *lines: str) -> None:
         """Check and pack what the next collectives need; ``lines`` are what ranks must agree on."""
+        self._gather.finish()
         prefix = f"{on_rank(self.communicator)}{type(self).__name__}: "
         check_params(self.param_groups, self._params, self._flats, prefix)
         woken = []

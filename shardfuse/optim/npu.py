@@ -119,6 +119,7 @@ class _NpuFused(ShardedOptimizer):
         later. Edits reach the model and the next step(); make the same ones on every rank.
         """
         self._refuse_if_foreign("get_combined_params()")
+        self._gather.stay()  # nobody can tell when they are read
         self._padding_is_shared = True
         return list(self._buffers.combined)
 
