@@ -25,6 +25,14 @@ be the same on all ranks, or as soon as every rank has launched one of its label
 """
 
 
+def overlapped(choice: bool | Literal["auto"]) -> list[Progress]:
+    """Return where ``choice`` means to overlap; if that is left to us, where it ran and paid."""
+    everywhere: list[Progress] = ["in any order", "in order"]
+    if choice == "auto":
+        return everywhere[:1]
+    return everywhere if choice else []
+
+
 class PeerError(RuntimeError):
     """Another rank failed, or does something else than this one; raised on all of them."""
 

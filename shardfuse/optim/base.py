@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from shardfuse.agreement import agree, on_rank
 from shardfuse.buffers import CombinedBuffers
 from shardfuse.comm import communicator_for
-from shardfuse.comm.base import Progress
+from shardfuse.comm.base import overlapped
 from shardfuse.config import ShardConfig
 from shardfuse.engine import intake
 from shardfuse.engine.flat_state import FlatState, check_params
@@ -34,9 +34,10 @@ from shardfuse.grads.protocol import GradPhase, GradShards
 from shardfuse.grads.reduced import PresyncedGrads
 from shardfuse.grads.slots import FlatParams, clear_grads
 from shardfuse.layout import FlatLayout
+from shardfuse.optim.clipping import Clipped
 from shardfuse.optim.foreign import is_laid_out_elsewhere
 from shardfuse.optim.memory import MemorySummary
-from shardfuse.optim.torch_like import TorchLike, TorchOptions, checked
+from shardfuse.optim.torch_like import TorchOptions, checked
 from shardfuse.rules import UpdateRule
 from shardfuse.scaling import Overflow, OverflowReport, agree_on_step
 
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("shardfuse")
 
 
-class ShardedOptimizer(TorchLike):
+class ShardedOptimizer(Clipped):
     """A torch optimizer whose states are partitioned over ranks (ZeRO stage 1).
 
     Building it moves every parameter into a flat buffer (same tensors, same values) and is a
@@ -115,7 +116,7 @@ class ShardedOptimizer(TorchLike):
         self._grads = self._make_grads()
         self._gather = ParamSync(
             self.communicator,
-            overlaps=self._overlaps(self._config.overlap_param_sync),
+            overlaps=overlapped(self._config.overlap_param_sync),
             waits=self._config.debug_sync,
         )
         self._overflows = OverflowReport(self.communicator, self._config.report_overflow)
@@ -136,14 +137,9 @@ class ShardedOptimizer(TorchLike):
         return GradSync(
             self.communicator,
             self._config.grad_sync_dtype,
-            overlaps=self._overlaps(self._config.overlap_grad_sync),
+            overlaps=overlapped(self._config.overlap_grad_sync),
             waits=self._config.debug_sync,
         )
-
-    def _overlaps(self, choice: bool | str) -> Collection[Progress]:
-        """Return where to overlap; if that is left to us, where it was measured to pay."""
-        everywhere: list[Progress] = ["in any order", "in order"]
-        return everywhere[:1] if choice == "auto" else everywhere if choice else []
 
     # Parameters
 
@@ -285,59 +281,6 @@ class ShardedOptimizer(TorchLike):
             return
         with self._grads.accumulating():
             yield
-
-    @torch.no_grad()
-    def grad_norm(self) -> Tensor:
-        """Return the L2 norm of the mean gradient over all parameters, () fp32. Collective.
-
-        Where clip_grad_norm() was called before, the norm is that of the clipped gradient. The
-        gradients are reduced for this alone: ``clip_grad_norm(math.inf)`` gives the norm and lets
-        step() use what was reduced.
-        """
-        self._refuse_if_foreign("grad_norm()")
-        with self.communicator.call("grad_norm()"):
-            norm = self._grad_norm()
-        if self._clip_coefficient is None:
-            self._grads.release()
-        return norm
-
-    def _grad_norm(self, max_norm: float | None = None) -> Tensor:
-        self._refuse_in_join("The norm of the mean gradient")
-        self._begin(f"max_norm = {max_norm}")
-        return self._clipped(self._engine.square_norms().sum().sqrt())
-
-    def _clipped(self, norm: Tensor) -> Tensor:
-        """Return the norm () that a gradient of ``norm`` has after the clips made so far."""
-        return norm if self._clip_coefficient is None else norm * self._clip_coefficient
-
-    def _clip_by(self, coefficient: Tensor) -> None:
-        """Have the next step() scale the mean gradient by ``coefficient`` (), too."""
-        before = self._clip_coefficient
-        self._clip_coefficient = coefficient if before is None else before * coefficient
-
-    @torch.no_grad()
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale the mean gradient of the next step() to an L2 norm of at most ``max_norm``.
-
-        Collective; call it after backward and before step(). ``p.grad`` itself is not changed.
-        The factor is ``min(1, max_norm / (norm + 1e-6))``, as in torch.nn.utils, whose own function
-        sees ``p.grad`` alone: use that only with ``grads_are_reduced``. For loops that cannot call
-        this there is ``ShardConfig(clip_grad_norm=)``.
-
-        Returns:
-            The norm before clipping, () fp32.
-
-        Raises:
-            ValueError: ``max_norm`` is not above 0.
-        """
-        self._refuse_if_foreign("clip_grad_norm()")
-        with self.communicator.call("clip_grad_norm()"):
-            if not max_norm > 0:
-                raise ValueError(f"Invalid max_norm: {max_norm}. Must be > 0.")
-            norm = self._grad_norm(max_norm)
-        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        self._clip_by(coefficient)
-        return norm
 
     # The step
 

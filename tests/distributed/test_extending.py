@@ -1,14 +1,14 @@
 """Room for what later stages will need, without touching a file of the package.
 
-Each is a double, as small as it can be: a source of gradients whose buckets leave during backward,
-a communicator of two axes, a rule over whole matrices. Shards that are no flat buffers are those of
-DeepSpeed's partitions and of compare_lamb_variants(), which have tests of their own.
+Each is a double, as small as it can be: a communicator of two axes, a rule over whole matrices.
+Shards that are no flat buffers are those of DeepSpeed's partitions and of compare_lamb_variants(),
+which have tests of their own; so have buckets that leave under backward.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -17,15 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardfuse import ShardedAdam, ShardedOptimizer, ShardedSGD
+from shardfuse import ShardedAdam, ShardedOptimizer
 from shardfuse.comm import Communicator, communicator_for
-from shardfuse.comm.base import Done, Parts, PartsHandle, Progress
+from shardfuse.comm.base import Done, PartsHandle, Progress
 from shardfuse.engine import reductions
 from shardfuse.engine.units import Shards, Unit
-from shardfuse.grads.full import GradSync
-from shardfuse.grads.protocol import GradPhase
-from shardfuse.grads.slots import FlatParams
-from shardfuse.layout import Bucket
 from shardfuse.rules.base import (
     Group,
     ReducingRule,
@@ -37,70 +33,6 @@ from tests.support.models import MIXED, ParamSet, rank_grads
 from tests.support.runs import assert_bitwise
 
 CPU = torch.device("cpu")
-
-
-class LeavingGrads(GradSync):
-    """Sends a bucket from a hook, as soon as all gradients in it have arrived, in layout order."""
-
-    def attach(self, members: Sequence[FlatParams], device: torch.device) -> None:
-        super().attach(members, device)
-        self.sent: list[Parts] = []
-        self._arrived = set[int]()
-        self._queue = [(self._flats[m.flat.index], b) for m in members for b in m.flat.buckets]
-        for member in members:
-            for slot, param in zip(member.flat.slots, member.params, strict=True):
-                param.register_post_accumulate_grad_hook(self._hook(slot.param))  # type: ignore[no-untyped-call]
-
-    def _hook(self, number: int) -> Any:
-        def arrived(param: Tensor) -> None:
-            self._arrived.add(number)
-            while len(self.sent) < len(self._queue):
-                grads, bucket = self._queue[len(self.sent)]
-                stop = bucket.start + bucket.numel
-                slots = [s for s in grads.flat.slots if s.start < stop and s.stop > bucket.start]
-                if any(slot.param not in self._arrived for slot in slots):
-                    return
-                parts = self._launch(grads, bucket, len(self.sent), False).wait()
-                self.sent.append(tuple(part.clone() for part in parts))
-
-        return arrived
-
-    def reduced(self) -> Iterator[tuple[Bucket, Parts]]:
-        assert self.phase is GradPhase.NOTED
-        assert len(self.sent) == len(self._queue), "all have left before the step"
-        yield from zip([bucket for _, bucket in self._queue], self.sent, strict=True)
-        self.sent, self._arrived = [], set()
-
-
-class LeavingSGD(ShardedSGD):
-    """ShardedSGD with LeavingGrads."""
-
-    def _make_grads(self) -> LeavingGrads:
-        return LeavingGrads(self.communicator, None)
-
-
-def train_net(cls: Any) -> tuple[list[Tensor], int]:
-    model = nn.Sequential(*(nn.Linear(60, 60) for _ in range(4)))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.copy_(torch.randint(-3, 4, param.shape, generator=generator) / 64)
-    sharding = {"bucket_cap_mb": 0.02, "kernel": "eager"}
-    optimizer = cls(model.parameters(), lr=0.5, momentum=0.5, sharding=sharding)
-    for step in range(3):
-        model(torch.full((2, 60), float(dist.get_rank() + step))).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [p.detach().clone() for p in model.parameters()], len(optimizer.layout.buckets)
-
-
-def test_gradients_may_leave_during_backward() -> None:
-    """The driver asks for buckets and is given what is there: no second engine is needed."""
-    for (values, num_buckets), (expected, _) in zip(
-        run_threads(2, train_net, LeavingSGD), run_threads(2, train_net, ShardedSGD), strict=True
-    ):
-        assert num_buckets > 2
-        assert_bitwise(values, expected)
 
 
 class TwoAxes:

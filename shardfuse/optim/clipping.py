@@ -1,0 +1,74 @@
+"""Norms of the mean gradient, and clips by them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardfuse.engine.step import StepEngine
+from shardfuse.grads.protocol import GradShards
+from shardfuse.optim.torch_like import TorchLike
+
+
+class Clipped(TorchLike):
+    """grad_norm() and clip_grad_norm(), which reduce the gradients and keep them for step()."""
+
+    _clip_coefficient: Tensor | None  # () scales the mean gradient of the next step
+    _engine: StepEngine
+    _grads: GradShards
+
+    def _begin(self, *lines: str) -> None:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def grad_norm(self) -> Tensor:
+        """Return the L2 norm of the mean gradient over all parameters, () fp32. Collective.
+
+        Where clip_grad_norm() was called before, the norm is that of the clipped gradient. The
+        gradients are reduced for this alone: ``clip_grad_norm(math.inf)`` gives the norm and lets
+        step() use what was reduced.
+        """
+        self._refuse_if_foreign("grad_norm()")
+        with self.communicator.call("grad_norm()"):
+            norm = self._grad_norm()
+        if self._clip_coefficient is None:
+            self._grads.release()
+        return norm
+
+    def _grad_norm(self, max_norm: float | None = None) -> Tensor:
+        self._refuse_in_join("The norm of the mean gradient")
+        self._begin(f"max_norm = {max_norm}")
+        return self._clipped(self._engine.square_norms().sum().sqrt())
+
+    def _clipped(self, norm: Tensor) -> Tensor:
+        """Return the norm () that a gradient of ``norm`` has after the clips made so far."""
+        return norm if self._clip_coefficient is None else norm * self._clip_coefficient
+
+    def _clip_by(self, coefficient: Tensor) -> None:
+        """Have the next step() scale the mean gradient by ``coefficient`` (), too."""
+        before = self._clip_coefficient
+        self._clip_coefficient = coefficient if before is None else before * coefficient
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale the mean gradient of the next step() to an L2 norm of at most ``max_norm``.
+
+        Collective; call it after backward and before step(). ``p.grad`` itself is not changed.
+        The factor is ``min(1, max_norm / (norm + 1e-6))``, as in torch.nn.utils, whose own function
+        sees ``p.grad`` alone: use that only with ``grads_are_reduced``. For loops that cannot call
+        this there is ``ShardConfig(clip_grad_norm=)``.
+
+        Returns:
+            The norm before clipping, () fp32.
+
+        Raises:
+            ValueError: ``max_norm`` is not above 0.
+        """
+        self._refuse_if_foreign("clip_grad_norm()")
+        with self.communicator.call("clip_grad_norm()"):
+            if not max_norm > 0:
+                raise ValueError(f"Invalid max_norm: {max_norm}. Must be > 0.")
+            norm = self._grad_norm(max_norm)
+        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        self._clip_by(coefficient)
+        return norm
