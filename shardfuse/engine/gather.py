@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from torch import Tensor
+from torch._C import _DisableFuncTorch
 from torch.profiler import record_function
 
 from shardfuse.buffers import FlatBuffer
@@ -121,7 +122,8 @@ class ParamSync:
             if handle is None:
                 continue
             try:
-                with record_function(f"shardfuse::wait_all_gather b{index}"):
+                # A transform that reads a parameter must not see how it arrives.
+                with record_function(f"shardfuse::wait_all_gather b{index}"), _DisableFuncTorch():
                     handle.wait()
             except Exception as error:
                 self._lost = error

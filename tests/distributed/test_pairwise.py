@@ -130,8 +130,8 @@ def test_memory_is_read_by_all_or_none(broken_rank: int) -> None:
         assert torch.equal(received, torch.full((LARGE,), float(rank)))
 
 
-def step_and_count(name: str, collectives: str) -> tuple[list[Tensor], int]:
-    """Train two steps; return the parameters and the bytes that this rank sent in the second."""
+def step_and_count(name: str, collectives: str) -> tuple[list[Tensor], int, int]:
+    """Train two steps; return parameters, bytes that this rank sent in the second, and buckets."""
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(size)) for size in (70_000, 3, 5_000)]
     optimizer = getattr(shardfuse, name)(
@@ -154,7 +154,7 @@ def step_and_count(name: str, collectives: str) -> tuple[list[Tensor], int]:
             optimizer.step()
     finally:
         dist.isend = original
-    return [param.detach() for param in params], sent
+    return [param.detach() for param in params], sent, len(optimizer.layout.buckets)
 
 
 @pytest.mark.parametrize("name", ["ShardedAdam", "ShardedLamb"])
@@ -162,7 +162,8 @@ def step_and_count(name: str, collectives: str) -> tuple[list[Tensor], int]:
 def test_bytes_on_the_wire(world_size: int, name: str) -> None:
     """A step sends 2 (W - 1) / W of the parameters' bytes, and equals one by gloo's collectives.
 
-    LAMB's norms, two floats of each of three parameters, go to every other rank besides. gloo's
+    LAMB's norms, two floats of each of three parameters, go to every other rank besides, and a
+    float for each bucket: whether it has changed since it was sent. gloo's
     own collectives pass one message of eight bytes to a neighbour: the call, which is compared.
     """
     lamb = name == "ShardedLamb"
@@ -170,11 +171,12 @@ def test_bytes_on_the_wire(world_size: int, name: str) -> None:
     padded = sum(-(-size // slot) * slot for size in (70_000, 3, 5_000))
     padded = -(-padded // (512 * world_size)) * 512 * world_size
     native = run_procs(world_size, step_and_count, name, "native")
-    for (params, sent), (expected, compared) in zip(
+    for (params, sent, num_buckets), (expected, compared, _) in zip(
         run_procs(world_size, step_and_count, name, "pairwise"), native, strict=True
     ):
         norms = 2 * len(params) * 4 * (world_size - 1) if lamb else 0
-        assert sent == 2 * padded * 4 * (world_size - 1) // world_size + norms
+        agreed = num_buckets * 4 * (world_size - 1)
+        assert sent == 2 * padded * 4 * (world_size - 1) // world_size + norms + agreed
         assert compared == 8
         for param, value in zip(params, expected, strict=True):
             # gloo sums the norms of three ranks in another order, and elements cross zero.

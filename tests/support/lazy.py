@@ -1,0 +1,153 @@
+"""A communicator whose collectives arrive late and in any order, at the latest when waited for.
+
+Ranks are threads of one process. What is read too early is wrong for certain, not by chance, and
+so is what is written after its launch and not sent anew.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfuse.comm.base import Parts, Progress
+
+TIMEOUT_S = 30.0
+
+
+class Post:
+    """What the ranks of one world have sent to each other; made before their threads."""
+
+    def __init__(self) -> None:
+        self._letters: dict[tuple[str, int], Tensor] = {}
+        self._arrival = threading.Condition()
+
+    def put(self, key: str, rank: int, value: Tensor) -> None:
+        """Leave a copy of ``value`` under a name that no rank uses twice."""
+        with self._arrival:
+            assert (key, rank) not in self._letters, f"{key} was sent twice"
+            self._letters[key, rank] = value.detach().clone()
+            self._arrival.notify_all()
+
+    def fetch(self, key: str, rank: int) -> Tensor:
+        """Return what ``rank`` has left, as soon as it has."""
+        with self._arrival:
+            found = self._arrival.wait_for(lambda: (key, rank) in self._letters, TIMEOUT_S)
+            assert found, f"rank {rank} has not sent {key}"
+            return self._letters[key, rank]
+
+
+class _Late:
+    """A handle whose wait() delivers."""
+
+    def __init__(self, deliver: Callable[[], Parts]) -> None:
+        self._deliver: Callable[[], Parts] | None = deliver
+        self._parts: Parts = ()
+
+    def wait(self) -> Parts:
+        """Deliver once."""
+        if self._deliver is not None:
+            deliver, self._deliver = self._deliver, None
+            self._parts = deliver()
+        return self._parts
+
+
+class LazyCommunicator:
+    """A Communicator over a Post.
+
+    Args:
+        post: of the world.
+        rank, world_size: of this thread.
+        seed: of a schedule that now and then delivers what is not waited for, on every rank its
+            own; None never does.
+    """
+
+    def __init__(self, post: Post, rank: int, world_size: int, seed: int | None = None) -> None:
+        self._post = post
+        self.rank, self.world_size, self.num_summed = rank, world_size, world_size
+        self.progress: Progress = "in any order"
+        self.epoch, self.num_in_flight, self.staging_nbytes = 0, 2, 0
+        self.log: list[str] = []
+        self._number = 0
+        self._rng = None if seed is None else random.Random(f"{seed} {rank}")
+        self._pending: list[_Late] = []
+
+    def call(self, name: str) -> AbstractContextManager[None]:
+        """Make no record."""
+        return nullcontext()
+
+    def declare(self, lines: Sequence[str], *, is_new: bool = False) -> None:
+        """Compare nothing."""
+
+    def tell(self, topic: str, text: str) -> None:
+        """Tell nobody."""
+
+    def told(self, topic: str) -> list[str | None]:
+        """Return that nobody has told anything."""
+        return [None] * self.world_size
+
+    def reduce_scatter(
+        self, input: Tensor, into: Tensor | None = None, *, label: str | None = None
+    ) -> Any:
+        """Give the parts of all ranks."""
+        key = self._send("reduce_scatter", input, label)
+
+        def deliver() -> Parts:
+            order = [(self.rank - k) % self.world_size for k in range(self.world_size)]
+            wholes = [self._post.fetch(key, rank) for rank in order]
+            return tuple(whole.chunk(self.world_size)[self.rank] for whole in wholes)
+
+        return self._late(deliver)
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Any:
+        """Write what others sent, not before it is delivered; until then it is NaN."""
+        key = self._send("all_gather", input, None)
+        own = input.clone()
+        output.detach().fill_(float("nan"))
+        parts = output.detach().chunk(self.world_size)
+        parts[self.rank].copy_(own)
+
+        def deliver() -> Parts:
+            for rank, part in enumerate(parts):
+                part.copy_(self._post.fetch(key, rank))
+            return ()
+
+        return self._late(deliver)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
+        """Reduce in the order of ranks."""
+        key = self._send(f"all_reduce by {op}", tensor, None)
+
+        def deliver() -> Parts:
+            stacked = torch.stack([self._post.fetch(key, r) for r in range(self.world_size)])
+            tensor.copy_(stacked.sum(0) if op == "sum" else stacked.amax(0))
+            return ()
+
+        return self._late(deliver)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Any:
+        """Overwrite by the values of ``src``."""
+        key = self._send("broadcast", tensor, None)
+        return self._late(lambda: (tensor.copy_(self._post.fetch(key, src)),))
+
+    def _send(self, kind: str, tensor: Tensor, label: str | None) -> str:
+        if label is None:
+            self._number += 1
+            label = f"number {self._number}"
+        self.log.append(f"{kind} of {tensor.numel()}, {label}")
+        self._post.put(f"{kind}, {label}", self.rank, tensor)
+        return f"{kind}, {label}"
+
+    def _late(self, deliver: Callable[[], Parts]) -> Any:
+        handle = _Late(deliver)
+        if self._rng is not None:
+            # One from before, so that no rank waits for what another has yet to launch.
+            if self._pending and self._rng.random() < 0.5:
+                self._pending.pop(self._rng.randrange(len(self._pending))).wait()
+            self._pending.append(handle)
+        return handle
