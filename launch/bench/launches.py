@@ -3,7 +3,7 @@
     run_ranks("launch.bench.bench_step:measure", {"shapes": "bert-tiny", ...}, world_size=2)
 
 calls ``measure(**arguments)`` on every rank, in a gloo group on loopback (one rank: no group), with
-one thread each.
+one thread each. With ``hosts`` rank i runs on host i, and what ranks send goes over their links.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.bench.environment import ROOT
+from launch.bench.hosts import Hosts
 
 _POLL_S = 0.05
 _GRACE_S = 10.0
@@ -29,7 +30,12 @@ class LaunchError(RuntimeError):
 
 
 def run_ranks(
-    target: str, arguments: dict[str, Any], *, world_size: int, timeout_s: float = 600.0
+    target: str,
+    arguments: dict[str, Any],
+    *,
+    world_size: int,
+    timeout_s: float = 600.0,
+    hosts: Hosts | None = None,
 ) -> list[Any]:
     """Return what ``target`` (module:function) returned on every rank, in rank order.
 
@@ -39,7 +45,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="shardfuse-bench-") as folder:
         work = Path(folder)
         (work / "arguments.json").write_text(json.dumps(arguments))
-        processes = [_start(target, work, rank, world_size) for rank in range(world_size)]
+        processes = [_start(target, work, rank, world_size, hosts) for rank in range(world_size)]
         try:
             codes = _wait(processes, time.monotonic() + timeout_s)
         finally:
@@ -56,7 +62,9 @@ def run_ranks(
         return [json.loads((work / f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
-def _start(target: str, work: Path, rank: int, world_size: int) -> subprocess.Popen[bytes]:
+def _start(
+    target: str, work: Path, rank: int, world_size: int, hosts: Hosts | None
+) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ,
         "RANK": str(rank),
@@ -69,10 +77,12 @@ def _start(target: str, work: Path, rank: int, world_size: int) -> subprocess.Po
         # DeepSpeed builds with the ninja beside this Python, also where no venv is activated.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
         "DS_ACCELERATOR": "cpu",
+        **({} if hosts is None else hosts.environment(rank)),
     }
+    prefix = [] if hosts is None else hosts.command(rank)
     with (work / f"{rank}.log").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "launch.bench.rank", target, str(work)],
+            [*prefix, sys.executable, "-m", "launch.bench.rank", target, str(work)],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.DEVNULL,
