@@ -14,6 +14,7 @@ from pathlib import Path
 
 from launch.bench import (
     bench_comm,
+    bench_links,
     bench_scaling,
     bench_step,
     bench_update,
@@ -28,6 +29,7 @@ PARTS: dict[str, tuple[Callable[[Options], Iterator[Row]], Callable[..., report.
     "comm": (bench_comm.run, summaries.comm),
     "step": (bench_step.run, summaries.step),
     "scaling": (bench_scaling.run, summaries.scaling),
+    "links": (bench_links.run, summaries.links),
 }
 
 

@@ -17,6 +17,7 @@ from launch.bench.report import (
     values,
 )
 from launch.bench.timing import median
+from launch.bench.training import ADAM, DDP, LAMB
 
 ADAM_LIMIT = 1.2
 LAMB_LIMIT = 1.5
@@ -24,6 +25,15 @@ PEAK_LIMIT = 3.2
 ENGINE_FACTOR = 3.0
 UPDATE_LIMITS = {"adam": 0.9, "lamb": 0.8}
 TENSORS_LIMIT = 1.3
+LINK_LIMITS = [
+    ("1gbit", ADAM, 0.85),
+    ("1gbit", LAMB, 0.9),
+    ("4gbit", ADAM, 0.95),
+    ("200mbit", ADAM, 1.0),
+]
+"""Rate, method, and the most that its step may take between two hosts, in steps of DDP."""
+
+EXPOSED_LIMIT = 0.5
 _MILLION = 1e6
 
 
@@ -271,3 +281,70 @@ def _tensor_target(method: str, rows: Sequence[Row]) -> list[Target]:
     text = f"{method}: {int(most):,} tensors within {TENSORS_LIMIT} x of {int(fewest):,}"
     found = f"{factor:.2f} ({min(factors):.2f}-{max(factors):.2f})"
     return [Target(text, found, factor <= TENSORS_LIMIT)]
+
+
+def links(rows: Sequence[Row]) -> Summary:
+    """Return a table and a panel per rate and number of hosts, fastest first."""
+    tables, panels = [], []
+    for (rate, world), found in groups(measured(rows), "rate", "world_size").items():
+        title = f"{rate}, {int(world)} hosts"
+        by_method = groups(found, "method")
+        order = sorted(by_method, key=lambda key: middle(by_method[key], "step_s"))
+        tables.append(_links_table(title, {str(key[0]): by_method[key] for key in order}))
+        ddp = _own(found, DDP)
+        panels.append(
+            Panel(
+                title,
+                "seconds per step; dashed: DDP",
+                bars={str(key[0]): values(by_method[key], "step_s") for key in order},
+                limit=middle(ddp, "step_s") if ddp else None,
+            )
+        )
+    if _not_measured(rows):
+        tables.append(Table("Without numbers", ["method", "why"], _not_measured(rows)))
+    numel = ", ".join(f"{key[0] / _MILLION:.2f} M" for key in groups(measured(rows), "numel"))
+    method = (
+        f"A transformer of {numel} fp32 parameters; one rank and one thread per host; hosts are "
+        "namespaces of one machine, and what each sends is limited to the rate. All methods of a "
+        "table took turns in the same processes: a warm-up step, then steps without a barrier "
+        "between them, the wait for what the last one left in flight inside the clock. The slowest "
+        "rank counts. Exposed: step less compute alone, ratio: step over that of DDP with fused "
+        "Adam, both of the same round; median (min-max) of rounds. Sent: bytes on the interface, "
+        "headers included, in units of the parameters' bytes P. Peak memory: from a launch of the "
+        "method alone, with gradients and activations. Loss: of the last step, mean of ranks."
+    )
+    return Summary("Steps between hosts", method, tables, _links_targets(rows), panels)
+
+
+def _links_table(title: str, by_method: dict[str, list[Row]]) -> Table:
+    lines = [
+        [
+            name,
+            spread(same, "step_s"),
+            spread(same, "exposed_s"),
+            spread(same, "ratio"),
+            f"{middle(same, 'sent_p'):.3f}",
+            f"{middle(same, 'peak_p'):.2f}" if values(same, "peak_p") else "",
+            f"{middle(same[-1:], 'loss'):.3f}",
+            str(len(same)),
+        ]
+        for name, same in by_method.items()
+    ]
+    header = ["method", "s per step", "exposed s", "ratio to DDP"]
+    return Table(title, [*header, "sent P", "peak memory P", "loss", "rounds"], lines)
+
+
+def _links_targets(rows: Sequence[Row]) -> list[Target]:
+    targets = []
+    between_two = [row for row in measured(rows) if row["world_size"] == 2]
+    for rate, method, limit in LINK_LIMITS:
+        same = [row for row in between_two if row["rate"] == rate]
+        text = f"{method} at {rate}, step of DDP + torch Adam fused"
+        targets += _below(text, _own(same, method), "ratio", limit)
+        mine, ddp = (_own(same, name) for name in (method, DDP))
+        if rate == "1gbit" and method == ADAM and mine and ddp:
+            pair = middle(mine, "exposed_s"), middle(ddp, "exposed_s")
+            text = f"{method} at {rate}, exposed time at most {EXPOSED_LIMIT} of DDP's"
+            found = f"{pair[0]:.2f} s against {pair[1]:.2f} s"
+            targets.append(Target(text, found, pair[0] <= EXPOSED_LIMIT * pair[1]))
+    return targets

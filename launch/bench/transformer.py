@@ -1,0 +1,85 @@
+"""A language model that trains on random tokens: a real forward and backward pass."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a model and of the batch that each rank gives it."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    batch: int
+    length: int
+
+
+SIZES = {
+    "33M": Size(layers=8, hidden=512, heads=8, vocabulary=8000, batch=8, length=64),
+    "tiny": Size(layers=2, hidden=32, heads=2, vocabulary=100, batch=2, length=8),
+}
+
+
+class Block(nn.Module):
+    """Causal attention and an MLP of four times the width, each after a layer norm."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(hidden)
+        self.query_key_value = nn.Linear(hidden, 3 * hidden)
+        self.attention_out = nn.Linear(hidden, hidden)
+        self.mlp_norm = nn.LayerNorm(hidden)
+        self.mlp_in = nn.Linear(hidden, 4 * hidden)
+        self.mlp_out = nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, hidden = x.shape
+        projected = self.query_key_value(self.attention_norm(x))
+        heads = projected.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(*heads.unbind(0), is_causal=True)
+        x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, length, hidden))
+        return x + self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x))))
+
+
+class Transformer(nn.Module):
+    """Embeddings, blocks and a head of its own; forward returns the loss of the next token."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        # The same values on every rank and for every method, whatever was drawn before.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.tokens = nn.Embedding(size.vocabulary, size.hidden)
+            self.positions = nn.Parameter(0.02 * torch.randn(size.length, size.hidden))
+            self.blocks = nn.ModuleList(Block(size.hidden, size.heads) for _ in range(size.layers))
+            self.norm = nn.LayerNorm(size.hidden)
+            self.head = nn.Linear(size.hidden, size.vocabulary, bias=False)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.tokens(batch[:, :-1]) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+@functools.cache
+def numel_of(size: Size) -> int:
+    """Return the number of elements of a model's parameters."""
+    with torch.device("meta"):
+        return sum(param.numel() for param in Transformer(size).parameters())
+
+
+def make_batch(size: Size, step: int, rank: int) -> Tensor:
+    """Return (batch, length + 1) tokens that depend on step and rank alone."""
+    generator = torch.Generator().manual_seed(1_000_003 * rank + step)
+    return torch.randint(size.vocabulary, (size.batch, size.length + 1), generator=generator)
