@@ -21,6 +21,7 @@ from launch.bench import (
     environment,
     report,
     summaries,
+    trace,
 )
 from launch.bench.options import Options, Row, resolve_device
 
@@ -30,6 +31,7 @@ PARTS: dict[str, tuple[Callable[[Options], Iterator[Row]], Callable[..., report.
     "step": (bench_step.run, summaries.step),
     "scaling": (bench_scaling.run, summaries.scaling),
     "links": (bench_links.run, summaries.links),
+    "trace": (trace.run, summaries.trace),
 }
 
 

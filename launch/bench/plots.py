@@ -1,4 +1,4 @@
-"""Pictures of results: bars with spread, or lines over a logarithmic axis."""
+"""Pictures of results: bars with spread, lines over a logarithmic axis, or spans of time."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ class Panel:
     """One pair of axes.
 
     ``bars`` maps a label to its values over launches: the bar is their median, the whisker their
-    range. ``lines`` maps a label to (x, y) points. ``limit`` is a bound to be drawn.
+    range. ``lines`` maps a label to (x, y) points, ``spans`` one to (start, length) pairs.
+    ``limit`` is a bound to be drawn.
     """
 
     title: str
     axis: str
     bars: Mapping[str, Sequence[float]] = field(default_factory=dict)
     lines: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    spans: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
     x_axis: str = ""
     limit: float | None = None
 
@@ -37,14 +39,17 @@ def draw(panels: Sequence[Panel], path: Path, *, title: str, caption: str) -> No
 
     has_lines = any(panel.lines for panel in panels)
     rows, columns = (1, len(panels)) if has_lines else (len(panels), 1)
-    num_bars = [max(3, len(panel.bars)) for panel in panels]
+    num_bars = [max(3, len(panel.bars), len(panel.spans)) for panel in panels]
     height = 4.5 if has_lines else 1.6 + 0.32 * sum(num_bars) + 0.6 * len(panels)
     figure = Figure(figsize=(4.8 * columns if has_lines else 10, height), layout="constrained")
     FigureCanvasAgg(figure)
     ratios = None if has_lines else num_bars
     grid = figure.subplots(rows, columns, squeeze=False, height_ratios=ratios)
     for axes, panel in zip(grid.flat, panels, strict=True):
-        _draw_lines(axes, panel) if panel.lines else _draw_bars(axes, panel)
+        if panel.spans:
+            _draw_spans(axes, panel)
+        else:
+            _draw_lines(axes, panel) if panel.lines else _draw_bars(axes, panel)
         axes.set_title(panel.title, fontsize=10)
         axes.grid(alpha=0.3, axis="both" if panel.lines else "x")
     figure.suptitle(title)
@@ -78,3 +83,12 @@ def _draw_lines(axes: Any, panel: Panel) -> None:
     if panel.limit is not None:
         axes.axhline(panel.limit, color="tab:red", linestyle="--", linewidth=1)
     axes.legend(fontsize=8)
+
+
+def _draw_spans(axes: Any, panel: Panel) -> None:
+    """Draw a lane per label, the first on top; an edge shows what is too short for its width."""
+    for lane, spans in enumerate(panel.spans.values()):
+        axes.broken_barh(spans, (lane - 0.4, 0.8), facecolor=_OURS, edgecolor="black", lw=0.5)
+    axes.set_yticks(range(len(panel.spans)), list(panel.spans))
+    axes.invert_yaxis()
+    axes.set_xlabel(panel.axis)

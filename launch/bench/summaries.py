@@ -17,6 +17,7 @@ from launch.bench.report import (
     values,
 )
 from launch.bench.timing import median
+from launch.bench.trace import LANES
 from launch.bench.training import ADAM, DDP, LAMB
 
 ADAM_LIMIT = 1.2
@@ -348,3 +349,27 @@ def _links_targets(rows: Sequence[Row]) -> list[Target]:
             found = f"{pair[0]:.2f} s against {pair[1]:.2f} s"
             targets.append(Target(text, found, pair[0] <= EXPOSED_LIMIT * pair[1]))
     return targets
+
+
+def trace(rows: Sequence[Row]) -> Summary:
+    """Return how long each lane is taken, and the lanes over time."""
+    good = measured(rows)
+    lanes = {
+        lane: [row for row in good if row["lane"] == lane] for lane in dict.fromkeys(LANES.values())
+    }
+    lines = [
+        [lane, str(len(same)), f"{sum(values(same, 'ms')):.1f}"] for lane, same in lanes.items()
+    ]
+    spans = {
+        lane: list(zip(values(same, "start_ms"), values(same, "ms"), strict=True))
+        for lane, same in lanes.items()
+    }
+    names = ", ".join(f"{name} at {rate}" for name, rate in groups(good, "method", "rate"))
+    method = (
+        "Rank 0 of two hosts under torch.profiler: a step and the forward pass after it, after "
+        "warm-up. A launch is the call that starts a collective; what is in flight has no range "
+        "of its own. Ranges nest: waits and launches lie within forward, backward or step."
+    )
+    tables = [Table("Ranges", ["lane", "ranges", "ms together"], lines)]
+    panel = Panel(names, "ms", spans=spans)
+    return Summary("One step over time", method, tables, panels=[panel])
