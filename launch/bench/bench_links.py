@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from launch.bench.environment import version_of
 from launch.bench.hosts import Hosts, reason_unavailable, sent_nbytes
@@ -88,7 +89,7 @@ def _turn(training: Training, size: Size, first: int, num_steps: int) -> Row:
     rank = dist.get_rank()
     warm_up = [make_batch(size, first + step, rank) for step in range(WARM_UP)]
     batches = [make_batch(size, first + WARM_UP + step, rank) for step in range(num_steps)]
-    losses = []
+    losses: list[Tensor] = []
 
     def run() -> None:
         losses.extend(training.step(batch) for batch in batches)

@@ -48,7 +48,7 @@ class Training:
         """Run forward, backward and the optimizer's step; return the loss."""
         (self._model if self._optimizer is None else self._optimizer).zero_grad()
         with record_function("train::forward"):
-            loss = self._module(batch)
+            loss: Tensor = self._module(batch)
         with record_function("train::backward"):
             loss.backward()
         with record_function("train::step"):
@@ -77,7 +77,7 @@ class EngineTraining(Training):
 
     def step(self, batch: Tensor) -> Tensor:
         with record_function("train::forward"):
-            loss = self._module(batch)
+            loss: Tensor = self._module(batch)
         with record_function("train::backward"):
             self._optimizer.backward(loss)
         with record_function("train::step"):
@@ -194,7 +194,9 @@ def _ours(name: str, rule: str, sharding: dict[str, Any]) -> Method:
 
 
 _KEYS = {field.name for field in dataclasses.fields(shardfuse.ShardConfig)}
-_NO_OVERLAP = {key: False for key in ("overlap_grad_sync", "overlap_param_sync") if key in _KEYS}
+_NO_OVERLAP: dict[str, Any] = {
+    key: False for key in ("overlap_grad_sync", "overlap_param_sync") if key in _KEYS
+}
 
 ALL = [
     Method(COMPUTE, _compute),

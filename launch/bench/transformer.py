@@ -45,9 +45,11 @@ class Block(nn.Module):
         batch, length, hidden = x.shape
         projected = self.query_key_value(self.attention_norm(x))
         heads = projected.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(*heads.unbind(0), is_causal=True)
+        query, key, value = heads.unbind(0)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, length, hidden))
-        return x + self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x))))
+        out: Tensor = x + self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x))))
+        return out
 
 
 class Transformer(nn.Module):

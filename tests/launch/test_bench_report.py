@@ -97,6 +97,51 @@ def test_tensor_target_compares_most_with_fewest() -> None:
     ]
 
 
+def links_row(method: str, rate: str, ratio: float, **other: Any) -> dict[str, Any]:
+    numbers = {"world_size": 2.0, "numel": 100.0, "sent_p": 1.0, "peak_p": 4.0, "loss": 9.0}
+    times = {"step_s": 2 * ratio, "exposed_s": 2 * ratio - 1.0, "ratio": ratio}
+    return {"method": method, "rate": rate, "note": "", **numbers, **times, **other, **WHERE}
+
+
+def test_links_targets_are_of_two_hosts_and_one_rate() -> None:
+    """Medians over rounds; three hosts have a table and no target."""
+    rows = [
+        links_row("DDP + torch Adam fused", "1gbit", 1.0),
+        *(links_row("shardfuse adam", "1gbit", ratio) for ratio in (0.7, 0.8, 0.9)),
+        links_row("shardfuse lamb", "1gbit", 0.95),
+        links_row("shardfuse adam", "4gbit", 0.95),
+        links_row("shardfuse adam", "1gbit", 2.0, world_size=3.0),
+        {"method": "peer", "rate": "1gbit", "world_size": 2.0, "note": "failed", **WHERE},
+    ]
+    summary = summaries.links(rows)
+    assert met(summary) == {
+        "shardfuse adam at 1gbit, step of DDP + torch Adam fused <= 0.85": True,
+        "shardfuse adam at 1gbit, exposed time at most 0.5 of DDP's": False,
+        "shardfuse lamb at 1gbit, step of DDP + torch Adam fused <= 0.9": False,
+        "shardfuse adam at 4gbit, step of DDP + torch Adam fused <= 0.95": True,
+    }
+    titles = ["1gbit, 2 hosts", "4gbit, 2 hosts", "1gbit, 3 hosts", "Without numbers"]
+    assert [table.title for table in summary.tables] == titles
+    fastest = summary.tables[0].rows[0]
+    assert fastest[:4] == [
+        "shardfuse adam",
+        "1.60 (1.40-1.80)",
+        "0.60 (0.40-0.80)",
+        "0.80 (0.70-0.90)",
+    ]
+
+
+def test_trace_adds_up_its_lanes() -> None:
+    """Spans are drawn by lane, in the order of the lanes."""
+    same = {"method": "shardfuse adam", "rate": "1gbit", "note": "", **WHERE}
+    times = [("step", 5.0, 2.0), ("forward", 0.0, 1.0), ("forward", 9.0, 1.5)]
+    rows = [{**same, "lane": lane, "start_ms": start, "ms": ms} for lane, start, ms in times]
+    summary = summaries.trace(rows)
+    assert summary.tables[0].rows[0] == ["forward", "2", "2.5"]
+    assert summary.panels[0].spans["forward"] == [(0.0, 1.0), (9.0, 1.5)]
+    assert next(iter(summary.panels[0].spans)) == "forward"
+
+
 def test_csv_keeps_rows_of_different_columns(tmp_path: Path) -> None:
     """A row without numbers has empty cells; provenance comes last and stays text."""
     rows = [step_row("a", 1.5), {"method": "b", "note": "not installed", **WHERE, "commit": "123"}]

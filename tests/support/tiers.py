@@ -67,6 +67,7 @@ EXHAUSTIVE = re.compile(
             r"test_deepspeed_command\.py::test_other_optimizers_train",
             r"test_bert_folders\.py::test_torchrun_s_report",
             r"test_bench\.py::test_step_leaves_tables",
+            r"test_bench_links\.py::test_quick",
             r"test_trainer\.py::test_equals_fp64_math_on_all_samples\[(?!instance)",
             r"test_model_files\.py::test_accelerate_save_state\[2\]",
             r"test_lamb_compare\.py::test_table_of_the_readme",
