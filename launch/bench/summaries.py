@@ -326,7 +326,7 @@ def _links_table(title: str, by_method: dict[str, list[Row]]) -> Table:
             spread(same, "ratio"),
             f"{middle(same, 'sent_p'):.3f}",
             f"{middle(same, 'peak_p'):.2f}" if values(same, "peak_p") else "",
-            f"{middle(same[-1:], 'loss'):.3f}",
+            f"{middle(same[-1:], 'loss'):.3f}" if values(same, "loss") else "",
             str(len(same)),
         ]
         for name, same in by_method.items()
