@@ -38,6 +38,7 @@ FAST = re.compile(
             r"test_checkpoint\.py::test_saved_at_two\[lamb-3",
             r"test_torch_state_dict\.py::test_other_world_sizes\[sgd-2-3",
             r"test_extending\.py",
+            r"test_overlap\.py::test_(same_bits\[(plain|twice)-2|collectives|nobody.*(forward|EMA)\])",
             r"test_fuzz\.py::test_a_seed_is_a_program",
         ]
     )
@@ -57,6 +58,7 @@ EXHAUSTIVE = re.compile(
             r"test_state\.py::test_resume\[.*-(1-2|1-4|2-1|3-2|4-1)-",
             r"test_torch_state_dict\.py::test_set_continues\[(sgd|sgd-plain|bert|rmsprop-tf)-",
             r"test_npu_scaler\.py::test_overflow_on_one_rank\[.*(3|4)",
+            r"test_overlap\.py::test_random_schedules\[([2-9]|1.|2.)\]",
             # Whole jobs by their real commands, of which the default has one of each kind.
             r"test_bert_command\.py::test_a_signal_to_torchrun_saves_and_stops\[2\]",
             r"test_bert_folders\.py::test_a_late_rank_of_torchrun_shares",

@@ -1,0 +1,140 @@
+"""What is under way when a rank leaves, fails or is stopped: nothing is lost, nothing is silent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardfuse import ShardedSGD
+from shardfuse.comm.base import PeerError
+from shardfuse.engine.under_way import ParamUnderWay
+from tests.support.harness import run_threads
+from tests.support.lazy import LazyCommunicator, Post
+
+pytestmark = pytest.mark.timeout(120)
+
+LEAVES = """
+import os, signal, subprocess, sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from shardfuse import ShardedSGD
+from shardfuse.engine.under_way import ParamUnderWay
+
+rank, folder, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+torch.set_num_threads(1)
+dist.init_process_group(
+    "gloo",
+    init_method=f"file://{folder}/store",
+    rank=rank,
+    world_size=2,
+    timeout=timedelta(seconds=60),
+)
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(6)))
+sharding = {"collectives": "pairwise", "bucket_cap_mb": 8, "kernel": "eager"}
+optimizer = ShardedSGD(model.named_parameters(), lr=0.5, sharding=sharding)
+pids = [None, None]
+dist.all_gather_object(pids, os.getpid())
+expected = [param.detach() - 0.5 for param in model.parameters()]
+for param in model.parameters():
+    param.grad = torch.ones_like(param)
+dist.barrier()
+optimizer.step()
+if rank == 1:
+    os.kill(pids[0], signal.SIGSTOP)  # it takes nothing any more
+    subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {pids[0]}"])
+    assert any(type(param) is ParamUnderWay for param in model.parameters())
+else:
+    assert all(map(torch.equal, model.parameters(), expected))
+if how == "destroys its group":
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("how", ["destroys its group", "just ends"])
+def test_a_rank_leaves_right_after_its_last_step(how: str, tmp_path: Path) -> None:
+    """What it owes to a slow rank is sent all the same, before its process ends."""
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.getenv("PYTHONPATH")]))
+    command = [sys.executable, "-W", "ignore", "-c", LEAVES]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path), how],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [rank.communicate(timeout=100)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+
+
+class Losing(LazyCommunicator):
+    """Its gathers fail when they are waited for, once ``is_lost`` is set."""
+
+    is_lost = False
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Any:
+        handle = super().all_gather(output, input)
+        return Lost() if self.is_lost else handle
+
+
+class Lost:
+    """A handle of what never arrives; a second wait() says nothing, as torch's do."""
+
+    is_told = False
+
+    def wait(self) -> None:
+        if not self.is_told:
+            self.is_told = True
+            raise PeerError("rank 1 has ended.")
+
+
+def read_what_was_lost(post: Post) -> list[str]:
+    """Return what each way to the parameters says, after a step whose gathers fail."""
+    comm = Losing(post, dist.get_rank(), 2)
+    model = nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 30))
+    sharding = {"process_group": comm, "bucket_cap_mb": 0.004, "overlap_param_sync": True}
+    optimizer = ShardedSGD(model.named_parameters(), lr=0.5, sharding=sharding)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    comm.is_lost = True
+    optimizer.step()
+    weight = model[0].weight
+    assert type(weight) is ParamUnderWay
+    ways: list[Callable[[], Any]] = [
+        weight.sum,
+        weight.sum,
+        lambda: model(torch.ones(1, 30)),
+        model.state_dict,
+        optimizer.synchronize,
+        optimizer.step,
+    ]
+    found = []
+    for way in ways:
+        try:
+            found.append(f"no error but {way()}")
+        except PeerError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_never_arrives_is_an_error_each_time_it_is_read() -> None:
+    """A parameter whose owner has ended is never read as it is: PeerError, now and later."""
+    for found in run_threads(2, read_what_was_lost, Post()):
+        for text in found:
+            assert "rank 1 has ended." in text
