@@ -38,7 +38,8 @@ FAST = re.compile(
             r"test_checkpoint\.py::test_saved_at_two\[lamb-3",
             r"test_torch_state_dict\.py::test_other_world_sizes\[sgd-2-3",
             r"test_extending\.py",
-            r"test_overlap\.py::test_(same_bits\[(plain|twice)-2|collectives|nobody.*(forward|EMA)\])",
+            r"test_overlap\.py::test_(same_bits\[(plain|twice)-2|collectives)",
+            r"test_overlap_readers\.py::test_nobody.*(forward|EMA)",
             r"test_fuzz\.py::test_a_seed_is_a_program",
         ]
     )
