@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfuse.engine.units import BlockTable, Shards, Span, Trained, Unit
+from shardfuse.engine.units import BlockTable, Cohort, Shards, Span, Unit
 from shardfuse.layout import BLOCK, ParamSpec
 from shardfuse.rules import UpdateRule
 
@@ -82,18 +82,18 @@ class ForeignShards(Shards):
         return self._flat.device
 
     @property
-    def trained(self) -> Sequence[Trained]:
+    def cohorts(self) -> Sequence[Cohort]:
         """The group, once for each policy in it."""
         dtype = str(self._flat.dtype)
         policies = enumerate(self._policies)
-        return [Trained(number, 0, self._group, policy, dtype) for number, policy in policies]
+        return [Cohort(number, 0, self._group, policy, dtype) for number, policy in policies]
 
     def gradients(self) -> Iterator[Unit]:
         assert self._flat.grad is not None
         for index, cut in enumerate(self._cuts):
             row = BLOCK if cut.numel % BLOCK == 0 else cut.numel
-            trained = self._policies.index(cut.policy)
-            yield Unit(index, trained, cut.numel, row, (self._flat.grad[cut.elements],))
+            cohort = self._policies.index(cut.policy)
+            yield Unit(index, cohort, cut.numel, row, (self._flat.grad[cut.elements],))
 
     def open(self, unit: Unit) -> None:
         elements = self._cuts[unit.index].elements
@@ -110,7 +110,7 @@ class ForeignShards(Shards):
     def retain(self) -> None:
         """Do nothing: gradients stay."""
 
-    def mean(self, trained: int) -> float | None:
+    def mean(self, cohort: int) -> float | None:
         return None
 
     def global_square(self) -> Tensor | None:
@@ -120,20 +120,20 @@ class ForeignShards(Shards):
             return None
         return self._global_square().to(self._flat.device)
 
-    def blocks(self, trained: Sequence[int]) -> BlockTable:
+    def blocks(self, cohorts: Sequence[int]) -> BlockTable:
         """Return the blocks of the cuts, a tail being one."""
         owners: list[tuple[int, int, int]] = []
         extents: dict[int, tuple[int, int]] = {}
         num_blocks = 0
         for index, cut in enumerate(self._cuts):
-            if self._policies.index(cut.policy) in trained:
+            if self._policies.index(cut.policy) in cohorts:
                 stop = num_blocks + -(-cut.numel // BLOCK)
                 extents[index] = (num_blocks, stop)
                 owners.append((cut.param, num_blocks, stop))
                 num_blocks = stop
         return BlockTable(owners, extents, num_blocks, self._num_params)
 
-    def params(self, trained: int) -> Sequence[tuple[int, ParamSpec]]:
+    def params(self, cohort: int) -> Sequence[tuple[int, ParamSpec]]:
         """Raise NotImplementedError: which rows a segment has parts of is not known."""
         raise NotImplementedError("Sums over rows are not there over foreign partitions.")
 

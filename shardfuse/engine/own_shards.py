@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardfuse.engine.flat_state import FlatState
 from shardfuse.engine.gather import ParamSync
-from shardfuse.engine.units import BlockTable, Shards, Trained, Unit
+from shardfuse.engine.units import BlockTable, Cohort, Shards, Unit
 from shardfuse.grads.protocol import GradPhase, GradShards
 from shardfuse.layout import BLOCK, Bucket, ParamSpec, round_up
 from shardfuse.rules import UpdateRule
@@ -55,10 +55,10 @@ class OwnShards(Shards):
         return self._flats[0].device if self._flats else torch.device("cpu")
 
     @property
-    def trained(self) -> Sequence[Trained]:
+    def cohorts(self) -> Sequence[Cohort]:
         """The flats that are awake."""
         return [
-            Trained(flat.index, flat.index, self._groups[flat.group], flat.policy, flat.dtype)
+            Cohort(flat.index, flat.index, self._groups[flat.group], flat.policy, flat.dtype)
             for flat in (state.flat for state in self._awake)
         ]
 
@@ -69,7 +69,7 @@ class OwnShards(Shards):
             yield Unit(bucket.index, bucket.flat, bucket.shard_numel, row, parts, fragments)
 
     def open(self, unit: Unit) -> None:
-        state, bucket = self._flats[unit.trained], self._buckets[unit.index]
+        state, bucket = self._flats[unit.cohort], self._buckets[unit.index]
         unit.p, unit.low = state.tensors(bucket)
         names = self._rule.state_names(self._groups[state.flat.group])
         unit.states = tuple(state.states[name].segment(bucket) for name in names)
@@ -78,7 +78,7 @@ class OwnShards(Shards):
 
     def close(self, unit: Unit) -> None:
         """Launch the all-gather of the bucket."""
-        state = self._flats[unit.trained]
+        state = self._flats[unit.cohort]
         self._gather.start(state.params_buffer, self._buckets[unit.index], state.params)
 
     def advance(self) -> None:
@@ -91,8 +91,8 @@ class OwnShards(Shards):
     def retain(self) -> None:
         self._grads.retain()
 
-    def mean(self, trained: int) -> float | None:
-        return self._grads.mean_factor(trained)
+    def mean(self, cohort: int) -> float | None:
+        return self._grads.mean_factor(cohort)
 
     def global_square(self) -> Tensor | None:
         return None
@@ -126,12 +126,12 @@ class OwnShards(Shards):
         ]
         return [(name, grad) for _, name, grad in sorted(members, key=lambda member: member[0])]
 
-    def blocks(self, trained: Sequence[int]) -> BlockTable:
+    def blocks(self, cohorts: Sequence[int]) -> BlockTable:
         """Return the blocks of flats, which have slots of whole ones."""
         owners: list[tuple[int, int, int]] = []
         extents: dict[int, tuple[int, int]] = {}
         num_blocks = 0
-        for state in (self._flats[index] for index in trained):
+        for state in (self._flats[index] for index in cohorts):
             assert state.flat.align == BLOCK, "a block holds several parameters"
             for bucket in state.flat.buckets:
                 stop = num_blocks + bucket.shard_numel // BLOCK
@@ -144,8 +144,8 @@ class OwnShards(Shards):
         num_params = sum(len(state.params) for state in self._flats)
         return BlockTable(owners, extents, num_blocks, num_params)
 
-    def params(self, trained: int) -> Sequence[tuple[int, ParamSpec]]:
-        state = self._flats[trained]
+    def params(self, cohort: int) -> Sequence[tuple[int, ParamSpec]]:
+        state = self._flats[cohort]
         return [
             (slot.param, spec) for slot, spec in zip(state.flat.slots, state.specs, strict=True)
         ]

@@ -41,16 +41,16 @@ class Reduction(Protocol):
 
 
 class BlockSums:
-    """One fp32 number per block and sum, for all units of some Trained.
+    """One fp32 number per block and sum, for all units of some cohorts.
 
     Args:
         shards: whose blocks.
-        trained: the Trained that take part, by index.
+        cohorts: those that take part, by index.
         num_sums: sums per block.
     """
 
-    def __init__(self, shards: Shards, trained: Sequence[int], *, num_sums: int) -> None:
-        table = shards.blocks(trained)
+    def __init__(self, shards: Shards, cohorts: Sequence[int], *, num_sums: int) -> None:
+        table = shards.blocks(cohorts)
         num_blocks, num_params = table.num_blocks, table.num_params
         self._extents = table.extents
         self._sums = torch.zeros(num_sums, num_blocks, device=shards.device)
@@ -91,7 +91,7 @@ class BlockSums:
 class TensorReduction:
     """Sums per tensor, for a NormRule: those of its blocks.
 
-    The Trained whose ratios are needed may change from step to step, with the weight decay.
+    The cohorts whose ratios are needed may change from step to step, with the weight decay.
     """
 
     def __init__(self, rule: NormRule, shards: Shards) -> None:
@@ -101,8 +101,8 @@ class TensorReduction:
         self._sums: BlockSums | None = None
 
     def begin(self) -> None:
-        trained = self._shards.trained
-        adapted = [t.number for t in trained if self._rule.settings(t.group, t.policy, 1).adapts]
+        cohorts = self._shards.cohorts
+        adapted = [t.number for t in cohorts if self._rule.settings(t.group, t.policy, 1).adapts]
         if adapted != self._adapted:
             self._adapted, self._sums = adapted, None
         if adapted and self._sums is None:

@@ -22,11 +22,11 @@ class RowReduction:
         self._shards = shards
         self._specs: dict[int, ParamSpec] = {}  # of the parameters that have rows
         self._starts: dict[int, int] = {}  # param: its first row
-        self._rows: dict[int, tuple[slice, Rows]] = {}  # index of a Trained: its rows
-        self._factors: dict[int, Tensor] = {}  # index of a Trained: those of its rows
+        self._rows: dict[int, tuple[slice, Rows]] = {}  # number of a cohort: its rows
+        self._factors: dict[int, Tensor] = {}  # number of a cohort: those of its rows
         num_rows, device = 0, shards.device
-        for trained in shards.trained:
-            pairs = shards.params(trained.number)
+        for cohort in shards.cohorts:
+            pairs = shards.params(cohort.number)
             specs = {param: spec for param, spec in pairs if spec.numel and len(spec.shape) > 1}
             if not specs:
                 continue
@@ -43,7 +43,7 @@ class RowReduction:
                 (numels / torch.tensor(counts)).to(device),
                 numels.to(device),
             )
-            self._rows[trained.number] = (slice(start, num_rows), rows)
+            self._rows[cohort.number] = (slice(start, num_rows), rows)
         self._totals = torch.zeros(rule.num_sums, num_rows, device=device)
 
     def begin(self) -> None:
@@ -51,7 +51,7 @@ class RowReduction:
 
     def room(self, unit: Unit) -> Tensor | None:
         """Return zeros (num_sums, numel)."""
-        if unit.trained not in self._rows:
+        if unit.cohort not in self._rows:
             return None
         return self._totals.new_zeros(len(self._totals), unit.numel)
 
@@ -73,19 +73,19 @@ class RowReduction:
     def finish(self, totals: Tensor) -> Tensor | None:
         """Take the factors of every row."""
         self._totals = totals
-        for trained in self._shards.trained:
-            if trained.number in self._rows:
-                extent, rows = self._rows[trained.number]
-                factors = self._rule.factors(trained.group, totals[:, extent], rows)
-                self._factors[trained.number] = factors
+        for cohort in self._shards.cohorts:
+            if cohort.number in self._rows:
+                extent, rows = self._rows[cohort.number]
+                factors = self._rule.factors(cohort.group, totals[:, extent], rows)
+                self._factors[cohort.number] = factors
         return None
 
     def factors(self, unit: Unit) -> Tensor | None:
         """Return (num_factors, numel): to every element its row's, or those of none."""
-        factors = self._factors.get(unit.trained)
+        factors = self._factors.get(unit.cohort)
         if factors is None:
             return None
-        start = self._rows[unit.trained][0].start
+        start = self._rows[unit.cohort][0].start
         spread = factors.new_tensor(self._rule.neutral)[:, None].repeat(1, unit.numel)
         for f in unit.fragments:
             if f.param in self._starts:

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardfuse.comm import Communicator
 from shardfuse.engine.kernels import Kernels, Pass, Scale, ascending, passes
 from shardfuse.engine.reductions import BlockSums, reduction_for
-from shardfuse.engine.units import Shards, Trained, Unit
+from shardfuse.engine.units import Cohort, Shards, Unit
 from shardfuse.rules import Clip, ReducingRule, UpdateRule
 
 
@@ -45,7 +45,7 @@ class StepEngine:
         self._comm_device = comm_device
         self._kernels = kernels
         self._reduction = reduction_for(rule, shards) if isinstance(rule, ReducingRule) else None
-        self._trained: dict[int, Trained] = {}  # as the present step has them
+        self._cohorts: dict[int, Cohort] = {}  # as the present step has them
         self._clipped: list[int] = []
         self._norms: BlockSums | None = None  # spread: the norm of the tensor each block is of
         self.ratio: Tensor | None = None  # (num_params,), of the last step; 1 where none was taken
@@ -56,13 +56,13 @@ class StepEngine:
         Reduces the gradients and keeps them reduced. One all-reduce.
         """
         self._shards.retain()
-        flats = {trained.number: trained.flat for trained in self._shards.trained}
+        flats = {cohort.number: cohort.flat for cohort in self._shards.cohorts}
         num_flats = 1 + max(flats.values(), default=0)
         squares = torch.zeros(num_flats, dtype=torch.float32, device=self._shards.device)
         for unit in self._shards.gradients():
             blocks = squares.new_empty(1, unit.num_blocks)
             self._square(unit, blocks)
-            squares[flats[unit.trained]] += blocks.sum()
+            squares[flats[unit.cohort]] += blocks.sum()
         return self._total(squares)
 
     def run(self, coefficient: Tensor | None, max_norm: float | None) -> None:
@@ -72,7 +72,7 @@ class StepEngine:
             coefficient: () scales the mean gradient, on top of the rule's own clipping.
             max_norm: bound of the norm of the mean gradient so scaled, before that clipping.
         """
-        self._trained = {trained.number: trained for trained in self._shards.trained}
+        self._cohorts = {cohort.number: cohort for cohort in self._shards.cohorts}
         scales = self._scales(coefficient, max_norm)
         if self._reduction is None:
             for unit in self._shards.gradients():
@@ -89,7 +89,7 @@ class StepEngine:
         assert sums is not None
         keeps = {
             index: rule.settings(t.group, t.policy, 1).keeps_gradient
-            for index, t in self._trained.items()
+            for index, t in self._cohorts.items()
         }
         if any(keeps.values()):
             self._shards.retain()
@@ -100,7 +100,7 @@ class StepEngine:
             room = sums.room(unit)
             self._pass(passes.first_pass, unit, scales, room)
             sums.collect(unit, room)
-            if not keeps[unit.trained]:
+            if not keeps[unit.cohort]:
                 unit.grad = ()
             units.append(unit)
         totals = sums.totals()
@@ -115,10 +115,10 @@ class StepEngine:
         self, function: Pass, unit: Unit, scales: Mapping[int, Scale], extra: Tensor | None
     ) -> None:
         """Run one pass over the spans of a unit."""
-        trained = self._trained[unit.trained]
-        scale = self._scale(scales, trained, unit)
+        cohort = self._cohorts[unit.cohort]
+        scale = self._scale(scales, cohort, unit)
         for span in unit.spans:
-            settings = self._rule.settings(trained.group, trained.policy, span.step)
+            settings = self._rule.settings(cohort.group, cohort.policy, span.step)
             self._kernels.run(
                 function,
                 settings.flags,
@@ -131,12 +131,12 @@ class StepEngine:
     # Clips
 
     def _scales(self, coefficient: Tensor | None, max_norm: float | None) -> dict[int, Scale]:
-        """Return for each Trained the factor from summed to clipped mean gradient; its sign, too.
+        """Return for each cohort the factor from summed to clipped mean gradient; its sign, too.
 
         Clipping per tensor is left to _scale().
         """
-        trained = list(self._trained.values())
-        clips = {t.number: self._clip(t) for t in trained}
+        cohorts = list(self._cohorts.values())
+        clips = {t.number: self._clip(t) for t in cohorts}
         shared = [clip for clip in clips.values() if clip is not None and clip.scope != "tensor"]
         known = self._shards.global_square()
         needs = [clip for clip in shared if known is None or clip.scope != "global"]
@@ -145,13 +145,13 @@ class StepEngine:
             coefficient = _factor(Clip(max_norm, "global", eps=1e-6), squares.sum(), coefficient)
         self._sum_tensors(clips, coefficient)
         scales: dict[int, Scale] = {}
-        for own in trained:
+        for own in cohorts:
             clip, factor = clips[own.number], coefficient
             if clip is not None and clip.scope != "tensor":
                 square = known if known is not None and clip.scope == "global" else None
                 if square is None:
                     assert squares is not None
-                    square = squares[_peers(trained, own, clip)].sum()
+                    square = squares[_peers(cohorts, own, clip)].sum()
                 factor = _factor(clip, square, coefficient)
             mean: Scale = self._shards.mean(own.number)
             if factor is not None:
@@ -175,23 +175,23 @@ class StepEngine:
         norms = self._total(self._norms.per_param())[0].sqrt()
         self._norms.spread(norms if coefficient is None else norms * coefficient)
 
-    def _scale(self, scales: Mapping[int, Scale], trained: Trained, unit: Unit) -> Scale:
+    def _scale(self, scales: Mapping[int, Scale], cohort: Cohort, unit: Unit) -> Scale:
         """Return the factor for ``unit``, of each block (blocks, 1) where tensors are clipped."""
-        scale = scales[trained.number]
+        scale = scales[cohort.number]
         norms = None if self._norms is None else self._norms.value(unit)
-        clip = None if norms is None else self._clip(trained)
+        clip = None if norms is None else self._clip(cohort)
         if norms is None or clip is None:
             return scale
         factor = (clip.max_norm / (norms[0] + clip.eps)).clamp(max=1.0)[:, None]
         return factor if scale is None else factor * scale
 
-    def _clip(self, trained: Trained) -> Clip | None:
-        return self._rule.settings(trained.group, trained.policy, 1).clip
+    def _clip(self, cohort: Cohort) -> Clip | None:
+        return self._rule.settings(cohort.group, cohort.policy, 1).clip
 
     def _square(self, unit: Unit, blocks: Tensor) -> None:
         """Write the sum of squares of every block of a mean gradient into ``blocks`` (1, n)."""
         tile = unit.tile_of_blocks(blocks)
-        scale = self._shards.mean(unit.trained)
+        scale = self._shards.mean(unit.cohort)
         self._kernels.run(passes.square_sum_pass, None, (), scale, tile, is_tail=unit.is_tail)
 
     def _total(self, sums: Tensor) -> Tensor:
@@ -201,11 +201,11 @@ class StepEngine:
         return total.to(sums.device)
 
 
-def _peers(trained: list[Trained], own: Trained, clip: Clip) -> slice | list[int]:
+def _peers(cohorts: list[Cohort], own: Cohort, clip: Clip) -> slice | list[int]:
     """Return the flats whose norm clips ``own``."""
     if clip.scope == "global":
         return slice(None)
-    group = [t for t in trained if t.group is own.group]
+    group = [t for t in cohorts if t.group is own.group]
     return sorted({t.flat for t in group if clip.scope == "group" or t.dtype == own.dtype})
 
 

@@ -22,7 +22,7 @@ class Span(NamedTuple):
     step: int
 
 
-class Trained(NamedTuple):
+class Cohort(NamedTuple):
     """Parameters that are updated alike: a flat, or those of one policy in a foreign partition."""
 
     number: int
@@ -40,7 +40,7 @@ class Unit:
     """
 
     index: int
-    trained: int  # number of a Trained
+    cohort: int  # number of a cohort
     numel: int
     row: int  # elements of a tile's row; numel is a multiple of it
     grad: Parts  # they add up to the summed gradient; valid until the next unit is asked for
@@ -113,7 +113,7 @@ class Shards(Protocol):
         """Where the parts are."""
 
     @property
-    def trained(self) -> Sequence[Trained]:
+    def cohorts(self) -> Sequence[Cohort]:
         """What is updated alike, on this rank or not; every rank has the same."""
 
     def gradients(self) -> Iterator[Unit]:
@@ -131,14 +131,14 @@ class Shards(Protocol):
     def retain(self) -> None:
         """Have gradients stay valid, and be given again, until the end of the step."""
 
-    def mean(self, trained: int) -> float | None:
+    def mean(self, cohort: int) -> float | None:
         """Return the factor from summed gradients to their mean; None is 1."""
 
     def global_square(self) -> Tensor | None:
         """Return the squared norm () of all gradients, if it is known; else it is summed up."""
 
-    def blocks(self, trained: Sequence[int]) -> BlockTable:
-        """Return the blocks of all units of some Trained."""
+    def blocks(self, cohorts: Sequence[int]) -> BlockTable:
+        """Return the blocks of all units of some cohorts."""
 
-    def params(self, trained: int) -> Sequence[tuple[int, ParamSpec]]:
-        """Return (number, spec) of the parameters of a Trained, as fragments number them."""
+    def params(self, cohort: int) -> Sequence[tuple[int, ParamSpec]]:
+        """Return (number, spec) of the parameters of a cohort, as fragments number them."""

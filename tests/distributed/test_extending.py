@@ -144,7 +144,7 @@ class WholeMatrices:
     """Brings every matrix to every rank, as the sum of parts that do not overlap."""
 
     def __init__(self, rule: MatrixRule, shards: Shards) -> None:
-        self._specs = {n: spec for t in shards.trained for n, spec in shards.params(t.number)}
+        self._specs = {n: spec for t in shards.cohorts for n, spec in shards.params(t.number)}
         self._whole = {n: torch.zeros(spec.numel) for n, spec in self._specs.items()}
 
     def begin(self) -> None:
