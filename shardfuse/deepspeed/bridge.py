@@ -54,6 +54,7 @@ class EngineBridge:
             # (dense gradients, those of experts): none, because step() reduces them.
             attributes["get_grads_for_reduction"] = lambda: ([], {})
         optimizer.__dict__.update(attributes)
+        optimizer.accumulates_while(self._accumulates)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         # The engine would clip p.grad, which is this rank's gradient and not the mean.
@@ -67,6 +68,11 @@ class EngineBridge:
                 init_scale=scaler.get_scale(),
                 process_group=optimizer._config.process_group,
             )
+
+    def _accumulates(self) -> bool:
+        """Return whether the backward under way is not the last one before the next step."""
+        engine = self._engine()
+        return engine is not None and not engine.is_gradient_accumulation_boundary()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Clip as ``gradient_clipping`` says, by the norm of the mean gradient."""

@@ -23,6 +23,7 @@ ENGINE_METHODS = {
     "_do_optimizer_sanity_check": "picks the wrapper; at stage 0 the plug-in wants none",
     "allreduce_gradients": "calls the optimizer's get_grads_for_reduction at stage 0",
     "clip_fp32_gradients": "clips p.grad before step() at stage 0; shardfuse clips by itself",
+    "is_gradient_accumulation_boundary": "whether a backward is a step's last, at stage 0",
     "optimizer_name": "name in the JSON",
     "optimizer_params": "params in the JSON",
     "zero_optimization_stage": "0 to 3",

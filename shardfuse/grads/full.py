@@ -14,7 +14,7 @@ looks only at those still remembered: absent if every element is -0.0. Any edit 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -136,6 +136,9 @@ class GradSync(GradShards):
     def multiply(self, factor: Tensor) -> None:
         self._factor = float(factor)
         self._sends.doubt()
+
+    def accumulates_while(self, condition: Callable[[], bool]) -> None:
+        self._sends.accumulates = condition
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

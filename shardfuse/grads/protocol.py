@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -92,6 +92,10 @@ class GradShards(ABC):
     @abstractmethod
     def release(self) -> None:
         """Forget what was noted and reduced: the phase is ACCUMULATING then."""
+
+    @abstractmethod
+    def accumulates_while(self, condition: Callable[[], bool]) -> None:
+        """Have gradients stay here as long as ``condition()``, asked under backward, holds."""
 
     @abstractmethod
     def accumulating(self) -> AbstractContextManager[None]:

@@ -79,6 +79,8 @@ class Sends:
         self._waits = waits
         self.is_paused = False
         """Whether gradients are still to be added to, as inside no_sync()."""
+        self.accumulates: Callable[[], bool] | None = None
+        """Tells the same of a single backward."""
         self._order: list[tuple[FlatGrads, Bucket]] = []
         self._places: dict[tuple[int, int], list[int]] = {}  # of a slot: the buckets it lies in
         self._counts: list[int] = []  # for each bucket: slots in it
@@ -128,6 +130,8 @@ class Sends:
         """Take note that autograd has made a gradient: send what is complete, in order."""
         key = (grads.flat.index, position)
         if self.is_paused or not self._overlaps or key in self._fired:
+            return
+        if self.accumulates is not None and self.accumulates():
             return
         self._fired.add(key)
         for place in self._places.get(key, ()):

@@ -248,6 +248,14 @@ class ShardedOptimizer(Clipped):
             unsharded_state_nbytes=state_nbytes * self.communicator.world_size,
         )
 
+    def accumulates_while(self, condition: Callable[[], bool]) -> None:
+        """Have gradients stay here while ``condition()``, which is asked under backward, holds.
+
+        What no_sync() is to a loop, for an engine that knows which backward is a step's last.
+        """
+        if self._foreign is None:
+            self._grads.accumulates_while(condition)
+
     def synchronize(self) -> None:
         """Wait until all parameters have arrived that step() has left under way. Local.
 
