@@ -14,6 +14,7 @@ looks only at those still remembered: absent if every element is -0.0. Any edit 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -95,7 +96,7 @@ class GradSync(GradShards):
             grads = FlatGrads(buffer, member.params, member.specs, member.fragments)
             self._flats[member.flat.index] = grads
             if self._comm.world_size > 1:
-                grads.on_arrival = self._sends.arrived
+                grads.on_arrival = weakref.WeakMethod(self._sends.arrived)
                 self._sends.add(grads)
             grads.watch()
 
@@ -233,6 +234,7 @@ class GradSync(GradShards):
     def _launch(
         self, grads: FlatGrads, bucket: Bucket, place: int, *, label: str | None, retain: bool
     ) -> PartsHandle:
+        """Launch the reduce-scatter of a bucket, which is at ``place`` in the order of all."""
         grads.pack(bucket.start + bucket.numel)
         like = torch.empty(0, dtype=self._wire(grads), device=grads.buffer.data.device)
         factor = self._factor

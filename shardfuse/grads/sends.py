@@ -16,8 +16,9 @@ end of the backward that has sent the first, so that all ranks launch alike.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,15 +36,6 @@ _MAX_WASTED = 3
 """Steps running in which buckets were sent twice, after which none is sent early."""
 
 
-class Launch(Protocol):
-    """Launches the reduce-scatter of a bucket, whose slots hold what is to be sent."""
-
-    def __call__(
-        self, grads: FlatGrads, bucket: Bucket, place: int, *, label: str | None, retain: bool
-    ) -> PartsHandle:
-        """Return it in flight; ``place`` is the bucket's in the order."""
-
-
 class _Sent(NamedTuple):
     """A bucket that has left."""
 
@@ -57,7 +49,7 @@ class Sends:
 
     Args:
         comm: the ranks to sum over.
-        launch: launches one.
+        launch: launches one; a method, held weakly.
         extents: returns the first and last addresses of the memory that slots lie in.
         overlaps: where buckets leave under backward.
         waits: wait for each at once, to find out whether overlap is at fault.
@@ -66,14 +58,14 @@ class Sends:
     def __init__(
         self,
         comm: Communicator,
-        launch: Launch,
+        launch: Callable[..., PartsHandle],
         extents: Callable[[], Sequence[tuple[int, int]]],
         *,
         overlaps: Collection[Progress],
         waits: bool,
     ) -> None:
         self._comm = comm
-        self._launch = launch
+        self._launch = weakref.WeakMethod(launch)  # of who holds this
         self._extents = extents
         self._may_overlap = set(overlaps)
         self._waits = waits
@@ -164,8 +156,10 @@ class Sends:
     def _send(self, place: int, *, retain: bool, attempt: int = 0) -> PartsHandle:
         label = f"round {self._round}, bucket {place}, attempt {attempt}"
         grads, bucket = self._order[place]
+        launch = self._launch()
+        assert launch is not None
         with record_function(f"shardfuse::reduce_scatter b{bucket.index}"):
-            handle = self._launch(
+            handle = launch(
                 grads, bucket, place, label=label if self._overlaps else None, retain=retain
             )
         if self._waits:

@@ -91,7 +91,8 @@ class FlatGrads:
     cleared: dict[int, Tensor] = field(default_factory=dict)  # -0.0 since zero(), by position
     is_joined: bool = False  # whether neighbours are copied together
     is_lent: bool = False  # whether anybody may hold a view, or a view of one
-    on_arrival: Callable[[FlatGrads, int], None] | None = None  # what collect() calls at its end
+    on_arrival: weakref.WeakMethod[Callable[[FlatGrads, int], None]] | None = None
+    """What collect() calls at its end; of who holds this."""
 
     def __post_init__(self) -> None:
         # As .data each has a version of its own, which counts what is done through it.
@@ -131,8 +132,9 @@ class FlatGrads:
         One that the caller sees elsewhere too, or that has a graph, stays: pack() will copy it.
         """
         self._collect(position)
-        if self.on_arrival is not None:
-            self.on_arrival(self, position)
+        arrived = None if self.on_arrival is None else self.on_arrival()
+        if arrived is not None:
+            arrived(self, position)
 
     def _collect(self, position: int) -> None:
         self.cleared.pop(position, None)
