@@ -136,6 +136,7 @@ class ProcessGroupCommunicator:
         self._board, self._watch = _post_of(group, device, self.backend)
         self._staging = Staging()
         self._num_reduced = 0
+        self._staged_epoch = 0
         self.num_in_flight = IN_FLIGHT
         self._number = 0  # the same on all ranks, from the first call on
 
@@ -240,15 +241,19 @@ class ProcessGroupCommunicator:
         assert reduce_scatter_single is not None
         if into is None:
             numel = input.numel() // self.world_size
-            into = self._staging.take("receive", self._next_slot(), numel, input)
+            into = self._receive_into(numel, input)
         self._note("reduce_scatter", input)
         work = self._launch(reduce_scatter_single, into, input, async_op=True)
         return PartsInFlight(WorkHandle(self._watch, [work], into, input), (into,))
 
-    def _next_slot(self) -> int:
-        """Return which of the receiving buffers is free."""
+    def _receive_into(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """Return (numel,) of the receiving buffer that is free next."""
+        if self._staged_epoch != self.epoch:
+            # What was under way before an error may still arrive where it was to.
+            self._staging, self._staged_epoch = Staging(), self.epoch
         self._num_reduced += 1
-        return self._num_reduced % self.num_in_flight
+        slot = self._num_reduced % self.num_in_flight
+        return self._staging.take("receive", slot, numel, like)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
         assert all_gather_single is not None

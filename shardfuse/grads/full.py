@@ -97,8 +97,8 @@ class GradSync(GradShards):
             self._flats[member.flat.index] = grads
             if self._comm.world_size > 1:
                 grads.on_arrival = weakref.WeakMethod(self._sends.arrived)
-                self._sends.add(grads)
             grads.watch()
+        self._sends.add([self._flats[member.flat.index] for member in members])
 
     def idle(self, bucket: Bucket, parts: Parts) -> set[int]:
         grads = self._flats[bucket.flat]

@@ -84,9 +84,13 @@ class Sends:
         self._is_queued = False  # whether the end of the present backward is waited for
         self._round, self._epoch, self._num_wasted = 0, 0, 0
 
-    def add(self, grads: FlatGrads) -> None:
-        """Have the buckets of a flat sent, in the order in which backward completes buckets."""
-        self._order += [(grads, bucket) for bucket in grads.flat.buckets]
+    def add(self, flats: Sequence[FlatGrads]) -> None:
+        """Have the buckets of ``flats`` sent, too, in the order in which backward completes them.
+
+        Collective: what has left by the old order is received before, and dropped.
+        """
+        self._drain()
+        self._order += [(grads, bucket) for grads in flats for bucket in grads.flat.buckets]
         self._order.sort(key=lambda entry: (-_last_made(entry[0].flat, entry[1]), entry[1].index))
         self._counts = [0] * len(self._order)
         self._places.clear()
@@ -95,6 +99,19 @@ class Sends:
                 self._places.setdefault((own.flat.index, position), []).append(place)
                 self._counts[place] += 1
         self._begin()
+
+    def _drain(self) -> None:
+        """End the round, whatever has left in it on any rank."""
+        if not self._overlaps:
+            return
+        device = self._order[0][0].buffer.data.device
+        total = torch.tensor([float(len(self._sent) > 0)], device=device)
+        self._comm.all_reduce(total, "max").wait()
+        if total > 0:
+            self._send_until(len(self._order), retain=False)
+            for sent in self._sent:
+                sent.handle.wait()
+            self._round += 1
 
     def _begin(self) -> None:
         """Begin a round."""

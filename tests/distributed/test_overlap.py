@@ -18,7 +18,7 @@ from shardfuse.comm import communicator_for
 from shardfuse.engine.under_way import ParamUnderWay
 from tests.support.harness import run_procs, run_threads
 from tests.support.lazy import LazyCommunicator, Post
-from tests.support.overlap import OFF, ON, PROGRAMS, Net, count_early, plain
+from tests.support.overlap import OFF, ON, PROGRAMS, Net, count_early, plain, without_backward
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -216,3 +216,38 @@ def test_defaults() -> None:
         assert found["pairwise"] == (True, True)
         assert found["native"] == (False, False)
         assert found["auto"] in [(False, False), (True, True)]  # by what this system allows
+
+
+def unfreeze(post: Post, sharding: Mapping[str, Any]) -> list[Tensor]:
+    """Unfreeze a block after a backward whose buckets have left on one rank, add a group later."""
+    rank = dist.get_rank()
+    model = Net()
+    model.blocks[1].requires_grad_(False)
+    options = {
+        "process_group": LazyCommunicator(post, rank, 2),
+        "bucket_cap_mb": 0.004,
+        "kernel": "eager",
+        **sharding,
+    }
+    late = torch.nn.Parameter(torch.ones(3000))
+    optimizer = ShardedAdamW(model.named_parameters(), lr=0.01, sharding=options)
+    for step in range(6):
+        if step == 2:
+            model.blocks[1].requires_grad_(True)
+        without = step == 2 and rank == 1
+        (without_backward if without else plain)(model, optimizer, 0 if without else rank, step)
+        if step == 4:
+            optimizer.add_param_group({"params": [("late", late)]})
+        if step > 4:
+            late.grad = torch.full_like(late, float(rank + step))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in [*model.parameters(), late]]
+
+
+def test_what_joins_while_buckets_are_under_way() -> None:
+    """A layer that is unfrozen after backward, a group that is added: the order begins anew."""
+    for found, expected in zip(
+        run_threads(2, unfreeze, Post(), ON), run_threads(2, unfreeze, Post(), OFF), strict=True
+    ):
+        assert all(map(torch.equal, found, expected))

@@ -89,8 +89,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         """
         parts, others = input.chunk(self.world_size), self.world_size - 1
         numel = others * parts[0].numel()
-        received = self._staging.take("receive", self._next_slot(), numel, input)
-        theirs = received.chunk(others)
+        theirs = self._receive_into(numel, input).chunk(others)
         out_of = [parts[rank] for rank in self._destinations]
         mark = self._mark("reduce_scatter", input, label)
         handle = self._move(mark, theirs, out_of, keeps_input=True)
