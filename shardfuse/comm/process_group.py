@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -51,6 +52,16 @@ class WorkHandle:
             else:
                 self._watch.wait(work)
         self._tensors = ()
+
+    def __del__(self) -> None:
+        if self._works:
+            _unfinished.append((self._works, self._tensors))
+
+
+_unfinished: list[Any] = []
+"""What was dropped under way. gloo breaks a connection over which more comes for such a message."""
+
+atexit.register(_unfinished.clear)
 
 
 class _Post(NamedTuple):

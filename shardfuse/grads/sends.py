@@ -142,6 +142,7 @@ class Sends:
             return
         if self.accumulates is not None and self.accumulates():
             return
+        self._check_epoch()
         self._fired.add(key)
         for place in self._places.get(key, ()):
             self._waiting[place] -= 1
@@ -157,6 +158,12 @@ class Sends:
         self._is_queued = False
         while len(self._sent) < len(self._order):
             self._send_early(is_forced=True)
+
+    def _check_epoch(self) -> None:
+        """Begin anew, as all ranks do, after an error: of what was under way nothing is used."""
+        if self._epoch != self._comm.epoch:
+            self._epoch, self._round = self._comm.epoch, 0
+            self._begin()
 
     @torch.no_grad()
     def _send_early(self, *, is_forced: bool) -> bool:
@@ -191,9 +198,7 @@ class Sends:
         Parts are valid until the next are asked for. With ``retain`` they may be in the retained
         shard already.
         """
-        if self._epoch != self._comm.epoch:
-            self._epoch, self._round = self._comm.epoch, 0
-            self._sent.clear()
+        self._check_epoch()
         try:
             ahead = len(self._order) if self._overlaps else IN_FLIGHT
             self._send_until(ahead, retain=retain)

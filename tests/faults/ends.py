@@ -25,8 +25,8 @@ def killed_in_step(job: Job) -> None:
         comm, launched = job.optimizer.communicator, []
         original = comm.reduce_scatter
 
-        def launch(*args: Any) -> Any:
-            launched.append(original(*args))
+        def launch(*args: Any, **options: Any) -> Any:
+            launched.append(original(*args, **options))
             job.mark()
             os.kill(os.getpid(), signal.SIGKILL)
 
