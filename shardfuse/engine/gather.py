@@ -39,12 +39,17 @@ class ParamSync:
         self._may_overlap = overlaps
         self._waits = waits
         self._plan: list[int] = []  # indices of buckets in the order of forward
-        self._closed: dict[int, tuple[FlatBuffer, Bucket, Sequence[Tensor]]] = {}
+        self._closed: dict[int, tuple[FlatBuffer, Bucket]] = {}
         self._num_launched = 0  # of the plan, in this step
-        self._handles: dict[int, Handle] = {}  # by bucket, or below 0
-        self._params: dict[int, list[Tensor]] = {}  # of each bucket in flight
-        self._lacks: Counter[int] = Counter()  # id of a parameter: its buckets in flight
+        self._launched: list[tuple[Handle, int]] = []  # with the index of the bucket
+        self._members: dict[int, list[Tensor]] = {}  # of a bucket: parameters that lie in it
+        self._under_way: dict[int, Handle] = {}  # by bucket
+        self._lacks: Counter[int] = Counter()  # id of a parameter: its buckets under way
         self._lost: Exception | None = None  # why some will never arrive
+
+    @property
+    def _overlaps(self) -> bool:
+        return bool(self._may_overlap) and self._comm.progress in self._may_overlap
 
     def plan(self, flats: Sequence[Flat]) -> None:
         """Expect the buckets of ``flats`` in every step."""
@@ -60,54 +65,56 @@ class ParamSync:
 
         Its shard must not be written until finish(). ``params`` are those of the flat, by slot.
         """
-        self._closed[bucket.index] = (buffer, bucket, params)
         if not self._overlaps:
-            self._launch(bucket.index)
+            self._launch(buffer, bucket)
             return
+        if bucket.index not in self._members:
+            members = [params[position] for position in slots_in(buffer.flat, bucket)]
+            self._members[bucket.index] = members
+        self._closed[bucket.index] = (buffer, bucket)
         while self._num_launched < len(self._plan):
-            index = self._plan[self._num_launched]
-            if index not in self._closed:
+            closed = self._closed.pop(self._plan[self._num_launched], None)
+            if closed is None:
                 break
-            self._launch(index)
+            self._launch(*closed)
             self._num_launched += 1
 
-    @property
-    def _overlaps(self) -> bool:
-        return bool(self._may_overlap) and self._comm.progress in self._may_overlap
-
-    def _launch(self, index: int) -> None:
-        buffer, bucket, params = self._closed.pop(index)
-        with record_function(f"shardfuse::all_gather b{index}"):
+    def _launch(self, buffer: FlatBuffer, bucket: Bucket) -> None:
+        with record_function(f"shardfuse::all_gather b{bucket.index}"):
             shard = buffer.shard(bucket, self._comm.rank)
             handle = self._comm.all_gather(buffer.bucket(bucket), shard)
         if self._waits:
             handle.wait()
-        self._handles[index] = handle
-        self._params[index] = [params[position] for position in slots_in(buffer.flat, bucket)]
+        self._launched.append((handle, bucket.index))
 
     def broadcast(self, buffer: FlatBuffer) -> None:
         """Launch broadcasts of the first rank's values of the whole buffer, bucket by bucket."""
         for bucket in buffer.flat.buckets:
-            self._handles[-1 - bucket.index] = self._comm.broadcast(buffer.bucket(bucket))
+            handle = self._comm.broadcast(buffer.bucket(bucket))
+            self._launched.append((handle, bucket.index))
 
     def leave(self) -> None:
         """End a step: what is in flight stays so where that is safe, else it is waited for."""
         assert not self._closed, "a bucket was updated that is not in the plan"
-        params = {id(param): param for members in self._params.values() for param in members}
-        if not self._overlaps or any(map(under_way.is_shared, params.values())):
+        if not self._overlaps:
             self.finish()
             return
-        self._lacks = Counter(id(param) for members in self._params.values() for param in members)
         buckets: dict[int, list[int]] = {}
-        for index, members in self._params.items():
-            for param in members:
+        params: dict[int, Tensor] = {}
+        for _, index in self._launched:
+            for param in self._members[index]:
+                params[id(param)] = param
                 buckets.setdefault(id(param), []).append(index)
+        if any(map(under_way.is_shared, params.values())):
+            self.finish()
+            return
+        self._under_way = {index: handle for handle, index in self._launched}
+        self._launched, self._num_launched = [], 0
+        self._lacks = Counter({key: len(places) for key, places in buckets.items()})
+        under_way.TRAVELLERS.add(self)
         for key, param in params.items():
             if not under_way.set_out(param, functools.partial(self._arrive, buckets[key])):
                 self._arrive(buckets[key])
-        if self._handles:
-            under_way.TRAVELLERS.add(self)
-        self._num_launched = 0
 
     def _arrive(self, buckets: Sequence[int]) -> None:
         """Wait for some buckets; parameters that then lack nothing are Parameters again.
@@ -118,7 +125,7 @@ class ParamSync:
         if self._lost is not None:
             raise PeerError(f"A parameter has not arrived after step(): {self._lost}")
         for index in buckets:
-            handle = self._handles.pop(index, None)
+            handle = self._under_way.pop(index, None)
             if handle is None:
                 continue
             try:
@@ -128,11 +135,11 @@ class ParamSync:
             except Exception as error:
                 self._lost = error
                 raise
-            for param in self._params.pop(index):
+            for param in self._members[index]:
                 self._lacks[id(param)] -= 1
                 if self._lacks[id(param)] == 0:
                     under_way.has_arrived(param)
-        if not self._handles:
+        if not self._under_way:
             under_way.TRAVELLERS.discard(self)
 
     def stay(self) -> None:
@@ -143,9 +150,9 @@ class ParamSync:
     def finish(self) -> None:
         """Wait for everything launched; after this the parameters may be read."""
         self._closed.clear()  # of a step that failed
-        self._num_launched = 0
+        launched, self._launched, self._num_launched = self._launched, [], 0
         with record_function("shardfuse::wait_all_gather"):
-            self._arrive([index for index in self._handles if index >= 0])
-            for handle in self._handles.values():
+            for handle, _ in launched:
                 handle.wait()
-        self._handles.clear()
+            if self._under_way or self._lost is not None:
+                self._arrive(list(self._under_way))
