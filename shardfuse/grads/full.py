@@ -73,9 +73,7 @@ class GradSync(GradShards):
         self._buffers = CombinedBuffers()
         self._is_shared = False  # whether others may write to the padding
         self._staging = Staging()
-        self._sends = Sends(
-            comm, self._launch, self._buffers.extents, overlaps=overlaps, waits=waits
-        )
+        self._sends = Sends(comm, self._launch, overlaps=overlaps, waits=waits)
         self._factor: float | None = None  # what multiply() asked for
         self._reduced_from: GradVersions | None = None
 

@@ -153,33 +153,21 @@ class FlatGrads:
         param.grad = view
         self.is_lent = True
 
-    def prepare(self, bucket: Bucket, extents: Sequence[tuple[int, int]]) -> list[SentGrad] | None:
+    def prepare(self, bucket: Bucket) -> list[SentGrad] | None:
         """Fill the slots in ``bucket`` before note(), and return what with; None if it must wait.
 
-        It must where a gradient is no dense tensor of its slot's size, or lies in another slot:
-        ``extents`` are as of keep().
+        It must where a gradient is not in its slot: edits of it could not all be seen.
         """
         positions = list(slots_in(self.flat, bucket))
         grads = [self.params[position].grad for position in positions]
-        outside = [
-            (position, grad)
-            for position, grad in zip(positions, grads, strict=True)
-            if grad is None or not self.holds(position, grad)
-        ]
-        for position, grad in outside:
-            if grad is not None and (
-                grad.layout is not torch.strided
-                or grad.nbytes != self.sizes[position]
-                or any(first <= grad.data_ptr() <= last for first, last in extents)
-            ):
+        for position, grad in zip(positions, grads, strict=True):
+            if grad is not None and not self.holds(position, grad):
                 return None
-        for position, grad in outside:
-            if self.is_lent and is_held(self.views, position):
-                move_out(self.views[position])
+        for position, grad in zip(positions, grads, strict=True):
             if grad is None:
+                if self.is_lent and is_held(self.views, position):
+                    move_out(self.views[position])
                 self.view(position).fill_(-0.0)
-            else:
-                self.view(position).copy_(grad)
         return [
             SentGrad.of(self.params[position], grad)
             for position, grad in zip(positions, grads, strict=True)

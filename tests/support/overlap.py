@@ -101,6 +101,20 @@ def scaled_by_data(model: Net, optimizer: Any, rank: int, step: int) -> None:
             param.grad.data.mul_(0.5)
 
 
+def unscaled(model: Net, optimizer: Any, rank: int, step: int) -> None:
+    plain(model, optimizer, rank, step)
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    # As torch.amp.GradScaler does, which counts as no write.
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(1), torch.tensor(0.25))
+
+
+def one_element(model: Net, optimizer: Any, rank: int, step: int) -> None:
+    plain(model, optimizer, rank, step)
+    grad = model.blocks[1].weight.grad
+    if rank == 0 and grad is not None:
+        grad.data.view(-1)[77 + step] += 1e-3
+
+
 def replaced(model: Net, optimizer: Any, rank: int, step: int) -> None:
     plain(model, optimizer, rank, step)
     grad = model.norm.weight.grad
@@ -150,6 +164,8 @@ PROGRAMS: dict[str, Program] = {
         checkpointed,
         scaled,
         scaled_by_data,
+        unscaled,
+        one_element,
         replaced,
         swapped,
         discarded,
