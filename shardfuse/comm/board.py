@@ -128,14 +128,17 @@ class Board:
         reason = next((text for text in told if not text.isdigit()), self._closed)
         if reason is not None:
             self._closed = reason
-            self.stop(
-                f"the ranks are out of step since an earlier error: {reason} Start again from the "
-                "last checkpoint."
-            )
+            self.stop(self._out_of_step(reason))
         self.epoch += 1
         self._error = None
         number = max(int(text) for text in told) + 1
         self._calls = deque([Call(number, self.present.name)], _NUM_REMEMBERED)
+
+    def _out_of_step(self, reason: str) -> str:
+        return (
+            f"the ranks are out of step since an earlier error: {reason} Start again from the "
+            "last checkpoint."
+        )
 
     def tell(self, topic: str, text: str) -> None:
         """Leave a text for the other ranks."""
@@ -179,6 +182,9 @@ class Board:
 
     def explain(self, error: Exception) -> PeerError:
         """Return the error to raise where a transport failed with ``error``."""
+        if self._closed is not None and self.present.is_over:
+            # Between two calls: gradients are sent under backward.
+            return PeerError(f"[rank {self.rank}] {self._out_of_step(self._closed)}")
         text = self._error
         if text is None:
             with suppress(RuntimeError):
