@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
@@ -132,13 +133,10 @@ def describe(
             if key not in ("params", "param_names") and not isinstance(value, Tensor)
         }
         lines.append(f"options of group {index}: {options}")
-    lines.append(
-        f"{rule.describe()} bucket_cap_mb={config.bucket_cap_mb} "
-        f"grad_sync_dtype={config.grad_sync_dtype} "
-        f"grads_are_reduced={config.grads_are_reduced} clip_grad_norm={config.clip_grad_norm} "
-        f"broadcast_params={config.broadcast_params} collectives={config.collectives} "
-        f"report_overflow={config.report_overflow} consolidate_every={config.consolidate_every}"
-    )
+    # Kernels may differ, as machines do; a process group is an object of its process.
+    shared = [f.name for f in fields(config) if f.name not in ("kernel", "process_group")]
+    chosen = " ".join(f"{name}={getattr(config, name)}" for name in shared)
+    lines.append(f"{rule.describe()} {chosen}")
     return lines
 
 

@@ -120,6 +120,9 @@ HYPERPARAMETERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"adam": True}),
     ({"weight_decay": 0.1}, {"weight_decay": 0.2}),
     ({}, {"betas": (0.8, 0.999)}),
+    ({}, {"sharding": {"overlap_grad_sync": False}}),
+    ({}, {"sharding": {"overlap_param_sync": False}}),
+    ({}, {"sharding": {"debug_sync": True}}),
 ]
 
 
