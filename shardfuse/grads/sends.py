@@ -101,6 +101,7 @@ class Sends:
         """End the round, whatever has left in it on any rank."""
         if not self._overlaps:
             return
+        self._check_epoch()
         device = self._order[0][0].buffer.data.device
         total = torch.tensor([float(len(self._sent) > 0)], device=device)
         self._comm.all_reduce(total, "max").wait()

@@ -154,6 +154,7 @@ def drop_under_way(overlaps: bool) -> list[torch.Tensor]:
     for is_last in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
+        model[1].requires_grad_(False)
         optimizer = ShardedSGD(model.named_parameters(), lr=0.5, sharding=sharding)
 
         def backward(model: nn.Module = model) -> None:
@@ -167,8 +168,9 @@ def drop_under_way(overlaps: bool) -> list[torch.Tensor]:
                 with pytest.raises(RuntimeError, match="Gradients changed"):
                     optimizer.step()
                 optimizer.zero_grad()
+                model[1].requires_grad_(True)  # and only one rank has gradients in the next step
             else:
-                optimizer.step(backward)
+                optimizer.step(None if step == 3 and dist.get_rank() else backward)
                 optimizer.zero_grad()
         if not is_last and dist.get_rank() == 0:
             backward()  # on this rank alone, and no step follows
