@@ -140,6 +140,9 @@ def differs_in_bits(own: Tensor, other: Tensor) -> str:
     """Return where two tensors are not equal; NaN equals NaN."""
     if own.shape != other.shape or own.dtype != other.dtype:
         return f"{tuple(own.shape)} {own.dtype}, not {tuple(other.shape)} {other.dtype}"
+    if own.layout != other.layout:
+        return f"{own.layout}, not {other.layout}"
+    own, other = own.to_dense(), other.to_dense()
     if torch.equal(own, other):
         return ""
     differs = (own != other) & ~(own.isnan() & other.isnan())
