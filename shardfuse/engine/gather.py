@@ -49,7 +49,8 @@ class ParamSync:
 
     @property
     def _overlaps(self) -> bool:
-        return bool(self._may_overlap) and self._comm.progress in self._may_overlap
+        enough = len(self._plan) > 1 and len(self._may_overlap) > 0
+        return enough and self._comm.progress in self._may_overlap
 
     def plan(self, flats: Sequence[Flat]) -> None:
         """Expect the buckets of ``flats`` in every step."""
