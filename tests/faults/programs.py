@@ -253,13 +253,14 @@ def bad_clip_bound(job: Job) -> None:
 
 
 def edit_after_clip(job: Job) -> None:
-    """One rank changes a gradient between clipping and the step."""
+    """One rank changes a gradient between clipping and the step; the others go on."""
     job.mark()
     job.backward()
     job.optimizer.clip_grad_norm(1.0)
     if job.is_bad:
         job.layers[0].weight.grad.mul_(2)
-    job.optimizer.step()
+    job.optimizer.step()  # may return with the bad rank's parameters under way
+    job.steps(1)
 
 
 def consolidate_on_one(job: Job) -> None:
