@@ -254,10 +254,13 @@ class Board:
         return _text(self.store.get(key))
 
     def _find_alarm(self) -> str | None:
-        """Return the text of an alarm in the present call, or the one before it."""
+        """Return the text of an alarm in the present call, or the one before or after it."""
         # A call that failed here too is one that all ranks have left.
-        for call in [call for call in list(self._calls)[-2:] if not call.is_failed]:
-            key = f"alarm/{call.number}"
+        numbers = [call.number for call in list(self._calls)[-2:] if not call.is_failed]
+        if self.present.is_over:
+            # Under backward, or while parameters arrive: others may be in the next call.
+            numbers.append(self.present.number + 1)
+        for key in (f"alarm/{number}" for number in numbers):
             if self.store.check([key]):
                 text = _text(self.store.get(key))
                 return text if text.endswith(".") else f"{text}."
