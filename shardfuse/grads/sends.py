@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from shardfuse.comm import Communicator
-from shardfuse.comm.base import IN_FLIGHT, Parts, PartsHandle, Progress
+from shardfuse.comm.base import IN_FLIGHT, Parts, PartsHandle, PeerError, Progress
 from shardfuse.grads.slots import FlatGrads, SentGrad
 from shardfuse.layout import Bucket, Flat, slots_in
 
@@ -147,15 +148,28 @@ class Sends:
         if self._comm.progress == "in order" and not self._is_queued:
             self._is_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._flush)
-        while len(self._sent) < len(self._order) and self._waiting[len(self._sent)] <= 0:
-            if not self._send_early(is_forced=False):
-                break
+        with self._told():
+            while len(self._sent) < len(self._order) and self._waiting[len(self._sent)] <= 0:
+                if not self._send_early(is_forced=False):
+                    break
 
     def _flush(self) -> None:
         """Send the rest, at the end of a backward."""
         self._is_queued = False
-        while len(self._sent) < len(self._order):
-            self._send_early(is_forced=True)
+        with self._told():
+            while len(self._sent) < len(self._order):
+                self._send_early(is_forced=True)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Have an error of this rank alone reach the others, who wait in the call that follows."""
+        try:
+            yield
+        except PeerError:
+            raise
+        except Exception:
+            with self._comm.call("backward()"):
+                raise
 
     def _check_epoch(self) -> None:
         """Begin anew, as all ranks do, after an error: of what was under way nothing is used."""

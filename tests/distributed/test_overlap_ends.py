@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,3 +187,41 @@ def test_what_is_dropped_under_way_harms_nobody() -> None:
         run_procs(2, drop_under_way, True), run_procs(2, drop_under_way, False), strict=True
     ):
         assert all(map(torch.equal, found, expected))
+
+
+def fail_under_backward(collectives: str) -> tuple[str, float]:
+    """Fail on rank 1 while a bucket is sent, and stay; return what each rank is told, and when."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
+    sharding = {
+        "collectives": collectives,
+        "bucket_cap_mb": 0.004,
+        "kernel": "eager",
+        "overlap_grad_sync": True,
+    }
+    optimizer = ShardedSGD(model.named_parameters(), lr=0.5, sharding=sharding)
+    if dist.get_rank() == 1:
+
+        def fail(**_: Any) -> bool:
+            raise MemoryError("no room for bucket 0")
+
+        optimizer._grads._sends._send_early = fail
+    start = time.monotonic()
+    try:
+        model(torch.ones(2, 40)).square().mean().backward()
+        optimizer.step()
+    except Exception as error:
+        seconds = time.monotonic() - start
+        time.sleep(5.0)  # its connections stay open: nothing else could tell the others
+        return f"{type(error).__name__}: {error}", seconds
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize("collectives", ["pairwise", "native"])
+def test_a_rank_that_fails_under_backward(collectives: str) -> None:
+    """Sending fails on one rank, which does not end: the others are told within seconds."""
+    (waiting, seconds), (failing, _) = run_procs(2, fail_under_backward, collectives, timeout=40.0)
+    assert "no room for bucket 0" in failing
+    assert waiting.startswith("PeerError"), waiting
+    assert "rank 1 failed in backward(): MemoryError: no room for bucket 0" in waiting
+    assert seconds < 4.0
