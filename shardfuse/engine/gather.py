@@ -135,6 +135,7 @@ class ParamSync:
                     handle.wait()
             except Exception as error:
                 self._lost = error
+                under_way.TRAVELLERS.discard(self)  # told by its own parameters, to their readers
                 raise
             for param in self._members[index]:
                 self._lacks[id(param)] -= 1

@@ -157,6 +157,9 @@ def _before_forward(module: nn.Module, _: Any) -> None:
     """Wait for what ``module`` may read without torch's asking."""
     if _is_opaque(module):
         TRAVELLERS.finish()
+        for param in module.parameters():
+            if type(param) is ParamUnderWay:
+                param.arrive()  # of what was lost
         return
     for param in [param for param in module._parameters.values() if param is not None]:
         if type(param) is ParamUnderWay:
