@@ -19,8 +19,9 @@ from launch.bench.launches import LaunchError, run_ranks
 from launch.bench.options import Options, Row, interleaved
 from launch.bench.timing import bytes_written, median, time_ms
 from shardfuse.comm import Communicator, communicator_for
-from shardfuse.comm.base import IN_FLIGHT, PartsHandle
+from shardfuse.comm.base import PartsHandle
 from shardfuse.comm.process_group import all_gather_single, reduce_scatter_single
+from shardfuse.grads.sends import IN_FLIGHT
 
 SIZES = (1 << 20, 25 << 20, 110 << 20)
 WORLDS = (2, 3, 4, 8)
@@ -93,12 +94,13 @@ class Buffers:
         """As an optimizer does it: two buckets in flight."""
         waiting: list[Callable[[], None]] = []
         start = 0
-        for bucket in self._buckets(self.full):
+        for number, bucket in enumerate(self._buckets(self.full)):
             size = bucket.numel() // comm.world_size
             output = self.shard[start : start + size]
             if len(waiting) == IN_FLIGHT:
                 waiting.pop(0)()
-            waiting.append(partial(_add_up, comm.reduce_scatter(bucket, output), output))
+            launched = comm.reduce_scatter(bucket, output, slot=number % IN_FLIGHT)
+            waiting.append(partial(_add_up, launched, output))
             start += size
         for wait in waiting:
             wait()

@@ -10,9 +10,6 @@ import torch
 
 ReduceOp = Literal["sum", "max"]
 
-IN_FLIGHT = 2
-"""Reduce-scatters under way at a time where nothing overlaps."""
-
 Parts = tuple[torch.Tensor, ...]
 """Tensors of one shape whose sum is meant: who reads them all anyway adds them up in passing."""
 
@@ -106,30 +103,44 @@ class Communicator(Protocol):
     def epoch(self) -> int:
         """How often the ranks have begun anew after an error; what was under way then is lost."""
 
-    num_in_flight: int
-    """Reduce-scatters whose parts are kept: those of one are lost when so many more were launched.
-
-    May be set between calls.
-    """
-
     def reduce_scatter(
-        self, input: torch.Tensor, into: torch.Tensor | None = None, *, label: str | None = None
+        self,
+        input: torch.Tensor,
+        into: torch.Tensor | None = None,
+        *,
+        slot: int = 0,
+        label: str | None = None,
     ) -> PartsHandle:
         """Sum ``input`` (world_size * n,) over ranks; wait() gives part ``rank`` of that sum.
 
         It gives one tensor (n,), which is ``into`` if that is given, or several that add up to it:
-        a part of ``input`` is one of them. They lie in buffers of the communicator, see
-        ``num_in_flight``. ``input`` is left as it is, and others may read it until the next
-        collective has been launched.
+        a part of ``input`` is one of them. They lie in buffer ``slot`` of the communicator until
+        the next one there is launched, or expected. ``input`` is left as it is, and others may
+        read it until the next collective has been launched.
 
         ``label`` tells it from every other one that this communicator makes. It may then be
         launched between calls, and, if ``progress`` is "in any order", so on every rank.
         """
 
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
+    def expect_parts(self, numel: int, like: torch.Tensor, *, slot: int, label: str) -> None:
+        """Be ready to receive what a reduce-scatter of this label will bring; see [Note: ready].
+
+        ``numel`` and ``like`` are the size, dtype and device of its input. Local; never needed.
+        """
+
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, *, label: str | None = None
+    ) -> Handle:
         """Write every rank's ``input`` (n,) into ``output`` (world_size * n,), in rank order.
 
-        ``input`` may be the slice of ``output`` that it will be written to.
+        ``input`` may be the slice of ``output`` that it will be written to. ``label`` tells it from
+        the others of the present call.
+        """
+
+    def expect_gather(self, output: torch.Tensor, *, label: str) -> None:
+        """Be ready to receive what the all-gather of this label, in this call, will bring.
+
+        Other ranks' parts of ``output`` may be written from now on. Local; never needed.
         """
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
@@ -156,7 +167,6 @@ class SingleRank:
     world_size = 1
     num_summed = 1
     staging_nbytes = 0
-    num_in_flight = IN_FLIGHT
     progress: Progress = "when waited for"
     epoch = 0
 
@@ -173,11 +183,24 @@ class SingleRank:
         return [None]
 
     def reduce_scatter(
-        self, input: torch.Tensor, into: torch.Tensor | None = None, *, label: str | None = None
+        self,
+        input: torch.Tensor,
+        into: torch.Tensor | None = None,
+        *,
+        slot: int = 0,
+        label: str | None = None,
     ) -> PartsHandle:
         return Done((input if into is None else into.copy_(input),))
 
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
+    def expect_parts(self, numel: int, like: torch.Tensor, *, slot: int, label: str) -> None:
+        """Do nothing: there is no other rank."""
+
+    def expect_gather(self, output: torch.Tensor, *, label: str) -> None:
+        """Do nothing: there is no other rank."""
+
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, *, label: str | None = None
+    ) -> Handle:
         if output.data_ptr() != input.data_ptr():
             output.copy_(input)
         return Done()

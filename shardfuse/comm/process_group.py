@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from shardfuse.comm.base import IN_FLIGHT, Handle, PartsHandle, Progress, ReduceOp
+from shardfuse.comm.base import Handle, PartsHandle, Progress, ReduceOp
 from shardfuse.comm.board import Board
 from shardfuse.comm.calls import digest
 from shardfuse.comm.staging import PartsInFlight, Staging
@@ -52,6 +52,12 @@ class WorkHandle:
             else:
                 self._watch.wait(work)
         self._tensors = ()
+
+    def joined(self, works: Sequence[Any], *tensors: torch.Tensor) -> WorkHandle:
+        """Return this handle, of ``works`` as well."""
+        self._works = [*self._works, *works]
+        self._tensors += tensors
+        return self
 
     def __del__(self) -> None:
         if self._works:
@@ -146,9 +152,7 @@ class ProcessGroupCommunicator:
         self._traits = traits_of(self.backend)
         self._board, self._watch = _post_of(group, device, self.backend)
         self._staging = Staging()
-        self._num_reduced = 0
         self._staged_epoch = 0
-        self.num_in_flight = IN_FLIGHT
         self._number = 0  # the same on all ranks, from the first call on
 
     @property
@@ -247,26 +251,36 @@ class ProcessGroupCommunicator:
         return group
 
     def reduce_scatter(
-        self, input: torch.Tensor, into: torch.Tensor | None = None, *, label: str | None = None
+        self,
+        input: torch.Tensor,
+        into: torch.Tensor | None = None,
+        *,
+        slot: int = 0,
+        label: str | None = None,
     ) -> PartsHandle:
         assert reduce_scatter_single is not None
         if into is None:
-            numel = input.numel() // self.world_size
-            into = self._receive_into(numel, input)
+            into = self._receive_into(slot, input.numel() // self.world_size, input)
         self._note("reduce_scatter", input)
         work = self._launch(reduce_scatter_single, into, input, async_op=True)
         return PartsInFlight(WorkHandle(self._watch, [work], into, input), (into,))
 
-    def _receive_into(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Return (numel,) of the receiving buffer that is free next."""
+    def expect_parts(self, numel: int, like: torch.Tensor, *, slot: int, label: str) -> None:
+        """Do nothing: backends make room for what arrives by themselves."""
+
+    def expect_gather(self, output: torch.Tensor, *, label: str) -> None:
+        """Do nothing, as expect_parts()."""
+
+    def _receive_into(self, slot: int, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """Return (numel,) of a receiving buffer."""
         if self._staged_epoch != self.epoch:
             # What was under way before an error may still arrive where it was to.
             self._staging, self._staged_epoch = Staging(), self.epoch
-        self._num_reduced += 1
-        slot = self._num_reduced % self.num_in_flight
         return self._staging.take("receive", slot, numel, like)
 
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, *, label: str | None = None
+    ) -> Handle:
         assert all_gather_single is not None
         if not self._traits.in_place_all_gather and _overlaps(output, input):
             input = input.clone()

@@ -15,7 +15,7 @@ from shardfuse.buffers import FlatBuffer
 from shardfuse.comm import Communicator, Handle
 from shardfuse.comm.base import PeerError, Progress
 from shardfuse.engine import under_way
-from shardfuse.layout import Bucket, Flat, slots_in
+from shardfuse.layout import Bucket, slots_in
 
 logger = logging.getLogger("shardfuse")
 
@@ -38,6 +38,7 @@ class ParamSync:
         self._comm = comm
         self._may_overlap = overlaps
         self._waits = waits
+        self._buckets: dict[int, tuple[FlatBuffer, Bucket]] = {}
         self._plan: list[int] = []  # indices of buckets in the order of forward
         self._closed: dict[int, tuple[FlatBuffer, Bucket]] = {}
         self._num_launched = 0  # of the plan, in this step
@@ -52,14 +53,19 @@ class ParamSync:
         enough = len(self._plan) > 1 and len(self._may_overlap) > 0
         return enough and self._comm.progress in self._may_overlap
 
-    def plan(self, flats: Sequence[Flat]) -> None:
-        """Expect the buckets of ``flats`` in every step."""
-        first = {
-            bucket.index: min((flat.slots[i].param for i in slots_in(flat, bucket)), default=0)
-            for flat in flats
-            for bucket in flat.buckets
+    def plan(self, buffers: Sequence[FlatBuffer]) -> None:
+        """Expect the buckets of ``buffers`` in every step."""
+        self._buckets = {
+            bucket.index: (buffer, bucket) for buffer in buffers for bucket in buffer.flat.buckets
         }
+        first = {index: _first_read(*place) for index, place in self._buckets.items()}
         self._plan = sorted(first, key=lambda index: (first[index], -index))
+
+    def expect(self) -> None:
+        """Be ready for what other ranks send in this step, before this one sends anything."""
+        for index in self._plan:
+            buffer, bucket = self._buckets[index]
+            self._comm.expect_gather(buffer.bucket(bucket), label=_label(bucket))
 
     def start(self, buffer: FlatBuffer, bucket: Bucket, params: Sequence[Tensor]) -> None:
         """Launch the all-gather of ``bucket`` when it is its turn.
@@ -83,7 +89,7 @@ class ParamSync:
     def _launch(self, buffer: FlatBuffer, bucket: Bucket) -> None:
         with record_function(f"shardfuse::all_gather b{bucket.index}"):
             shard = buffer.shard(bucket, self._comm.rank)
-            handle = self._comm.all_gather(buffer.bucket(bucket), shard)
+            handle = self._comm.all_gather(buffer.bucket(bucket), shard, label=_label(bucket))
         if self._waits:
             handle.wait()
         self._launched.append((handle, bucket.index))
@@ -158,3 +164,13 @@ class ParamSync:
                 handle.wait()
             if self._under_way or self._lost is not None:
                 self._arrive(list(self._under_way))
+
+
+def _first_read(buffer: FlatBuffer, bucket: Bucket) -> int:
+    """Return the parameter in ``bucket`` that forward reads first: registered first."""
+    flat = buffer.flat
+    return min((flat.slots[position].param for position in slots_in(flat, bucket)), default=0)
+
+
+def _label(bucket: Bucket) -> str:
+    return f"parameters of bucket {bucket.index}"

@@ -45,7 +45,7 @@ class OwnShards(Shards):
         self._gather = gather
         self._row = row
         self._awake = [state for state in flats if grads.has(state.flat)]
-        gather.plan([state.flat for state in self._awake])
+        gather.plan([state.params_buffer for state in self._awake])
         self._buckets: dict[int, Bucket] = {
             bucket.index: bucket for state in self._awake for bucket in state.flat.buckets
         }

@@ -91,7 +91,9 @@ class GradSync(GradShards):
         """Take over the gradients of flats; their buffers lie together in one tensor per dtype."""
         buffers = self._buffers.add([member.flat for member in members], device)
         for member, buffer in zip(members, buffers, strict=True):
-            grads = FlatGrads(buffer, member.params, member.specs, member.fragments)
+            grads = FlatGrads(
+                buffer, member.params, member.specs, member.fragments, self._wire_dtype
+            )
             self._flats[member.flat.index] = grads
             if self._comm.world_size > 1:
                 grads.on_arrival = weakref.WeakMethod(self._sends.arrived)
@@ -112,7 +114,7 @@ class GradSync(GradShards):
 
     def mean_factor(self, flat: int) -> float | None:
         num_summed = self._comm.num_summed
-        divided = self._wire(self._flats[flat]) == torch.float16
+        divided = self._flats[flat].wire == torch.float16
         return None if num_summed == 1 or divided else 1.0 / num_summed
 
     def note(self) -> None:
@@ -163,7 +165,7 @@ class GradSync(GradShards):
     def zero(self, set_to_none: bool, *, absent: bool = False) -> None:
         self.release()
         self._sends.doubt()
-        self._sends.expect()
+        self._sends.await_grads()
         for grads in self._flats.values():
             if set_to_none:
                 grads.drop()
@@ -187,8 +189,7 @@ class GradSync(GradShards):
         """Reduce-scatter every bucket into the retained shards."""
         for grads in self._flats.values():
             if grads.retained is None:
-                dtype = self._wire(grads)
-                grads.retained = ShardArena(grads.flat, grads.buffer.data.device, dtype)
+                grads.retained = ShardArena(grads.flat, grads.buffer.data.device, grads.wire)
         for bucket, parts in self._sends.reduced(retain=True):
             arena = self._flats[bucket.flat].retained
             assert arena is not None
@@ -230,23 +231,25 @@ class GradSync(GradShards):
             yield from self._sends.reduced(retain=False)
 
     def _launch(
-        self, grads: FlatGrads, bucket: Bucket, place: int, *, label: str | None, retain: bool
+        self,
+        grads: FlatGrads,
+        bucket: Bucket,
+        *,
+        staged_at: int,
+        slot: int,
+        label: str | None,
+        retain: bool,
     ) -> PartsHandle:
-        """Launch the reduce-scatter of a bucket, which is at ``place`` in the order of all."""
+        """Launch the reduce-scatter of a bucket; what is sent lies ``staged_at`` if it is cast."""
         grads.pack(bucket.start + bucket.numel)
-        like = torch.empty(0, dtype=self._wire(grads), device=grads.buffer.data.device)
+        like = torch.empty(0, dtype=grads.wire, device=grads.buffer.data.device)
         factor = self._factor
         if like.dtype == torch.float16:
             # Divided before the sum, which would overflow at 65504.
             factor = (1.0 if factor is None else factor) / self._comm.num_summed
-        # Others may read what is sent until the reduce-scatter after it has been launched.
-        slot = place % (self._comm.num_in_flight + 1)
-        send = _scaled(self._staging, grads.buffer.bucket(bucket), factor, slot, like)
+        send = _scaled(self._staging, grads.buffer.bucket(bucket), factor, staged_at, like)
         into = None
         if retain:
             assert grads.retained is not None
             into = grads.retained.segment(bucket)
-        return self._comm.reduce_scatter(send, into, label=label)
-
-    def _wire(self, grads: FlatGrads) -> torch.dtype:
-        return self._wire_dtype or grads.buffer.data.dtype
+        return self._comm.reduce_scatter(send, into, slot=slot, label=label)

@@ -10,6 +10,9 @@ arrives is therefore what it would be without overlap, bit for bit; only time is
 know whether others have sent early. Where buckets were sent twice in several steps running, none is
 sent early any more, and a warning names the remedy, no_sync().
 
+What arrives of a bucket of the next round lies where that of the bucket before it in this round
+did, so that there is room for it, and word of that, before this rank sends parameters.
+
 A backend without labels takes collectives in the order of launches. There the rest leaves at the
 end of the backward that has sent the first, so that all ranks launch alike.
 """
@@ -27,11 +30,14 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from shardfuse.comm import Communicator
-from shardfuse.comm.base import IN_FLIGHT, Parts, PartsHandle, PeerError, Progress
+from shardfuse.comm.base import Handle, Parts, PartsHandle, PeerError, Progress
 from shardfuse.grads.slots import FlatGrads, SentGrad
 from shardfuse.layout import Bucket, Flat, slots_in
 
 logger = logging.getLogger("shardfuse")
+
+IN_FLIGHT = 2
+"""Reduce-scatters under way at a time where nothing overlaps."""
 
 _MAX_WASTED = 3
 """Steps running in which buckets were sent twice, after which none is sent early."""
@@ -79,6 +85,7 @@ class Sends:
         self._sent: list[_Sent] = []  # the first so many of the order
         self._fired: set[tuple[int, int]] = set()  # slots whose gradients autograd has made
         self._waiting: list[int] = []  # for each bucket: gradients that it waits for
+        self._num_awaited = 0  # gradients that any bucket waits for
         self._is_queued = False  # whether the end of the present backward is waited for
         self._round, self._epoch, self._num_wasted = 0, 0, 0
 
@@ -88,6 +95,7 @@ class Sends:
         Collective: what has left by the old order is received before, and dropped.
         """
         self._drain()
+        self._round += 1  # what was expected of the last is of the old order
         self._order += [(grads, bucket) for grads in flats for bucket in grads.flat.buckets]
         self._order.sort(key=lambda entry: (-_last_made(entry[0].flat, entry[1]), entry[1].index))
         self._counts = [0] * len(self._order)
@@ -96,7 +104,7 @@ class Sends:
             for position in slots_in(own.flat, bucket):
                 self._places.setdefault((own.flat.index, position), []).append(place)
                 self._counts[place] += 1
-        self._begin()
+        self._begin_anew()
 
     def _drain(self) -> None:
         """End the round, whatever has left in it on any rank."""
@@ -110,21 +118,40 @@ class Sends:
             self._send_until(len(self._order), retain=False)
             for sent in self._sent:
                 sent.handle.wait()
-            self._round += 1
+
+    def _begin_anew(self) -> None:
+        """Begin a round of which nothing is expected yet."""
+        self._epoch = self._comm.epoch
+        self._begin()
+        for place in range(len(self._order)):
+            self._expect(place, self._round)
 
     def _begin(self) -> None:
         """Begin a round."""
         enough = len(self._order) > 1 and len(self._may_overlap) > 0
         self._overlaps = enough and self._comm.progress in self._may_overlap
-        self._comm.num_in_flight = 1 + len(self._order) if self._overlaps else IN_FLIGHT
         self._sent.clear()
-        self.expect()
+        self.await_grads()
 
-    def expect(self) -> None:
+    def _expect(self, place: int, number: int) -> None:
+        """Be ready for a bucket of round ``number``, the present one or the next."""
+        if self._overlaps and self._may_overlap:
+            grads, bucket = self._order[place]
+            like = torch.empty(0, dtype=grads.wire, device=grads.buffer.data.device)
+            label, slot = _label(number, place, 0), self._slot(number, place)
+            self._comm.expect_parts(bucket.numel, like, slot=slot, label=label)
+
+    def _slot(self, number: int, place: int) -> int:
+        """Return where the communicator keeps what arrives of a bucket of round ``number``."""
+        return (place - number) % (len(self._order) + 1) if self._overlaps else place % IN_FLIGHT
+
+    def await_grads(self) -> None:
         """Wait for the gradients of what has not left, but for those that the last step lacked."""
         self._fired.clear()
         self._waiting = list(self._counts)
+        self._num_awaited = len(self._places)
         for key in self._quiet if self._overlaps else ():
+            self._num_awaited -= key in self._places
             for place in self._places.get(key, ()):
                 self._waiting[place] -= 1
 
@@ -143,6 +170,9 @@ class Sends:
             return
         self._check_epoch()
         self._fired.add(key)
+        self._num_awaited -= key not in self._quiet
+        if self._num_awaited <= 0 and self._comm.progress == "in any order":
+            return  # the step is next, and has a word to send that must not wait behind the last
         for place in self._places.get(key, ()):
             self._waiting[place] -= 1
         if self._comm.progress == "in order" and not self._is_queued:
@@ -174,8 +204,8 @@ class Sends:
     def _check_epoch(self) -> None:
         """Begin anew, as all ranks do, after an error: of what was under way nothing is used."""
         if self._epoch != self._comm.epoch:
-            self._epoch, self._round = self._comm.epoch, 0
-            self._begin()
+            self._round = 0
+            self._begin_anew()
 
     @torch.no_grad()
     def _send_early(self, *, is_forced: bool) -> bool:
@@ -190,13 +220,16 @@ class Sends:
         return True
 
     def _send(self, place: int, *, retain: bool, attempt: int = 0) -> PartsHandle:
-        label = f"round {self._round}, bucket {place}, attempt {attempt}"
+        label = _label(self._round, place, attempt) if self._overlaps else None
+        slot = len(self._order) + 1 if attempt > 0 else self._slot(self._round, place)
+        # What is sent may be read until the next is launched, and lies somewhere else, therefore.
+        staged_at = place if self._overlaps else place % (IN_FLIGHT + 1)
         grads, bucket = self._order[place]
         launch = self._launch()
         assert launch is not None
         with record_function(f"shardfuse::reduce_scatter b{bucket.index}"):
             handle = launch(
-                grads, bucket, place, label=label if self._overlaps else None, retain=retain
+                grads, bucket, staged_at=staged_at, slot=slot, label=label, retain=retain
             )
         if self._waits:
             handle.wait()
@@ -213,14 +246,17 @@ class Sends:
         self._check_epoch()
         try:
             ahead = len(self._order) if self._overlaps else IN_FLIGHT
+            # Ahead of what is left to send, where that need not be launched alike on all ranks.
+            asked = self._ask() if self._comm.progress == "in any order" else None
             self._send_until(ahead, retain=retain)
-            changed = self._agree()
+            changed = self._agreed(asked or self._ask())
             for place, (_, bucket) in enumerate(self._order):
                 self._send_until(place + ahead, retain=retain)
                 with record_function("shardfuse::wait_reduce_scatter"):
                     parts = self._sent[place].handle.wait()
                     if place in changed:
                         parts = self._send(place, retain=retain, attempt=1).wait()
+                self._expect(place, self._round + 1)
                 yield bucket, parts
         finally:
             self._round += 1
@@ -232,14 +268,22 @@ class Sends:
         for place in range(len(self._sent), min(count, len(self._order))):
             self._sent.append(_Sent(self._send(place, retain=retain)))
 
-    def _agree(self) -> set[int]:
-        """Return which buckets any rank has changed since they left. One small all-reduce."""
+    def _ask(self) -> tuple[Tensor, Handle] | None:
+        """Launch what tells which buckets any rank has changed since they left: one float each."""
         if not self._overlaps:
+            return None
+        flags = torch.zeros(len(self._order))
+        flags[: len(self._sent)] = torch.tensor([*map(self._is_changed, range(len(self._sent)))])
+        total = flags.to(self._order[0][0].buffer.data.device)
+        return total, self._comm.all_reduce(total, "max")
+
+    def _agreed(self, asked: tuple[Tensor, Handle] | None) -> set[int]:
+        """Return which buckets are to be sent anew."""
+        if asked is None:
             return set()
-        flags = torch.tensor([float(self._is_changed(place)) for place in range(len(self._order))])
-        device = self._order[0][0].buffer.data.device
-        total = flags.to(device)
-        self._comm.all_reduce(total, "max").wait()
+        total, handle = asked
+        with record_function("shardfuse::wait_agreement"):
+            handle.wait()
         changed = {place for place, flag in enumerate(total.tolist()) if flag}
         self._num_wasted = self._num_wasted + 1 if changed else 0
         if self._num_wasted == _MAX_WASTED:
@@ -271,6 +315,10 @@ class Sends:
             for position, slot in enumerate(grads.flat.slots)
             if slot.param in grads.missing
         }
+
+
+def _label(number: int, place: int, attempt: int) -> str:
+    return f"round {number}, bucket {place}, attempt {attempt}"
 
 
 def _last_made(flat: Flat, bucket: Bucket) -> int:

@@ -340,6 +340,7 @@ class ShardedOptimizer(Clipped):
                 self._overflows.note(self._shards.named_grads(), self._device)
             else:
                 coefficient = self._shards.unscale(scaled, self._clip_coefficient)
+                self._gather.expect()
                 self._engine.run(coefficient, self._config.clip_grad_norm)
                 self._gather.leave()
         self._grads.release()

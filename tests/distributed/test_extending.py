@@ -44,7 +44,6 @@ class TwoAxes:
         self.rank, self.world_size = shard.rank, shard.world_size
         self.num_summed = shard.world_size * replicate.world_size
         self.staging_nbytes = 0
-        self.num_in_flight = 2
         self.progress: Progress = "when waited for"
         self.epoch = 0
 
@@ -61,15 +60,26 @@ class TwoAxes:
         return self._shard.told(topic)
 
     def reduce_scatter(
-        self, input: Tensor, into: Tensor | None = None, *, label: str | None = None
+        self,
+        input: Tensor,
+        into: Tensor | None = None,
+        *,
+        slot: int = 0,
+        label: str | None = None,
     ) -> PartsHandle:
         parts = self._shard.reduce_scatter(input).wait()
         total = functools.reduce(torch.add, parts).clone()  # -0.0 stays -0.0, not so in sum()
         self._replicate.all_reduce(total).wait()
         return Done((total if into is None else into.copy_(total),))
 
-    def all_gather(self, output: Tensor, input: Tensor) -> Any:
-        return self._shard.all_gather(output, input)
+    def expect_parts(self, numel: int, like: Tensor, *, slot: int, label: str) -> None:
+        pass
+
+    def all_gather(self, output: Tensor, input: Tensor, *, label: str | None = None) -> Any:
+        return self._shard.all_gather(output, input, label=label)
+
+    def expect_gather(self, output: Tensor, *, label: str) -> None:
+        pass
 
     def all_reduce(self, tensor: Tensor, op: Any = "sum") -> Any:
         return self._shard.all_reduce(tensor, op)

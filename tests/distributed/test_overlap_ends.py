@@ -90,8 +90,10 @@ class Losing(LazyCommunicator):
 
     is_lost = False
 
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Any:
-        handle = super().all_gather(output, input)
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, *, label: str | None = None
+    ) -> Any:
+        handle = super().all_gather(output, input, label=label)
         return Lost() if self.is_lost else handle
 
 

@@ -273,26 +273,23 @@ class CountingCommunicator:
         """How often the inner one's ranks have begun anew."""
         return int(self.inner.epoch)
 
-    @property
-    def num_in_flight(self) -> int:
-        """Of the inner one."""
-        return int(self.inner.num_in_flight)
-
-    @num_in_flight.setter
-    def num_in_flight(self, value: int) -> None:
-        self.inner.num_in_flight = value
-
-    def reduce_scatter(
-        self, input: Tensor, into: Tensor | None = None, *, label: str | None = None
-    ) -> Any:
+    def reduce_scatter(self, input: Tensor, into: Tensor | None = None, **options: Any) -> Any:
         """Record and pass on."""
         self.calls.append(Call("reduce_scatter", input.numel(), input.dtype))
-        return self.inner.reduce_scatter(input, into, label=label)
+        return self.inner.reduce_scatter(input, into, **options)
 
-    def all_gather(self, output: Tensor, input: Tensor) -> Any:
+    def expect_parts(self, numel: int, like: Tensor, *, slot: int, label: str) -> None:
+        """Pass on: it is no collective."""
+        self.inner.expect_parts(numel, like, slot=slot, label=label)
+
+    def all_gather(self, output: Tensor, input: Tensor, **options: Any) -> Any:
         """Record and pass on."""
         self.calls.append(Call("all_gather", output.numel(), output.dtype))
-        return self.inner.all_gather(output, input)
+        return self.inner.all_gather(output, input, **options)
+
+    def expect_gather(self, output: Tensor, *, label: str) -> None:
+        """Pass on: it is no collective."""
+        self.inner.expect_gather(output, label=label)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
         """Record and pass on."""

@@ -1,7 +1,8 @@
 """A communicator whose collectives arrive late and in any order, at the latest when waited for.
 
 Ranks are threads of one process. What is read too early is wrong for certain, not by chance, and
-so is what is written after its launch and not sent anew.
+so is what is written after its launch and not sent anew, and what is still used where something
+else was expected.
 """
 
 from __future__ import annotations
@@ -71,11 +72,12 @@ class LazyCommunicator:
         self._post = post
         self.rank, self.world_size, self.num_summed = rank, world_size, world_size
         self.progress: Progress = "in any order"
-        self.epoch, self.num_in_flight, self.staging_nbytes = 0, 2, 0
+        self.epoch, self.staging_nbytes = 0, 0
         self.log: list[str] = []
         self._number = 0
         self._rng = None if seed is None else random.Random(f"{seed} {rank}")
         self._pending: list[_Late] = []
+        self._slots: dict[int, list[Tensor]] = {}  # what was received there last
 
     def call(self, name: str) -> AbstractContextManager[None]:
         """Make no record."""
@@ -92,19 +94,43 @@ class LazyCommunicator:
         return [None] * self.world_size
 
     def reduce_scatter(
-        self, input: Tensor, into: Tensor | None = None, *, label: str | None = None
+        self,
+        input: Tensor,
+        into: Tensor | None = None,
+        *,
+        slot: int = 0,
+        label: str | None = None,
     ) -> Any:
-        """Give the parts of all ranks."""
+        """Give the parts of all ranks, until the next in ``slot``."""
         key = self._send("reduce_scatter", input, label)
+        room = self._clear(slot)
 
         def deliver() -> Parts:
             order = [(self.rank - k) % self.world_size for k in range(self.world_size)]
             wholes = [self._post.fetch(key, rank) for rank in order]
-            return tuple(whole.chunk(self.world_size)[self.rank] for whole in wholes)
+            room.extend(whole.chunk(self.world_size)[self.rank].clone() for whole in wholes)
+            return tuple(room)
 
         return self._late(deliver)
 
-    def all_gather(self, output: Tensor, input: Tensor) -> Any:
+    def expect_parts(self, numel: int, like: Tensor, *, slot: int, label: str) -> None:
+        """Overwrite what was received in ``slot``."""
+        self._clear(slot)
+
+    def _clear(self, slot: int) -> list[Tensor]:
+        """Return the place for what is received in ``slot`` next; what was there is NaN."""
+        for part in self._slots.get(slot, ()):
+            part.fill_(float("nan"))
+        self._slots[slot] = []
+        return self._slots[slot]
+
+    def expect_gather(self, output: Tensor, *, label: str) -> None:
+        """Overwrite the other ranks' parts, as they may from now on."""
+        for rank, part in enumerate(output.detach().chunk(self.world_size)):
+            if rank != self.rank:
+                part.fill_(float("nan"))
+
+    def all_gather(self, output: Tensor, input: Tensor, *, label: str | None = None) -> Any:
         """Write what others sent, not before it is delivered; until then it is NaN."""
         key = self._send("all_gather", input, None)
         own = input.clone()

@@ -7,6 +7,12 @@ are left to the caller, who reads every gradient once more anyway.
 
 Parts pass no socket where all ranks are processes of one host: the owner tells the address, the
 other rank reads its memory and says when it has done. Measured: launch/bench/results.
+
+[Note: ready] Through a socket gloo sends a part only when the receiver's word has come that it is
+ready, and that word waits behind all that the receiver has on its own way. Where both ranks send
+for long, the link then stands still between parts. So receives are posted ahead, as soon as their
+memory is free: those of a round of gradients in the step before it, those of parameters when a
+step begins. Nothing arrives by them earlier: the sender sends when it has something to send.
 """
 
 from __future__ import annotations
@@ -70,6 +76,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         self._num_direct = 1  # number of the next such collective, the same on all ranks
         self._in_flight: deque[tuple[int, _Once]] = deque()  # with their numbers
         self._open: list[tuple[int, int, Sequence[torch.Tensor]]] = []  # what others may still read
+        self._expected: dict[int, WorkHandle] = {}  # receives posted ahead, by their mark
 
     def _confirm(self) -> None:
         """Do nothing: every message tells."""
@@ -80,36 +87,68 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         return "in any order" if self._open_mailbox() is None else "when waited for"
 
     def reduce_scatter(
-        self, input: torch.Tensor, into: torch.Tensor | None = None, *, label: str | None = None
+        self,
+        input: torch.Tensor,
+        into: torch.Tensor | None = None,
+        *,
+        slot: int = 0,
+        label: str | None = None,
     ) -> PartsHandle:
         """Send each rank its part of ``input``; wait() gives this rank's and theirs, each (n,).
 
         Others may still read ``input`` until the next collective here has been launched, or any has
         been waited for that they launched after they had waited for this one.
         """
-        parts, others = input.chunk(self.world_size), self.world_size - 1
-        numel = others * parts[0].numel()
-        theirs = self._receive_into(numel, input).chunk(others)
+        parts = input.chunk(self.world_size)
+        theirs = self._room_for_parts(slot, input.numel(), input)
         out_of = [parts[rank] for rank in self._destinations]
-        mark = self._mark("reduce_scatter", input, label)
+        if label is None:
+            mark = self._board.present.note("reduce_scatter", input.numel(), input.dtype)
+        else:
+            mark = self._mark_of_parts(input.numel(), input, label)
         handle = self._move(mark, theirs, out_of, keeps_input=True)
         return PartsInFlight(handle, (parts[self.rank], *theirs))
 
-    def _mark(self, kind: str, tensor: torch.Tensor, label: str | None) -> int:
-        """Return what tells the messages of a collective from all others."""
-        if label is None:
-            return self._board.present.note(kind, tensor.numel(), tensor.dtype)
-        who = f"optimizer {self._number}, epoch {self.epoch}, {label}"
-        return digest(f"{who}: {kind} of {tensor.numel()} {tensor.dtype}")
+    def expect_parts(self, numel: int, like: torch.Tensor, *, slot: int, label: str) -> None:
+        if self._open_mailbox() is None:
+            mark = self._mark_of_parts(numel, like, label)
+            self._expect(mark, self._room_for_parts(slot, numel, like))
 
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
+    def _room_for_parts(
+        self, slot: int, numel: int, like: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return what the other ranks' parts are received into."""
+        others = self.world_size - 1
+        return self._receive_into(slot, numel // self.world_size * others, like).chunk(others)
+
+    def _mark_of_parts(self, numel: int, like: torch.Tensor, label: str) -> int:
+        """Return what tells the messages of a reduce-scatter from all others, in any call."""
+        who = f"optimizer {self._number}, epoch {self.epoch}, {label}"
+        return digest(f"{who}: reduce_scatter of {numel} {like.dtype}")
+
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, *, label: str | None = None
+    ) -> Handle:
         parts = output.chunk(self.world_size)
         into = [parts[rank] for rank in self._sources]
         mark = self._board.present.note("all_gather", output.numel(), output.dtype)
+        if label is not None:
+            mark = self._mark_of_gather(output, label)
         handle = self._move(mark, into, [input] * len(into), keeps_input=False)
         if parts[self.rank].data_ptr() != input.data_ptr():
             parts[self.rank].copy_(input)
         return handle
+
+    def expect_gather(self, output: torch.Tensor, *, label: str) -> None:
+        if self._open_mailbox() is None:
+            parts = output.chunk(self.world_size)
+            into = [parts[rank] for rank in self._sources]
+            self._expect(self._mark_of_gather(output, label), into)
+
+    def _mark_of_gather(self, output: torch.Tensor, label: str) -> int:
+        """Return what tells the messages of an all-gather from all others."""
+        what = f"all_gather of {output.numel()} {output.dtype}"
+        return digest(f"{self._number} {self._board.present.digest} {label}: {what}")
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
         """Reduce ``tensor`` (n,) over ranks, in place; the sums are equal on all ranks.
@@ -265,13 +304,27 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         self, mark: int, into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor]
     ) -> Handle:
         """As _move(), through sockets. Only messages of one tag, and so of one size, meet."""
-        tag = _TAGS | mark % _TAGS
+        arrival = self._expected.pop(mark, None) or self._receive(mark, into)
         works = [
-            self._launch(dist.irecv, part, group_src=rank, tag=tag)
-            for part, rank in zip(into, self._sources, strict=True)
-        ]
-        works += [
-            self._launch(dist.isend, part, group_dst=rank, tag=tag)
+            self._launch(dist.isend, part, group_dst=rank, tag=_tag(mark))
             for part, rank in zip(out_of, self._destinations, strict=True)
         ]
-        return WorkHandle(self._watch, works, *into, *out_of)
+        return arrival.joined(works, *out_of)
+
+    def _receive(self, mark: int, into: Sequence[torch.Tensor]) -> WorkHandle:
+        """Post the receives of a part from every source."""
+        works = [
+            self._launch(dist.irecv, part, group_src=rank, tag=_tag(mark))
+            for part, rank in zip(into, self._sources, strict=True)
+        ]
+        return WorkHandle(self._watch, works, *into)
+
+    def _expect(self, mark: int, into: Sequence[torch.Tensor]) -> None:
+        """Post receives ahead, which the collective of this mark will take."""
+        assert mark not in self._expected, "expected twice"
+        self._expected[mark] = self._receive(mark, into)
+
+
+def _tag(mark: int) -> int:
+    """Return what gloo tells messages apart by."""
+    return _TAGS | mark % _TAGS
