@@ -10,6 +10,9 @@ import torch
 
 ReduceOp = Literal["sum", "max"]
 
+Labelled = Literal["reduce_scatter", "all_gather"]
+"""Collectives that may have a label."""
+
 Parts = tuple[torch.Tensor, ...]
 """Tensors of one shape whose sum is meant: who reads them all anyway adds them up in passing."""
 
@@ -122,12 +125,6 @@ class Communicator(Protocol):
         launched between calls, and, if ``progress`` is "in any order", so on every rank.
         """
 
-    def expect_parts(self, numel: int, like: torch.Tensor, *, slot: int, label: str) -> None:
-        """Be ready to receive what a reduce-scatter of this label will bring; see [Note: ready].
-
-        ``numel`` and ``like`` are the size, dtype and device of its input. Local; never needed.
-        """
-
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, *, label: str | None = None
     ) -> Handle:
@@ -137,10 +134,12 @@ class Communicator(Protocol):
         the others of the present call.
         """
 
-    def expect_gather(self, output: torch.Tensor, *, label: str) -> None:
-        """Be ready to receive what the all-gather of this label, in this call, will bring.
+    def expect(self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0) -> None:
+        """Be ready to receive what a collective of this label will bring. Local; never needed.
 
-        Other ranks' parts of ``output`` may be written from now on. Local; never needed.
+        ``tensor`` is the output of an all-gather, of which others' parts may be written from now
+        on; of a reduce-scatter's input it has the size, dtype and device, and its values are not
+        read. See [Note: ready] in gloo/pairwise.py.
         """
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
@@ -192,10 +191,7 @@ class SingleRank:
     ) -> PartsHandle:
         return Done((input if into is None else into.copy_(input),))
 
-    def expect_parts(self, numel: int, like: torch.Tensor, *, slot: int, label: str) -> None:
-        """Do nothing: there is no other rank."""
-
-    def expect_gather(self, output: torch.Tensor, *, label: str) -> None:
+    def expect(self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0) -> None:
         """Do nothing: there is no other rank."""
 
     def all_gather(

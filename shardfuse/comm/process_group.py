@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from shardfuse.comm.base import Handle, PartsHandle, Progress, ReduceOp
+from shardfuse.comm.base import Handle, Labelled, PartsHandle, Progress, ReduceOp
 from shardfuse.comm.board import Board
 from shardfuse.comm.calls import digest
 from shardfuse.comm.staging import PartsInFlight, Staging
@@ -265,11 +265,8 @@ class ProcessGroupCommunicator:
         work = self._launch(reduce_scatter_single, into, input, async_op=True)
         return PartsInFlight(WorkHandle(self._watch, [work], into, input), (into,))
 
-    def expect_parts(self, numel: int, like: torch.Tensor, *, slot: int, label: str) -> None:
+    def expect(self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0) -> None:
         """Do nothing: backends make room for what arrives by themselves."""
-
-    def expect_gather(self, output: torch.Tensor, *, label: str) -> None:
-        """Do nothing, as expect_parts()."""
 
     def _receive_into(self, slot: int, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Return (numel,) of a receiving buffer."""

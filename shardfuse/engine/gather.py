@@ -65,7 +65,7 @@ class ParamSync:
         """Be ready for what other ranks send in this step, before this one sends anything."""
         for index in self._plan:
             buffer, bucket = self._buckets[index]
-            self._comm.expect_gather(buffer.bucket(bucket), label=_label(bucket))
+            self._comm.expect("all_gather", buffer.bucket(bucket), label=_label(bucket))
 
     def start(self, buffer: FlatBuffer, bucket: Bucket, params: Sequence[Tensor]) -> None:
         """Launch the all-gather of ``bucket`` when it is its turn.
@@ -89,7 +89,8 @@ class ParamSync:
     def _launch(self, buffer: FlatBuffer, bucket: Bucket) -> None:
         with record_function(f"shardfuse::all_gather b{bucket.index}"):
             shard = buffer.shard(bucket, self._comm.rank)
-            handle = self._comm.all_gather(buffer.bucket(bucket), shard, label=_label(bucket))
+            whole, label = buffer.bucket(bucket), _label(bucket)
+            handle = self._comm.all_gather(whole, shard, label=label)
         if self._waits:
             handle.wait()
         self._launched.append((handle, bucket.index))

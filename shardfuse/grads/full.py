@@ -15,8 +15,7 @@ looks only at those still remembered: absent if every element is -0.0. Any edit 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -73,7 +72,9 @@ class GradSync(GradShards):
         self._buffers = CombinedBuffers()
         self._is_shared = False  # whether others may write to the padding
         self._staging = Staging()
-        self._sends = Sends(comm, self._launch, overlaps=overlaps, waits=waits)
+        self._sends = Sends(
+            comm, self._launch, asked=self.under_backward, overlaps=overlaps, waits=waits
+        )
         self._factor: float | None = None  # what multiply() asked for
         self._reduced_from: GradVersions | None = None
 
@@ -91,9 +92,8 @@ class GradSync(GradShards):
         """Take over the gradients of flats; their buffers lie together in one tensor per dtype."""
         buffers = self._buffers.add([member.flat for member in members], device)
         for member, buffer in zip(members, buffers, strict=True):
-            grads = FlatGrads(
-                buffer, member.params, member.specs, member.fragments, self._wire_dtype
-            )
+            wire = self._wire_dtype or buffer.data.dtype
+            grads = FlatGrads(buffer, member.params, member.specs, member.fragments, wire)
             self._flats[member.flat.index] = grads
             if self._comm.world_size > 1:
                 grads.on_arrival = weakref.WeakMethod(self._sends.arrived)
@@ -138,24 +138,13 @@ class GradSync(GradShards):
         self._factor = float(factor)
         self._sends.doubt()
 
-    def accumulates_while(self, condition: Callable[[], bool]) -> None:
-        self._sends.accumulates = condition
-
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        before, self._sends.is_paused = self._sends.is_paused, True
-        try:
-            yield
-        finally:
-            self._sends.is_paused = before
-
     def combined(self, *, shared: bool) -> list[Tensor | None]:
         self.note()
         for grads in self._flats.values():
             grads.pack()
             grads.adopt()
         self._sends.doubt()
-        self._sends.is_paused = True  # for good: edits of all at once leave no trace on one
+        self.under_backward.is_paused = True  # for good: edits of all at once leave no trace on one
         if self.phase is GradPhase.REDUCED:
             # What is kept for step() stays valid: being moved does not change a gradient.
             self._reduced_from = GradVersions(self._params())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,23 @@ class GradPhase(enum.Enum):
     REDUCED = "reduced shards are kept, and reduced() gives them as often as it is asked"
 
 
+@dataclass
+class UnderBackward:
+    """What others ask of gradients while autograd makes them; nothing comes of it where none leaves
+    before step().
+    """
+
+    is_paused: bool = False
+    """More is to be added to them, as inside no_sync()."""
+    accumulates: Callable[[], bool] | None = None
+    """Tells the same of a single backward."""
+
+    @property
+    def has_more(self) -> bool:
+        """Whether more is to be added to the gradients of this backward."""
+        return self.is_paused or (self.accumulates is not None and self.accumulates())
+
+
 class GradShards(ABC):
     """Gradients of flats on their way to this rank's shards.
 
@@ -35,6 +53,7 @@ class GradShards(ABC):
 
     def __init__(self) -> None:
         self._flats: dict[int, Any] = {}  # what is held for each flat; has ``missing``
+        self.under_backward = UnderBackward()
 
     def has(self, flat: Flat) -> bool:
         """Return whether ``flat`` is attached."""
@@ -93,13 +112,15 @@ class GradShards(ABC):
     def release(self) -> None:
         """Forget what was noted and reduced: the phase is ACCUMULATING then."""
 
-    @abstractmethod
-    def accumulates_while(self, condition: Callable[[], bool]) -> None:
-        """Have gradients stay here as long as ``condition()``, asked under backward, holds."""
-
-    @abstractmethod
-    def accumulating(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
         """Have gradients stay here: more is to be added to them before the next step."""
+        asked = self.under_backward
+        before, asked.is_paused = asked.is_paused, True
+        try:
+            yield
+        finally:
+            asked.is_paused = before
 
     @abstractmethod
     def zero(self, set_to_none: bool, *, absent: bool = False) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -104,13 +103,6 @@ class PresyncedGrads(GradShards):
             "The ranks have different loss scales although their gradients are reduced already. "
             "Use one scale on all ranks: shardfuse.ShardedGradScaler."
         )
-
-    def accumulates_while(self, condition: Callable[[], bool]) -> None:
-        """Do nothing, as accumulating()."""
-
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Do nothing: whoever reduces the gradients decides when."""
-        return nullcontext()
 
     def combined(self, *, shared: bool) -> list[Tensor | None]:
         """Return every gradient by itself; there is no tensor that they all lie in.

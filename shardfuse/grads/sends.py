@@ -31,6 +31,8 @@ from torch.profiler import record_function
 
 from shardfuse.comm import Communicator
 from shardfuse.comm.base import Handle, Parts, PartsHandle, PeerError, Progress
+from shardfuse.grads.awaited import Awaited
+from shardfuse.grads.protocol import UnderBackward
 from shardfuse.grads.slots import FlatGrads, SentGrad
 from shardfuse.layout import Bucket, Flat, slots_in
 
@@ -57,6 +59,7 @@ class Sends:
     Args:
         comm: the ranks to sum over.
         launch: launches one; a method, held weakly.
+        asked: by others, of gradients under backward.
         overlaps: where buckets leave under backward.
         waits: wait for each at once, to find out whether overlap is at fault.
     """
@@ -66,6 +69,7 @@ class Sends:
         comm: Communicator,
         launch: Callable[..., PartsHandle],
         *,
+        asked: UnderBackward,
         overlaps: Collection[Progress],
         waits: bool,
     ) -> None:
@@ -73,19 +77,11 @@ class Sends:
         self._launch = weakref.WeakMethod(launch)  # of who holds this
         self._may_overlap = set(overlaps)
         self._waits = waits
-        self.is_paused = False
-        """Whether gradients are still to be added to, as inside no_sync()."""
-        self.accumulates: Callable[[], bool] | None = None
-        """Tells the same of a single backward."""
+        self._asked = asked
         self._order: list[tuple[FlatGrads, Bucket]] = []
-        self._places: dict[tuple[int, int], list[int]] = {}  # of a slot: the buckets it lies in
-        self._counts: list[int] = []  # for each bucket: slots in it
-        self._quiet: set[tuple[int, int]] = set()  # slots without a gradient in the last step
+        self._awaited = Awaited()
         self._overlaps = False
         self._sent: list[_Sent] = []  # the first so many of the order
-        self._fired: set[tuple[int, int]] = set()  # slots whose gradients autograd has made
-        self._waiting: list[int] = []  # for each bucket: gradients that it waits for
-        self._num_awaited = 0  # gradients that any bucket waits for
         self._is_queued = False  # whether the end of the present backward is waited for
         self._round, self._epoch, self._num_wasted = 0, 0, 0
 
@@ -98,12 +94,7 @@ class Sends:
         self._round += 1  # what was expected of the last is of the old order
         self._order += [(grads, bucket) for grads in flats for bucket in grads.flat.buckets]
         self._order.sort(key=lambda entry: (-_last_made(entry[0].flat, entry[1]), entry[1].index))
-        self._counts = [0] * len(self._order)
-        self._places.clear()
-        for place, (own, bucket) in enumerate(self._order):
-            for position in slots_in(own.flat, bucket):
-                self._places.setdefault((own.flat.index, position), []).append(place)
-                self._counts[place] += 1
+        self._awaited.plan(self._order)
         self._begin_anew()
 
     def _drain(self) -> None:
@@ -137,23 +128,18 @@ class Sends:
         """Be ready for a bucket of round ``number``, the present one or the next."""
         if self._overlaps and self._may_overlap:
             grads, bucket = self._order[place]
-            like = torch.empty(0, dtype=grads.wire, device=grads.buffer.data.device)
+            one = torch.empty(1, dtype=grads.wire, device=grads.buffer.data.device)
             label, slot = _label(number, place, 0), self._slot(number, place)
-            self._comm.expect_parts(bucket.numel, like, slot=slot, label=label)
+            like = one.expand(bucket.numel)
+            self._comm.expect("reduce_scatter", like, label=label, slot=slot)
 
     def _slot(self, number: int, place: int) -> int:
         """Return where the communicator keeps what arrives of a bucket of round ``number``."""
         return (place - number) % (len(self._order) + 1) if self._overlaps else place % IN_FLIGHT
 
     def await_grads(self) -> None:
-        """Wait for the gradients of what has not left, but for those that the last step lacked."""
-        self._fired.clear()
-        self._waiting = list(self._counts)
-        self._num_awaited = len(self._places)
-        for key in self._quiet if self._overlaps else ():
-            self._num_awaited -= key in self._places
-            for place in self._places.get(key, ()):
-                self._waiting[place] -= 1
+        """Wait for the gradients of what has not left."""
+        self._awaited.begin()
 
     def doubt(self) -> None:
         """Take what has left for changed: gradients may be written where it does not show."""
@@ -163,23 +149,18 @@ class Sends:
 
     def arrived(self, grads: FlatGrads, position: int) -> None:
         """Take note that autograd has made a gradient: send what is complete, in order."""
-        key = (grads.flat.index, position)
-        if self.is_paused or not self._overlaps or key in self._fired:
-            return
-        if self.accumulates is not None and self.accumulates():
+        if not self._overlaps or self._asked.has_more:
             return
         self._check_epoch()
-        self._fired.add(key)
-        self._num_awaited -= key not in self._quiet
-        if self._num_awaited <= 0 and self._comm.progress == "in any order":
+        if not self._awaited.fired(grads, position):
+            return
+        if self._awaited.is_over and self._comm.progress == "in any order":
             return  # the step is next, and has a word to send that must not wait behind the last
-        for place in self._places.get(key, ()):
-            self._waiting[place] -= 1
         if self._comm.progress == "in order" and not self._is_queued:
             self._is_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._flush)
         with self._told():
-            while len(self._sent) < len(self._order) and self._waiting[len(self._sent)] <= 0:
+            while len(self._sent) < len(self._order) and self._awaited.is_complete(len(self._sent)):
                 if not self._send_early(is_forced=False):
                     break
 
@@ -260,7 +241,7 @@ class Sends:
                 yield bucket, parts
         finally:
             self._round += 1
-            self._note_quiet()
+            self._awaited.note_quiet(self._order)
             self._begin()
 
     def _send_until(self, count: int, *, retain: bool) -> None:
@@ -305,16 +286,6 @@ class Sends:
         return sent.checksum is not None and not torch.equal(
             sent.checksum, _checksum(grads, bucket)
         )
-
-    def _note_quiet(self) -> None:
-        """Note which slots had no gradient on this rank."""
-        self._quiet = {
-            (grads.flat.index, position)
-            for grads in {id(grads): grads for grads, _ in self._order}.values()
-            if grads.missing
-            for position, slot in enumerate(grads.flat.slots)
-            if slot.param in grads.missing
-        }
 
 
 def _label(number: int, place: int, attempt: int) -> str:

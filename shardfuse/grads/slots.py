@@ -79,7 +79,7 @@ class FlatGrads:
     params: Sequence[Tensor]
     specs: Sequence[ParamSpec]
     fragments: Mapping[int, Sequence[Fragment]]  # this rank's, by bucket
-    wire_dtype: torch.dtype | None = None  # in which they are summed up; None is their own
+    wire: torch.dtype  # in which they are sent
     starts: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)  # in bytes
     views: list[Tensor] = field(default_factory=list)
@@ -109,11 +109,6 @@ class FlatGrads:
     def flat(self) -> Flat:
         """Geometry of the buffer."""
         return self.buffer.flat
-
-    @property
-    def wire(self) -> torch.dtype:
-        """Dtype in which the gradients are sent."""
-        return self.wire_dtype or self.buffer.data.dtype
 
     def holds(self, position: int, grad: Tensor) -> bool:
         """Return whether ``grad`` is the view of its slot (its ``.data`` may be set elsewhere)."""

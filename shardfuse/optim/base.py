@@ -254,7 +254,7 @@ class ShardedOptimizer(Clipped):
         What no_sync() is to a loop, for an engine that knows which backward is a step's last.
         """
         if self._foreign is None:
-            self._grads.accumulates_while(condition)
+            self._grads.under_backward.accumulates = condition
 
     def synchronize(self) -> None:
         """Wait until all parameters have arrived that step() has left under way. Local.

@@ -72,13 +72,10 @@ class TwoAxes:
         self._replicate.all_reduce(total).wait()
         return Done((total if into is None else into.copy_(total),))
 
-    def expect_parts(self, numel: int, like: Tensor, *, slot: int, label: str) -> None:
-        pass
-
     def all_gather(self, output: Tensor, input: Tensor, *, label: str | None = None) -> Any:
         return self._shard.all_gather(output, input, label=label)
 
-    def expect_gather(self, output: Tensor, *, label: str) -> None:
+    def expect(self, kind: Any, tensor: Tensor, *, label: str, slot: int = 0) -> None:
         pass
 
     def all_reduce(self, tensor: Tensor, op: Any = "sum") -> Any:

@@ -278,18 +278,14 @@ class CountingCommunicator:
         self.calls.append(Call("reduce_scatter", input.numel(), input.dtype))
         return self.inner.reduce_scatter(input, into, **options)
 
-    def expect_parts(self, numel: int, like: Tensor, *, slot: int, label: str) -> None:
-        """Pass on: it is no collective."""
-        self.inner.expect_parts(numel, like, slot=slot, label=label)
-
     def all_gather(self, output: Tensor, input: Tensor, **options: Any) -> Any:
         """Record and pass on."""
         self.calls.append(Call("all_gather", output.numel(), output.dtype))
         return self.inner.all_gather(output, input, **options)
 
-    def expect_gather(self, output: Tensor, *, label: str) -> None:
+    def expect(self, kind: Any, tensor: Tensor, **options: Any) -> None:
         """Pass on: it is no collective."""
-        self.inner.expect_gather(output, label=label)
+        self.inner.expect(kind, tensor, **options)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
         """Record and pass on."""

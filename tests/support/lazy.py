@@ -113,9 +113,14 @@ class LazyCommunicator:
 
         return self._late(deliver)
 
-    def expect_parts(self, numel: int, like: Tensor, *, slot: int, label: str) -> None:
-        """Overwrite what was received in ``slot``."""
-        self._clear(slot)
+    def expect(self, kind: str, tensor: Tensor, *, label: str, slot: int = 0) -> None:
+        """Overwrite what was received in ``slot``, or others' parts of what is gathered."""
+        if kind == "reduce_scatter":
+            self._clear(slot)
+            return
+        for rank, part in enumerate(tensor.detach().chunk(self.world_size)):
+            if rank != self.rank:
+                part.fill_(float("nan"))
 
     def _clear(self, slot: int) -> list[Tensor]:
         """Return the place for what is received in ``slot`` next; what was there is NaN."""
@@ -123,12 +128,6 @@ class LazyCommunicator:
             part.fill_(float("nan"))
         self._slots[slot] = []
         return self._slots[slot]
-
-    def expect_gather(self, output: Tensor, *, label: str) -> None:
-        """Overwrite the other ranks' parts, as they may from now on."""
-        for rank, part in enumerate(output.detach().chunk(self.world_size)):
-            if rank != self.rank:
-                part.fill_(float("nan"))
 
     def all_gather(self, output: Tensor, input: Tensor, *, label: str | None = None) -> Any:
         """Write what others sent, not before it is delivered; until then it is NaN."""

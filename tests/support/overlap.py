@@ -14,16 +14,21 @@ OFF = {"overlap_grad_sync": False, "overlap_param_sync": False}
 
 
 class Net(nn.Module):
-    """A tied matrix, blocks that may be checkpointed, a layer used now and then, one never."""
+    """A tied matrix, blocks that may be checkpointed, a layer used now and then, one never.
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    ``used_last``: the last two are registered first, so that what backward makes first is complete.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32, *, used_last: bool = False) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
+        if used_last:
+            self.sometimes, self.never = nn.Linear(32, 32), nn.Linear(32, 40)
         self.embedding = nn.Embedding(40, 32)
         self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
         self.norm = nn.LayerNorm(32)
-        self.sometimes = nn.Linear(32, 32)
-        self.never = nn.Linear(32, 40)
+        if not used_last:
+            self.sometimes, self.never = nn.Linear(32, 32), nn.Linear(32, 40)
         with torch.no_grad():
             for param in self.parameters():
                 param.copy_(torch.randint(-4, 5, param.shape, generator=generator) / 16)
@@ -89,9 +94,9 @@ def checkpointed(model: Net, optimizer: Any, rank: int, step: int) -> None:
 
 def scaled(model: Net, optimizer: Any, rank: int, step: int) -> None:
     plain(model, optimizer, rank, step)
-    for param in list(model.parameters())[:3]:
-        assert param.grad is not None
-        param.grad.mul_(0.5)
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    for grad in grads[:3]:
+        grad.mul_(0.5)
 
 
 def scaled_by_data(model: Net, optimizer: Any, rank: int, step: int) -> None:

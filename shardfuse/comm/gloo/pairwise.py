@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardfuse.comm.base import Handle, PartsHandle, Progress, ReduceOp
+from shardfuse.comm.base import Handle, Labelled, PartsHandle, Progress, ReduceOp
 from shardfuse.comm.calls import digest
 from shardfuse.comm.gloo import mailbox, memory
 from shardfuse.comm.gloo.mailbox import DONE, READY, SLOTS, Mailbox
@@ -100,31 +100,38 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         been waited for that they launched after they had waited for this one.
         """
         parts = input.chunk(self.world_size)
-        theirs = self._room_for_parts(slot, input.numel(), input)
+        theirs = self._room_for_parts(slot, input)
         out_of = [parts[rank] for rank in self._destinations]
         if label is None:
             mark = self._board.present.note("reduce_scatter", input.numel(), input.dtype)
         else:
-            mark = self._mark_of_parts(input.numel(), input, label)
+            mark = self._mark("reduce_scatter", input, label)
         handle = self._move(mark, theirs, out_of, keeps_input=True)
         return PartsInFlight(handle, (parts[self.rank], *theirs))
 
-    def expect_parts(self, numel: int, like: torch.Tensor, *, slot: int, label: str) -> None:
-        if self._open_mailbox() is None:
-            mark = self._mark_of_parts(numel, like, label)
-            self._expect(mark, self._room_for_parts(slot, numel, like))
+    def expect(self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0) -> None:
+        if self._open_mailbox() is not None:
+            return
+        mark = self._mark(kind, tensor, label)
+        assert mark not in self._expected, "expected twice"
+        if kind == "all_gather":
+            parts = tensor.chunk(self.world_size)
+            room = tuple(parts[rank] for rank in self._sources)
+        else:
+            room = self._room_for_parts(slot, tensor)
+        self._expected[mark] = self._receive(mark, room)
 
-    def _room_for_parts(
-        self, slot: int, numel: int, like: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def _mark(self, kind: Labelled, tensor: torch.Tensor, label: str) -> int:
+        """Return what tells the messages of a collective with a label from all others."""
+        call = f"call {self._board.present.digest}" if kind == "all_gather" else "any call"
+        who = f"optimizer {self._number}, epoch {self.epoch}, {call}, {label}"
+        return digest(f"{who}: {kind} of {tensor.numel()} {tensor.dtype}")
+
+    def _room_for_parts(self, slot: int, input: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return what the other ranks' parts are received into."""
         others = self.world_size - 1
-        return self._receive_into(slot, numel // self.world_size * others, like).chunk(others)
-
-    def _mark_of_parts(self, numel: int, like: torch.Tensor, label: str) -> int:
-        """Return what tells the messages of a reduce-scatter from all others, in any call."""
-        who = f"optimizer {self._number}, epoch {self.epoch}, {label}"
-        return digest(f"{who}: reduce_scatter of {numel} {like.dtype}")
+        numel = input.numel() // self.world_size * others
+        return self._receive_into(slot, numel, input).chunk(others)
 
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, *, label: str | None = None
@@ -133,22 +140,11 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         into = [parts[rank] for rank in self._sources]
         mark = self._board.present.note("all_gather", output.numel(), output.dtype)
         if label is not None:
-            mark = self._mark_of_gather(output, label)
+            mark = self._mark("all_gather", output, label)
         handle = self._move(mark, into, [input] * len(into), keeps_input=False)
         if parts[self.rank].data_ptr() != input.data_ptr():
             parts[self.rank].copy_(input)
         return handle
-
-    def expect_gather(self, output: torch.Tensor, *, label: str) -> None:
-        if self._open_mailbox() is None:
-            parts = output.chunk(self.world_size)
-            into = [parts[rank] for rank in self._sources]
-            self._expect(self._mark_of_gather(output, label), into)
-
-    def _mark_of_gather(self, output: torch.Tensor, label: str) -> int:
-        """Return what tells the messages of an all-gather from all others."""
-        what = f"all_gather of {output.numel()} {output.dtype}"
-        return digest(f"{self._number} {self._board.present.digest} {label}: {what}")
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
         """Reduce ``tensor`` (n,) over ranks, in place; the sums are equal on all ranks.
@@ -318,11 +314,6 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
             for part, rank in zip(into, self._sources, strict=True)
         ]
         return WorkHandle(self._watch, works, *into)
-
-    def _expect(self, mark: int, into: Sequence[torch.Tensor]) -> None:
-        """Post receives ahead, which the collective of this mark will take."""
-        assert mark not in self._expected, "expected twice"
-        self._expected[mark] = self._receive(mark, into)
 
 
 def _tag(mark: int) -> int:
