@@ -11,7 +11,10 @@ import torch
 KernelChoice = Literal["auto", "eager", "compile"]
 CollectivesChoice = Literal["auto", "pairwise", "native"]
 
-_GRAD_SYNC_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SYNC_DTYPES = {
+    "grad_sync_dtype": (torch.float32, torch.bfloat16, torch.float16),
+    "param_sync_dtype": (torch.bfloat16, torch.float16),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +45,15 @@ class ShardConfig:
 
     grad_sync_dtype: torch.dtype | None = None
     """Dtype gradients are summed in on the wire; None is the parameter's own dtype."""
+
+    param_sync_dtype: torch.dtype | None = None
+    """Dtype in which updated fp32 parameters travel, bf16 or fp16; None is their own.
+
+    Half the bytes of an all-gather. On all ranks parameters are then rounded to it by every step,
+    those without a gradient too; masters in fp32 are sharded, and are part of the state. It takes
+    2 bytes an element more, and 4 / W. Parameters of lower precision travel as they are, and one
+    rank alone rounds nothing.
+    """
 
     overlap_grad_sync: bool | Literal["auto"] = "auto"
     """Buckets of gradients leave under backward, as soon as they are complete.
@@ -120,11 +132,11 @@ class ShardConfig:
             raise TypeError(f"consolidate_every must be a number of steps or None, got {every!r}.")
         if every is not None and every < 0:
             raise ValueError(f"Invalid consolidate_every: {every}. Must be >= 0 steps.")
-        if self.grad_sync_dtype is not None and self.grad_sync_dtype not in _GRAD_SYNC_DTYPES:
-            names = ", ".join(str(dtype) for dtype in _GRAD_SYNC_DTYPES)
-            raise ValueError(
-                f"Invalid grad_sync_dtype: {self.grad_sync_dtype}. Use one of {names}."
-            )
+        for name, dtypes in _SYNC_DTYPES.items():
+            dtype = getattr(self, name)
+            if dtype is not None and dtype not in dtypes:
+                names = ", ".join(map(str, dtypes))
+                raise ValueError(f"Invalid {name}: {dtype}. Use one of {names}.")
         for name, choice in (("kernel", KernelChoice), ("collectives", CollectivesChoice)):
             if getattr(self, name) not in get_args(choice):
                 raise ValueError(
@@ -147,7 +159,8 @@ class ShardConfig:
         unknown = sorted(set(options) - set(known))
         if unknown:
             raise TypeError(f"Unknown sharding options {unknown}. Known: {known}.")
-        dtype = options.get("grad_sync_dtype")
-        if isinstance(dtype, str):
-            options["grad_sync_dtype"] = getattr(torch, dtype.removeprefix("torch."), dtype)
+        for name in _SYNC_DTYPES:
+            dtype = options.get(name)
+            if isinstance(dtype, str):
+                options[name] = getattr(torch, dtype.removeprefix("torch."), dtype)
         return cls(**options)

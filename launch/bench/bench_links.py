@@ -26,7 +26,7 @@ from launch.bench.training import ADAM, COMPUTE, DDP, METHODS, Training, built
 from launch.bench.transformer import SIZES, Size, make_batch, numel_of
 
 ROUNDS = 3
-STEPS = 5
+STEPS = 10
 WARM_UP = 1
 SETTLE = 2
 """Steps after a method has been built, in which it compiles and allocates."""

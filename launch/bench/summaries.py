@@ -29,6 +29,7 @@ TENSORS_LIMIT = 1.3
 LINK_LIMITS = [
     ("1gbit", ADAM, 0.85),
     ("1gbit", LAMB, 0.9),
+    ("1gbit", f"{ADAM}, bf16 wire", 0.7),
     ("4gbit", ADAM, 0.95),
     ("200mbit", ADAM, 1.0),
 ]

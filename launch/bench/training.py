@@ -198,6 +198,8 @@ _NO_OVERLAP: dict[str, Any] = {
     key: False for key in ("overlap_grad_sync", "overlap_param_sync") if key in _KEYS
 }
 
+_BF16 = {"grad_sync_dtype": torch.bfloat16, "param_sync_dtype": torch.bfloat16}
+
 ALL = [
     Method(COMPUTE, _compute),
     Method(DDP, _ddp),
@@ -215,6 +217,7 @@ ALL = [
     _ours(ADAM, "adam", {}),
     _ours(LAMB, "lamb", {}),
     _ours(f"{ADAM}, no overlap", "adam", _NO_OVERLAP),
-    _ours(f"{ADAM}, bf16 wire", "adam", {"grad_sync_dtype": torch.bfloat16}),
+    _ours(f"{ADAM}, bf16 wire", "adam", _BF16),
+    _ours(f"{LAMB}, bf16 wire", "lamb", _BF16),
 ]
 METHODS = {method.name: method for method in ALL}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfuse.buffers import FlatBuffer, ShardArena, lie_at
+from shardfuse.buffers import FlatBuffer, ShardArena, lie_at, zeros
 from shardfuse.engine.units import Span
 from shardfuse.layout import Bucket, Fragment, ParamSpec, round_up
 
@@ -32,10 +32,16 @@ class FlatState:
         fragments: this rank's part of the flat.
         params, specs: the parameters in slot order.
         rank: rank in the shard group.
+        wire: dtype in which fp32 parameters travel to other ranks; None is their own.
+
+    [Note: rounded on the way] What every rank has is what has travelled, on its owner too. So with
+    a wire dtype all parameters are rounded to it by each step, and the owner keeps a master in
+    fp32, as of low-precision parameters. An edit of a parameter wins over its master there too.
     """
 
     params_buffer: FlatBuffer  # all ranks' shards; the model's own tensors
-    masters: ShardArena | None  # fp32 shards of low-precision parameters, else None
+    wire_buffer: FlatBuffer | None  # as they travel, where that is in another dtype
+    masters: ShardArena | None  # fp32 shards of parameters that are rounded, else None
     states: dict[str, ShardArena]  # fp32 shards by state name
 
     def __init__(
@@ -46,6 +52,7 @@ class FlatState:
         *,
         fragments: Iterable[Fragment],
         rank: int,
+        wire: torch.dtype | None = None,
     ) -> None:
         self.flat = flat = params_buffer.flat
         self.params = params
@@ -59,6 +66,10 @@ class FlatState:
         self._addresses: list[int] = []
         self.bind()
         self.masters = None
+        self.wire_buffer = None
+        if wire is not None and params_buffer.data.dtype == MASTER_DTYPE:
+            data = zeros(flat.numel, self.device, wire)
+            self.wire_buffer = FlatBuffer(flat, data)
         self.states = {}
         # Steps are one number while all parameters have the same one, which is the usual case.
         self._step = 0
@@ -104,7 +115,7 @@ class FlatState:
 
     def allocate(self, values: Mapping[str, float]) -> bool:
         """Create the states that do not exist, filled with ``values``; return whether any was."""
-        if self.masters is None and self.params_buffer.data.dtype != MASTER_DTYPE:
+        if self.masters is None and self.has_masters:
             self.masters = ShardArena(self.flat, self.device, MASTER_DTYPE)
             for bucket in self.flat.buckets:
                 low = self.params_buffer.shard(bucket, self.rank)
@@ -115,10 +126,32 @@ class FlatState:
             self.states[name].data.fill_(values[name])
         return bool(new)
 
+    @property
+    def has_masters(self) -> bool:
+        """Whether the parameters are of lower precision than what is updated."""
+        return self.wire_buffer is not None or self.params_buffer.data.dtype != MASTER_DTYPE
+
     def tensors(self, bucket: Bucket) -> tuple[Tensor, Tensor | None]:
-        """Return (fp32 master shard, low-precision parameter shard or None) of ``bucket``."""
+        """Return (fp32 master shard, what is rounded from it or None) of ``bucket``."""
         shard = self.params_buffer.shard(bucket, self.rank)
-        return (shard, None) if self.masters is None else (self.masters.segment(bucket), shard)
+        if self.masters is None:
+            return shard, None
+        master = self.masters.segment(bucket)
+        if self.wire_buffer is None:
+            return master, shard
+        rounded = self.wire_buffer.shard(bucket, self.rank).copy_(master)
+        expected = rounded.to(shard.dtype)
+        if shard.device.type != "cpu" or not _same_bits(expected, shard):
+            edited = expected.view(torch.int32) != shard.view(torch.int32)
+            torch.where(edited, shard, master, out=master)
+            rounded.copy_(master)
+        return master, rounded
+
+    @property
+    def param_nbytes(self) -> int:
+        """Bytes of the parameters, and of what they travel in."""
+        wire = 0 if self.wire_buffer is None else self.wire_buffer.data.nbytes
+        return self.params_buffer.data.nbytes + wire
 
     @property
     def state_nbytes(self) -> int:
@@ -175,6 +208,11 @@ class FlatState:
             return
         params = [slot.param for slot in self.flat.slots]
         self.set_steps({p: self.step_of(p) + (p not in skipped) for p in params})
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether fp32 tensors are the same; a NaN is itself here, and -0.0 is not 0.0."""
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
 def check_params(

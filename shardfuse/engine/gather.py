@@ -15,7 +15,7 @@ from shardfuse.buffers import FlatBuffer
 from shardfuse.comm import Communicator, Handle
 from shardfuse.comm.base import PeerError, Progress
 from shardfuse.engine import under_way
-from shardfuse.layout import Bucket, slots_in
+from shardfuse.layout import Bucket, Flat, slots_in
 
 logger = logging.getLogger("shardfuse")
 
@@ -38,9 +38,10 @@ class ParamSync:
         self._comm = comm
         self._may_overlap = overlaps
         self._waits = waits
-        self._buckets: dict[int, tuple[FlatBuffer, Bucket]] = {}
+        self._buffers: dict[int, tuple[FlatBuffer, FlatBuffer | None]] = {}  # by index of the flat
+        self._buckets: dict[int, Bucket] = {}
         self._plan: list[int] = []  # indices of buckets in the order of forward
-        self._closed: dict[int, tuple[FlatBuffer, Bucket]] = {}
+        self._closed: set[int] = set()  # buckets whose turn has not come
         self._num_launched = 0  # of the plan, in this step
         self._launched: list[tuple[Handle, int]] = []  # with the index of the bucket
         self._members: dict[int, list[Tensor]] = {}  # of a bucket: parameters that lie in it
@@ -53,44 +54,61 @@ class ParamSync:
         enough = len(self._plan) > 1 and len(self._may_overlap) > 0
         return enough and self._comm.progress in self._may_overlap
 
-    def plan(self, buffers: Sequence[FlatBuffer]) -> None:
-        """Expect the buckets of ``buffers`` in every step."""
-        self._buckets = {
-            bucket.index: (buffer, bucket) for buffer in buffers for bucket in buffer.flat.buckets
+    def plan(self, buffers: Sequence[tuple[FlatBuffer, FlatBuffer | None]]) -> None:
+        """Expect the buckets of parameters in every step.
+
+        A second buffer is what they travel in, in another dtype.
+        """
+        self._buffers = {pair[0].flat.index: pair for pair in buffers}
+        self._buckets = {b.index: b for buffer, _ in buffers for b in buffer.flat.buckets}
+        first = {
+            bucket.index: _first_read(buffer.flat, bucket)
+            for buffer, _ in buffers
+            for bucket in buffer.flat.buckets
         }
-        first = {index: _first_read(*place) for index, place in self._buckets.items()}
         self._plan = sorted(first, key=lambda index: (first[index], -index))
 
     def expect(self) -> None:
         """Be ready for what other ranks send in this step, before this one sends anything."""
         for index in self._plan:
-            buffer, bucket = self._buckets[index]
-            self._comm.expect("all_gather", buffer.bucket(bucket), label=_label(bucket))
+            bucket = self._buckets[index]
+            whole = self._sent(bucket).bucket(bucket)
+            self._comm.expect("all_gather", whole, label=_label(bucket))
 
-    def start(self, buffer: FlatBuffer, bucket: Bucket, params: Sequence[Tensor]) -> None:
+    def _sent(self, bucket: Bucket) -> FlatBuffer:
+        """Return the buffer that ``bucket`` travels in."""
+        params, wire = self._buffers[bucket.flat]
+        return params if wire is None else wire
+
+    def start(self, bucket: Bucket, params: Sequence[Tensor]) -> None:
         """Launch the all-gather of ``bucket`` when it is its turn.
 
         Its shard must not be written until finish(). ``params`` are those of the flat, by slot.
         """
         if not self._overlaps:
-            self._launch(buffer, bucket)
+            self._launch(bucket)
             return
         if bucket.index not in self._members:
-            members = [params[position] for position in slots_in(buffer.flat, bucket)]
-            self._members[bucket.index] = members
-        self._closed[bucket.index] = (buffer, bucket)
+            flat = self._sent(bucket).flat
+            self._members[bucket.index] = [params[i] for i in slots_in(flat, bucket)]
+        self._closed.add(bucket.index)
         while self._num_launched < len(self._plan):
-            closed = self._closed.pop(self._plan[self._num_launched], None)
-            if closed is None:
+            index = self._plan[self._num_launched]
+            if index not in self._closed:
                 break
-            self._launch(*closed)
+            self._closed.remove(index)
+            self._launch(self._buckets[index])
             self._num_launched += 1
 
-    def _launch(self, buffer: FlatBuffer, bucket: Bucket) -> None:
+    def _launch(self, bucket: Bucket) -> None:
+        params, wire = self._buffers[bucket.flat]
+        sent = self._sent(bucket)
+        whole = sent.bucket(bucket)
         with record_function(f"shardfuse::all_gather b{bucket.index}"):
-            shard = buffer.shard(bucket, self._comm.rank)
-            whole, label = buffer.bucket(bucket), _label(bucket)
-            handle = self._comm.all_gather(whole, shard, label=label)
+            shard = sent.shard(bucket, self._comm.rank)
+            handle = self._comm.all_gather(whole, shard, label=_label(bucket))
+        if wire is not None:
+            handle = _Cast(handle, whole, params.bucket(bucket))
         if self._waits:
             handle.wait()
         self._launched.append((handle, bucket.index))
@@ -167,9 +185,22 @@ class ParamSync:
                 self._arrive(list(self._under_way))
 
 
-def _first_read(buffer: FlatBuffer, bucket: Bucket) -> int:
+class _Cast:
+    """A handle whose wait() copies what has arrived to where it is read, in another dtype; once."""
+
+    def __init__(self, handle: Handle, arrived: Tensor, into: Tensor) -> None:
+        self._handle, self._arrived = handle, arrived
+        self._into: Tensor | None = into
+
+    def wait(self) -> None:
+        self._handle.wait()
+        into, self._into = self._into, None
+        if into is not None:
+            into.copy_(self._arrived)
+
+
+def _first_read(flat: Flat, bucket: Bucket) -> int:
     """Return the parameter in ``bucket`` that forward reads first: registered first."""
-    flat = buffer.flat
     return min((flat.slots[position].param for position in slots_in(flat, bucket)), default=0)
 
 

@@ -45,7 +45,7 @@ class OwnShards(Shards):
         self._gather = gather
         self._row = row
         self._awake = [state for state in flats if grads.has(state.flat)]
-        gather.plan([state.params_buffer for state in self._awake])
+        gather.plan([(state.params_buffer, state.wire_buffer) for state in self._awake])
         self._buckets: dict[int, Bucket] = {
             bucket.index: bucket for state in self._awake for bucket in state.flat.buckets
         }
@@ -79,7 +79,7 @@ class OwnShards(Shards):
     def close(self, unit: Unit) -> None:
         """Launch the all-gather of the bucket."""
         state = self._flats[unit.cohort]
-        self._gather.start(state.params_buffer, self._buckets[unit.index], state.params)
+        self._gather.start(self._buckets[unit.index], state.params)
 
     def advance(self) -> None:
         """Count an update of every parameter that had one, and the step where groups have one."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardfuse.checkpoint import FragmentTensor, flat_pieces
-from shardfuse.engine.flat_state import MASTER_DTYPE, FlatState
+from shardfuse.engine.flat_state import FlatState
 from shardfuse.engine.state_io import (
     MASTER,
     Groups,
@@ -90,7 +90,7 @@ def _check_room(held: Held, groups: Groups, steps: Mapping[int, int]) -> None:
     for state in held.flats:
         names = held.rule.state_names(groups[state.flat.group])
         lacking = [name for name in names if name not in state.states]
-        if state.masters is None and state.params_buffer.data.dtype != MASTER_DTYPE:
+        if state.masters is None and state.has_masters:
             lacking.append(MASTER)
         trained = [s.param for s in state.flat.slots if s.numel and steps[s.param] > 0]
         if not lacking or not trained:

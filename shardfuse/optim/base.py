@@ -196,6 +196,7 @@ class ShardedOptimizer(Clipped):
                 [layout.specs[param] for param in members],
                 fragments=layout.fragments(flat, rank),
                 rank=rank,
+                wire=None if self.layout.world_size == 1 else self._config.param_sync_dtype,
             )
             self._flats.append(state)
             if self._config.broadcast_params:
@@ -242,7 +243,7 @@ class ShardedOptimizer(Clipped):
         return MemorySummary(
             world_size=self.communicator.world_size,
             num_buckets=len(self.layout.buckets),
-            param_nbytes=sum(state.params_buffer.data.nbytes for state in self._flats),
+            param_nbytes=sum(state.param_nbytes for state in self._flats),
             grad_nbytes=self._grads.nbytes,
             state_nbytes=state_nbytes,
             unsharded_state_nbytes=state_nbytes * self.communicator.world_size,

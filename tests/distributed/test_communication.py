@@ -110,25 +110,31 @@ def test_norms_carry_two_floats_per_parameter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "grad_sync_dtype"),
+    ("dtype", "grad_sync_dtype", "param_sync_dtype"),
     [
-        (torch.float32, None),
-        (torch.float32, torch.bfloat16),
-        (torch.bfloat16, None),
-        (torch.bfloat16, torch.float32),
-        (torch.float16, None),
+        (torch.float32, None, None),
+        (torch.float32, torch.bfloat16, None),
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.float32, None, torch.float16),
+        (torch.bfloat16, None, None),
+        (torch.bfloat16, torch.float32, None),
+        (torch.float16, None, torch.bfloat16),  # which travel as they are
     ],
 )
-def test_bytes_on_the_wire(dtype: torch.dtype, grad_sync_dtype: torch.dtype | None) -> None:
+def test_bytes_on_the_wire(
+    dtype: torch.dtype, grad_sync_dtype: torch.dtype | None, param_sync_dtype: torch.dtype | None
+) -> None:
     """A step moves the parameters once and the gradients once, plus padding to 64 bytes."""
     world_size = 3
     entries = many(40)
     case = Case(ShardedAdam, {}, dtype=dtype, entries=entries, overrides=({},))
-    sharding = {"grad_sync_dtype": grad_sync_dtype, "bucket_cap_mb": 0.05}
+    wires = {"grad_sync_dtype": grad_sync_dtype, "param_sync_dtype": param_sync_dtype}
+    sharding = {**wires, "bucket_cap_mb": 0.05}
+    gathered = param_sync_dtype if param_sync_dtype and dtype == torch.float32 else dtype
     calls, _ = run_threads(world_size, calls_of_step, case, sharding)[0]
     align = 64 // dtype.itemsize
     numel = sum(-(-torch.Size(entry.shape).numel() // align) * align for entry in entries)
-    for op, wire in (("reduce_scatter", grad_sync_dtype or dtype), ("all_gather", dtype)):
+    for op, wire in (("reduce_scatter", grad_sync_dtype or dtype), ("all_gather", gathered)):
         nbytes = sum(call.nbytes for call in calls if call.op == op)
         assert numel * wire.itemsize <= nbytes < (numel + world_size * BLOCK) * wire.itemsize
         # The cap counts bytes of the parameters; another dtype on the wire scales with it.

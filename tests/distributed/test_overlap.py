@@ -104,9 +104,10 @@ def test_every_optimizer(name: str, dtype: torch.dtype) -> None:
     [
         {"grad_sync_dtype": torch.bfloat16},
         {"grad_sync_dtype": torch.float16},
+        {"param_sync_dtype": torch.bfloat16},
         {"clip_grad_norm": 0.1},
     ],
-    ids=["bf16", "fp16", "clip"],
+    ids=["bf16", "fp16", "bf16 params", "clip"],
 )
 def test_every_wire(sharding: dict[str, Any]) -> None:
     """Sums in another dtype, and a clip in step()."""
@@ -120,7 +121,10 @@ def check_schedule(seed: int) -> None:
     world_size = rng.choice([2, 2, 3])
     names = [rng.choice(list(PROGRAMS)) for _ in range(rng.randrange(2, 6))]
     build = rng.choice(list(OPTIMIZERS.values()))
-    sharding = {"bucket_cap_mb": rng.choice([0.002, 0.004, 0.01, 1.0])}
+    sharding = {
+        "bucket_cap_mb": rng.choice([0.002, 0.004, 0.01, 1.0]),
+        "param_sync_dtype": rng.choice([None, None, torch.bfloat16]),
+    }
     used_last = rng.random() < 0.5
     found = run(world_size, names, {**ON, **sharding}, build, seed=seed, used_last=used_last)
     assert_same(found, run(world_size, names, {**OFF, **sharding}, build, used_last=used_last))

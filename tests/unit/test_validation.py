@@ -232,6 +232,8 @@ def test_lamb_patterns_are_a_list() -> None:
         ({"kernel": "triton"}, ValueError, "kernel"),
         ({"grad_sync_dtype": torch.float64}, ValueError, "grad_sync_dtype"),
         ({"grad_sync_dtype": "float8"}, ValueError, "grad_sync_dtype"),
+        ({"param_sync_dtype": torch.float32}, ValueError, "param_sync_dtype"),
+        ({"param_sync_dtype": "bf16"}, ValueError, "param_sync_dtype"),
         ({"broadcast_params": 1}, TypeError, "broadcast_params"),
         ({"bucket_mb": 25}, TypeError, "bucket_mb"),
         ([("bucket_cap_mb", 25)], TypeError, "ShardConfig"),
