@@ -178,13 +178,16 @@ class GradSync(GradShards):
         """Reduce-scatter every bucket into the retained shards."""
         for grads in self._flats.values():
             if grads.retained is None:
-                grads.retained = ShardArena(grads.flat, grads.buffer.data.device, grads.wire)
+                # What was summed up in fp32 is not rounded again, as little as what is not kept.
+                grads.retained = ShardArena(grads.flat, grads.buffer.data.device, torch.float32)
         for bucket, parts in self._sends.reduced(retain=True):
             arena = self._flats[bucket.flat].retained
             assert arena is not None
             total = arena.segment(bucket)
             if len(parts) > 1:
-                torch.add(parts[0], parts[1], out=total)
+                # Two at once, where that is a sum in fp32.
+                first = parts[0].to(total.dtype)
+                torch.add(first, parts[1], out=total)
                 for part in parts[2:]:
                     total.add_(part)
             elif parts[0].data_ptr() != total.data_ptr():
@@ -238,7 +241,7 @@ class GradSync(GradShards):
             factor = (1.0 if factor is None else factor) / self._comm.num_summed
         send = _scaled(self._staging, grads.buffer.bucket(bucket), factor, staged_at, like)
         into = None
-        if retain:
+        if retain and grads.wire == torch.float32:
             assert grads.retained is not None
             into = grads.retained.segment(bucket)
         return self._comm.reduce_scatter(send, into, slot=slot, label=label)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfuse import ShardedAdam, ShardedAdamW, ShardedBertAdam, ShardedLamb, ShardedSGD
-from tests.support.harness import run_threads
+from tests.support.harness import run_procs, run_threads
 from tests.support.models import rank_grads
 from tests.support.oracles import AdamOracle, BertAdamOracle, LambOracle, SGDOracle
 from tests.support.runs import (
@@ -131,6 +131,23 @@ def test_low_wire_is_exact_where_it_can_be(wire: torch.dtype) -> None:
     expected = train_unsharded(case, "integers", 4, 4)
     for values in ranks:
         assert_bitwise(values, expected)
+
+
+def train_on_a_sum_of_nine_bits(collectives: str, sharding: dict[str, Any]) -> Tensor:
+    weight = torch.nn.Parameter(torch.zeros(3000))
+    options = {"grad_sync_dtype": torch.bfloat16, "kernel": "eager", "collectives": collectives}
+    optimizer = ShardedSGD([weight], 1.0, sharding={**options, **sharding})
+    weight.grad = torch.full((3000,), 256.0 if dist.get_rank() else 1.0)
+    optimizer.step()
+    return weight.detach().clone()
+
+
+@pytest.mark.parametrize("collectives", ["auto", "pairwise"])
+@pytest.mark.parametrize("sharding", [{}, {"clip_grad_norm": 1e9}], ids=["sent", "kept"])
+def test_a_low_wire_is_summed_in_fp32(collectives: str, sharding: dict[str, Any]) -> None:
+    """Where ranks exchange parts, only what travels is rounded; not the sum, nor what is kept."""
+    for value in run_procs(2, train_on_a_sum_of_nine_bits, collectives, sharding):
+        assert torch.equal(value, torch.full((3000,), -257.0 / 2))
 
 
 def test_fp16_sum_does_not_overflow() -> None:
