@@ -45,6 +45,13 @@ _MAX_WASTED = 3
 """Steps running in which buckets were sent twice, after which none is sent early."""
 
 
+_num_sends: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
+"""Of communicators: how many Sends they have served, which may share one."""
+
+_SLOTS = 1 << 20
+"""More than the buckets of any one."""
+
+
 class _Sent(NamedTuple):
     """A bucket that has left."""
 
@@ -84,6 +91,7 @@ class Sends:
         self._sent: list[_Sent] = []  # the first so many of the order
         self._is_queued = False  # whether the end of the present backward is waited for
         self._round, self._epoch, self._num_wasted = 0, 0, 0
+        self._number = _num_sends[comm] = _num_sends.get(comm, 0) + 1  # alike on all ranks
 
     def add(self, flats: Sequence[FlatGrads]) -> None:
         """Have the buckets of ``flats`` sent, too, in the order in which backward completes them.
@@ -129,13 +137,17 @@ class Sends:
         if self._overlaps and self._may_overlap:
             grads, bucket = self._order[place]
             one = torch.empty(1, dtype=grads.wire, device=grads.buffer.data.device)
-            label, slot = _label(number, place, 0), self._slot(number, place)
+            label, slot = self._label(number, place, 0), self._slot(number, place)
             like = one.expand(bucket.numel)
             self._comm.expect("reduce_scatter", like, label=label, slot=slot)
 
     def _slot(self, number: int, place: int) -> int:
         """Return where the communicator keeps what arrives of a bucket of round ``number``."""
-        return (place - number) % (len(self._order) + 1) if self._overlaps else place % IN_FLIGHT
+        slot = (place - number) % (len(self._order) + 1) if self._overlaps else place % IN_FLIGHT
+        return self._number * _SLOTS + slot
+
+    def _label(self, number: int, place: int, attempt: int) -> str:
+        return f"sender {self._number}, round {number}, bucket {place}, attempt {attempt}"
 
     def await_grads(self) -> None:
         """Wait for the gradients of what has not left."""
@@ -201,8 +213,8 @@ class Sends:
         return True
 
     def _send(self, place: int, *, retain: bool, attempt: int = 0) -> PartsHandle:
-        label = _label(self._round, place, attempt) if self._overlaps else None
-        slot = len(self._order) + 1 if attempt > 0 else self._slot(self._round, place)
+        label = self._label(self._round, place, attempt) if self._overlaps else None
+        slot = self._number * _SLOTS - 1 if attempt > 0 else self._slot(self._round, place)
         # What is sent may be read until the next is launched, and lies somewhere else, therefore.
         staged_at = place if self._overlaps else place % (IN_FLIGHT + 1)
         grads, bucket = self._order[place]
@@ -286,10 +298,6 @@ class Sends:
         return sent.checksum is not None and not torch.equal(
             sent.checksum, _checksum(grads, bucket)
         )
-
-
-def _label(number: int, place: int, attempt: int) -> str:
-    return f"round {number}, bucket {place}, attempt {attempt}"
 
 
 def _last_made(flat: Flat, bucket: Bucket) -> int:

@@ -200,6 +200,32 @@ def test_over_gloo(collectives: str, world_size: int) -> None:
             assert torch.equal(value, other)
 
 
+def train_two_by_one_communicator(is_shared: bool) -> list[Tensor]:
+    """Train two models of the same shapes, whose backwards come before both steps."""
+    models = [Net(), Net()]
+    comm = communicator_for(None, torch.device("cpu"), "pairwise")
+    options = {"bucket_cap_mb": 0.004, "kernel": "eager", "collectives": "pairwise", **ON}
+    if is_shared:
+        options["process_group"] = comm
+    optimizers = [ShardedAdamW(m.named_parameters(), lr=0.01, sharding=options) for m in models]
+    for step in range(4):
+        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            plain(model, optimizer, dist.get_rank(), 10 * number + step)
+        for optimizer in reversed(optimizers):
+            optimizer.step()
+            optimizer.zero_grad()
+    return [param.detach().clone() for model in models for param in model.parameters()]
+
+
+def test_optimizers_that_share_a_communicator() -> None:
+    """Their messages are told apart, and what arrives lies apart."""
+    expected = run_procs(2, train_two_by_one_communicator, False)
+    for values, others in zip(
+        run_procs(2, train_two_by_one_communicator, True), expected, strict=True
+    ):
+        assert all(map(torch.equal, values, others))
+
+
 def choices() -> dict[str, tuple[bool, bool]]:
     """Return, for each setting, whether gradients and parameters overlap by default."""
     found = {}
