@@ -120,7 +120,9 @@ def consolidate(held: Held, to: int | None) -> dict[str, Any] | None:
     state: dict[int, dict[str, Any]] = {}
     for param, name, tensor in _whole(held, keep):
         # Where updates are not counted, a master may have been updated before a momentum was set.
-        if steps[param] > 0 or (name == MASTER and not rule.counts_steps):
+        # That of an fp32 parameter has digits of its own before any update.
+        is_fp32 = held.layout.specs[param].dtype == "float32"
+        if steps[param] > 0 or (name == MASTER and (is_fp32 or not rule.counts_steps)):
             entry = state.setdefault(param, {"step": steps[param]} if rule.counts_steps else {})
             entry[name] = tensor
     if not keep:

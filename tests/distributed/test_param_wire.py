@@ -63,7 +63,7 @@ def test_one_rank_alone_rounds_nothing() -> None:
     assert_bitwise(values, train_unsharded(case, "integers", NUM_STEPS, 1))
 
 
-def train_with_a_stop(how: str) -> tuple[list[Tensor], list[Tensor]]:
+def train_with_a_stop(how: str, at: int) -> tuple[list[Tensor], list[Tensor]]:
     """Train; then do so with a save and a load into new objects in the middle."""
     case, sharding = CASES["adamw"], {"kernel": "eager", "param_sync_dtype": torch.bfloat16}
     found = []
@@ -71,7 +71,7 @@ def train_with_a_stop(how: str) -> tuple[list[Tensor], list[Tensor]]:
         params = case.param_set()
         optimizer = case.build(params, sharding)
         for step in range(6):
-            if step == 3 and stops:
+            if step == at and stops:
                 optimizer.consolidate_state_dict(to=None)
                 values, saved = params.values(), copy.deepcopy(optimizer.state_dict())
                 params = case.param_set()
@@ -94,10 +94,11 @@ def load(params: Any, values: list[Tensor]) -> None:
             param.copy_(value)
 
 
+@pytest.mark.parametrize("at", [1, 3])  # before and after the first gradients of some
 @pytest.mark.parametrize("how", ["loads the model first", "loads the model last"])
-def test_resumes_bit_for_bit(how: str) -> None:
+def test_resumes_bit_for_bit(how: str, at: int) -> None:
     """What the masters have beyond the parameters' digits is saved and loaded."""
-    for straight, stopped in run_threads(2, train_with_a_stop, how):
+    for straight, stopped in run_threads(2, train_with_a_stop, how, at):
         assert_bitwise(stopped, straight)
 
 
