@@ -287,7 +287,7 @@ def test_only_chooses_tables_and_methods() -> None:
     assert methods == list(METHODS)
     tables, methods = bench_links.wanted(Options(only=("lamb",)))
     assert tables == bench_links.TABLES
-    assert methods == [COMPUTE, DDP, LAMB]
+    assert methods == [COMPUTE, DDP, LAMB, f"{LAMB}, bf16 wire"]
     tables, methods = bench_links.wanted(Options(only=("1gbit, 2", "fsdp")))
     assert [str(table) for table in tables] == ["1gbit, 2 hosts"]
     assert methods == [COMPUTE, DDP, "FSDP2 Adam fused"]
