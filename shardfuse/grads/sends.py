@@ -59,6 +59,14 @@ class _Sent(NamedTuple):
     grads: Sequence[SentGrad] | None = ()  # what it was made of; None: not to be relied on
     checksum: Tensor | None = None
 
+    def is_changed(self, grads: FlatGrads, bucket: Bucket) -> bool:
+        """Return whether ``bucket`` is another one now."""
+        if self.grads is None or not all(grad.is_unchanged() for grad in self.grads):
+            return True
+        return self.checksum is not None and not torch.equal(
+            self.checksum, _checksum(grads, bucket)
+        )
+
 
 class Sends:
     """The reduce-scatters of a round, which goes from one step to the next.
@@ -266,7 +274,8 @@ class Sends:
         if not self._overlaps:
             return None
         flags = torch.zeros(len(self._order))
-        flags[: len(self._sent)] = torch.tensor([*map(self._is_changed, range(len(self._sent)))])
+        for place, sent in enumerate(self._sent):
+            flags[place] = float(sent.is_changed(*self._order[place]))
         total = flags.to(self._order[0][0].buffer.data.device)
         return total, self._comm.all_reduce(total, "max")
 
@@ -289,15 +298,6 @@ class Sends:
                 _MAX_WASTED,
             )
         return changed
-
-    def _is_changed(self, place: int) -> bool:
-        grads, bucket = self._order[place]
-        sent = self._sent[place]
-        if sent.grads is None or not all(grad.is_unchanged() for grad in sent.grads):
-            return True
-        return sent.checksum is not None and not torch.equal(
-            sent.checksum, _checksum(grads, bucket)
-        )
 
 
 def _last_made(flat: Flat, bucket: Bucket) -> int:
