@@ -132,7 +132,10 @@ class FlatState:
         return self.wire_buffer is not None or self.params_buffer.data.dtype != MASTER_DTYPE
 
     def tensors(self, bucket: Bucket) -> tuple[Tensor, Tensor | None]:
-        """Return (fp32 master shard, what is rounded from it or None) of ``bucket``."""
+        """Return (fp32 master shard, low-precision parameter shard or None) of ``bucket``.
+
+        What travels in another dtype is rounded by round_off(), not by who updates the master.
+        """
         shard = self.params_buffer.shard(bucket, self.rank)
         if self.masters is None:
             return shard, None
@@ -144,8 +147,12 @@ class FlatState:
         if shard.device.type != "cpu" or not _same_bits(expected, shard):
             edited = expected.view(torch.int32) != shard.view(torch.int32)
             torch.where(edited, shard, master, out=master)
-            rounded.copy_(master)
-        return master, rounded
+        return master, None
+
+    def round_off(self, bucket: Bucket) -> None:
+        """Write the updated shard of ``bucket`` as it travels, where that is in another dtype."""
+        if self.wire_buffer is not None and self.masters is not None:
+            self.wire_buffer.shard(bucket, self.rank).copy_(self.masters.segment(bucket))
 
     @property
     def param_nbytes(self) -> int:

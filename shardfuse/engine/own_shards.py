@@ -79,7 +79,9 @@ class OwnShards(Shards):
     def close(self, unit: Unit) -> None:
         """Launch the all-gather of the bucket."""
         state = self._flats[unit.cohort]
-        self._gather.start(self._buckets[unit.index], state.params)
+        bucket = self._buckets[unit.index]
+        state.round_off(bucket)
+        self._gather.start(bucket, state.params)
 
     def advance(self) -> None:
         """Count an update of every parameter that had one, and the step where groups have one."""
