@@ -35,6 +35,11 @@ class Post:
             self._letters[key, rank] = value.detach().clone()
             self._arrival.notify_all()
 
+    def has(self, key: str, world_size: int) -> bool:
+        """Return whether all ranks have left theirs."""
+        with self._arrival:
+            return all((key, rank) in self._letters for rank in range(world_size))
+
     def fetch(self, key: str, rank: int) -> Tensor:
         """Return what ``rank`` has left, as soon as it has."""
         with self._arrival:
@@ -76,7 +81,7 @@ class LazyCommunicator:
         self.log: list[str] = []
         self._number = 0
         self._rng = None if seed is None else random.Random(f"{seed} {rank}")
-        self._pending: list[_Late] = []
+        self._pending: list[tuple[_Late, str]] = []
         self._slots: dict[int, list[Tensor]] = {}  # what was received there last
 
     def call(self, name: str) -> AbstractContextManager[None]:
@@ -111,7 +116,7 @@ class LazyCommunicator:
             room.extend(whole.chunk(self.world_size)[self.rank].clone() for whole in wholes)
             return tuple(room)
 
-        return self._late(deliver)
+        return self._late(deliver, key)
 
     def expect(self, kind: str, tensor: Tensor, *, label: str, slot: int = 0) -> None:
         """Overwrite what was received in ``slot``, or others' parts of what is gathered."""
@@ -142,7 +147,7 @@ class LazyCommunicator:
                 part.copy_(self._post.fetch(key, rank))
             return ()
 
-        return self._late(deliver)
+        return self._late(deliver, key)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
         """Reduce in the order of ranks."""
@@ -153,12 +158,12 @@ class LazyCommunicator:
             tensor.copy_(stacked.sum(0) if op == "sum" else stacked.amax(0))
             return ()
 
-        return self._late(deliver)
+        return self._late(deliver, key)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Any:
         """Overwrite by the values of ``src``."""
         key = self._send("broadcast", tensor, None)
-        return self._late(lambda: (tensor.copy_(self._post.fetch(key, src)),))
+        return self._late(lambda: (tensor.copy_(self._post.fetch(key, src)),), key)
 
     def _send(self, kind: str, tensor: Tensor, label: str | None) -> str:
         if label is None:
@@ -168,11 +173,13 @@ class LazyCommunicator:
         self._post.put(f"{kind}, {label}", self.rank, tensor)
         return f"{kind}, {label}"
 
-    def _late(self, deliver: Callable[[], Parts]) -> Any:
+    def _late(self, deliver: Callable[[], Parts], key: str) -> Any:
         handle = _Late(deliver)
         if self._rng is not None:
-            # One from before, so that no rank waits for what another has yet to launch.
+            # One that all have sent: a launch waits for nobody.
             if self._pending and self._rng.random() < 0.5:
-                self._pending.pop(self._rng.randrange(len(self._pending))).wait()
-            self._pending.append(handle)
+                place = self._rng.randrange(len(self._pending))
+                if self._post.has(self._pending[place][1], self.world_size):
+                    self._pending.pop(place)[0].wait()
+            self._pending.append((handle, key))
         return handle
