@@ -171,7 +171,8 @@ class Sends:
         """Take note that autograd has made a gradient: send what is complete, in order."""
         if not self._overlaps or self._asked.has_more:
             return
-        self._check_epoch()
+        with self._told():
+            self._check_epoch()
         if not self._awaited.fired(grads, position):
             return
         if self._awaited.is_over and self._comm.progress == "in any order":
