@@ -30,7 +30,13 @@ class ShardConfig:
     """
 
     stage: int = 1
-    """ZeRO stage. 1: moments and fp32 masters are sharded, gradients live in a full flat buffer."""
+    """ZeRO stage. 1: moments and fp32 masters are sharded, gradients live in a full flat buffer.
+
+    2: gradients, too. Each is summed over ranks as soon as autograd has made it, in every backward
+    outside no_sync(), and this rank keeps its shard of the sum, in fp32; ``p.grad`` is None then.
+    step() uses them up, as zero_grad() would. All ranks run as many backwards; buckets under way
+    take memory, so keep bucket_cap_mb at 1/32 of the gradients or less. One rank alone keeps all.
+    """
 
     process_group: Any = None
     """Ranks to shard over; None is the default group, or this process alone where there is none and
@@ -105,8 +111,7 @@ class ShardConfig:
     """
 
     def __post_init__(self) -> None:
-        if self.stage != 1:
-            raise ValueError(f"Invalid stage: {self.stage}. Only stage=1 is implemented.")
+        self._check_stage()
         if isinstance(self.process_group, str) and self.process_group != "alone":
             raise ValueError(
                 f"Invalid process_group: {self.process_group!r}. Give a ProcessGroup, None for the "
@@ -142,6 +147,15 @@ class ShardConfig:
                 raise ValueError(
                     f"Invalid {name}: {getattr(self, name)!r}. Use one of {get_args(choice)}."
                 )
+
+    def _check_stage(self) -> None:
+        if isinstance(self.stage, bool) or self.stage not in (1, 2):
+            raise ValueError(f"Invalid stage: {self.stage}. Use 1, or 2 to shard gradients, too.")
+        if self.stage == 2 and self.grads_are_reduced:
+            raise ValueError(
+                "Invalid stage: 2 with grads_are_reduced=True. Gradients that another wrapper "
+                "reduces are not sharded here: use stage=1, or train without that wrapper."
+            )
 
     @classmethod
     def of(cls, value: ShardConfig | Mapping[str, Any] | None) -> ShardConfig:

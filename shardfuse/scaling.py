@@ -141,10 +141,13 @@ class ShardedGradScaler(GradScaler):
         torch's own sharded scaler overrides the same method: unscale_() and step() both pass here.
         """
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        # torch allows fp16 where it only looks, and leaves the scale to step().
+        reach = getattr(optimizer, "_unscale_shards", None)
+        of_shards = None if reach is None else reach(None if allow_fp16 else inv_scale)
         device = found_inf.device
         # A rank without any gradient has found nothing, and must take part all the same.
         total = torch.zeros(1, dtype=torch.float32, device=device)
-        for value in found.values():
+        for value in [*found.values(), *([] if of_shards is None else [of_shards])]:
             total += value.to(device)
         comm = communicator_for(self._process_group, device, "native")
         with comm.call("unscaling by ShardedGradScaler"):

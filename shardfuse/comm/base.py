@@ -104,7 +104,10 @@ class Communicator(Protocol):
 
     @property
     def epoch(self) -> int:
-        """How often the ranks have begun anew after an error; what was under way then is lost."""
+        """How often the ranks have begun anew after an error; what was under way then is lost.
+
+        It counts from the error on, before the call that begins anew.
+        """
 
     def reduce_scatter(
         self,

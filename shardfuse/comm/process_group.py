@@ -162,8 +162,8 @@ class ProcessGroupCommunicator:
 
     @property
     def epoch(self) -> int:
-        """How often the ranks have begun anew after an error."""
-        return self._board.epoch
+        """How often the ranks have begun anew after an error, or will have in the next call."""
+        return self._board.epoch + int(self._board.present.is_failed)
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
@@ -261,7 +261,8 @@ class ProcessGroupCommunicator:
         assert reduce_scatter_single is not None
         if into is None:
             into = self._receive_into(slot, input.numel() // self.world_size, input)
-        self._note("reduce_scatter", input)
+        if label is None:  # else it may be between two calls here, and in one elsewhere
+            self._note("reduce_scatter", input)
         work = self._launch(reduce_scatter_single, into, input, async_op=True)
         return PartsInFlight(WorkHandle(self._watch, [work], into, input), (into,))
 

@@ -60,7 +60,7 @@ class AveragedCheck:
             return
         self._num_seen += 1
         told = self.comm.told("sample of gradients")
-        if None not in told and len(set(told)) == 1 and _is_wrapped(params):
+        if None not in told and len(set(told)) == 1 and is_wrapped(params):
             warnings.warn(
                 "The model is wrapped in DistributedDataParallel, which averages the gradients, "
                 "and the optimizer averages them once more: all communication is paid twice. Say "
@@ -77,7 +77,7 @@ def _sample(grads: Sequence[tuple[str, Tensor | None]]) -> list[tuple[str, str]]
     return [(name, f"{float(grad.sum(dtype=torch.float64)):.3g}") for name, grad in present[::step]]
 
 
-def _is_wrapped(params: Sequence[Tensor]) -> bool:
+def is_wrapped(params: Sequence[Tensor]) -> bool:
     """Return whether a DistributedDataParallel holds the first of ``params`` that is trained.
 
     By who refers to it, for the wrapper leaves no mark on a parameter. Nothing new is made to

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardfuse.engine.flat_state import FlatState
 from shardfuse.engine.gather import ParamSync
 from shardfuse.engine.units import BlockTable, Cohort, Shards, Unit
-from shardfuse.grads.protocol import GradPhase, GradShards
+from shardfuse.grads.protocol import GradShards
 from shardfuse.layout import BLOCK, Bucket, ParamSpec, round_up
 from shardfuse.rules import UpdateRule
 from shardfuse.scaling import ScaledStep
@@ -110,19 +110,14 @@ class OwnShards(Shards):
             return coefficient
         if scaled.is_equal:
             return scaled.inverse if coefficient is None else coefficient * scaled.inverse
-        if self._grads.phase is GradPhase.REDUCED:
-            raise RuntimeError(
-                "The ranks have different loss scales, and clip_grad_norm() has added up gradients "
-                "that are still scaled by them. Call scaler.unscale_(optimizer) before it, or use "
-                "shardfuse.ShardedGradScaler, which keeps one scale."
-            )
         self._grads.multiply(scaled.inverse)
         return coefficient
 
     def named_grads(self) -> list[tuple[str, Tensor | None]]:
         """Return (name, gradient on this rank) of every parameter, in order of registration."""
+        shards = self._grads.overflowed
         members = [
-            (slot.param, spec.name, param.grad)
+            (slot.param, spec.name, shards.get(slot.param, param.grad))
             for state in self._flats
             for slot, spec, param in zip(state.flat.slots, state.specs, state.params, strict=True)
         ]

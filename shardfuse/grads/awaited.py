@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardfuse.grads.slots import FlatGrads
+from shardfuse.grads.order import OfFlat
 from shardfuse.layout import Bucket, slots_in
 
 
@@ -19,7 +19,7 @@ class Awaited:
         self._waiting: list[int] = []  # for each bucket: gradients that it waits for
         self._num_left = 0  # gradients that any bucket waits for
 
-    def plan(self, order: Sequence[tuple[FlatGrads, Bucket]]) -> None:
+    def plan(self, order: Sequence[tuple[OfFlat, Bucket]]) -> None:
         """Count for these buckets from now on."""
         self._counts = [0] * len(order)
         self._places.clear()
@@ -38,7 +38,7 @@ class Awaited:
             for place in self._places.get(key, ()):
                 self._waiting[place] -= 1
 
-    def fired(self, grads: FlatGrads, position: int) -> bool:
+    def fired(self, grads: OfFlat, position: int) -> bool:
         """Take note that autograd has made a gradient; return whether it was waited for."""
         key = (grads.flat.index, position)
         if key in self._fired:
@@ -58,12 +58,14 @@ class Awaited:
         """Whether no bucket waits for anything more."""
         return self._num_left <= 0
 
-    def note_quiet(self, order: Sequence[tuple[FlatGrads, Bucket]]) -> None:
+    def note_quiet(self, order: Sequence[tuple[OfFlat, Bucket]]) -> None:
         """Note which slots had no gradient on this rank in the step that ends."""
-        self._quiet = {
+        quiet = {
             (grads.flat.index, position)
             for grads in {id(grads): grads for grads, _ in order}.values()
             if grads.missing
             for position, slot in enumerate(grads.flat.slots)
             if slot.param in grads.missing
         }
+        if len(quiet) < len(self._places):  # else it was a step without a backward
+            self._quiet = quiet

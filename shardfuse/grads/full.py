@@ -24,25 +24,12 @@ from shardfuse.buffers import CombinedBuffers, ShardArena
 from shardfuse.comm import Communicator
 from shardfuse.comm.base import Parts, PartsHandle, Progress
 from shardfuse.comm.staging import Staging
+from shardfuse.grads.order import add_up, as_sent, factor_after_sum, factor_before_sum
 from shardfuse.grads.ownership import GradVersions
 from shardfuse.grads.protocol import GradPhase, GradShards
 from shardfuse.grads.sends import Sends
 from shardfuse.grads.slots import FlatGrads, FlatParams, is_absent
 from shardfuse.layout import Bucket
-
-
-def _scaled(
-    staging: Staging, send: Tensor, factor: float | None, slot: int, like: Tensor
-) -> Tensor:
-    """Return ``send`` (numel,) times ``factor`` in ``like``'s dtype; itself, if that is it."""
-    if factor is None and send.dtype == like.dtype:
-        return send
-    staged = staging.take("send", slot, send.numel(), like)
-    if factor is None:
-        return staged.copy_(send)
-    if like.dtype.itemsize > send.dtype.itemsize:
-        return staged.copy_(send).mul_(factor)
-    return torch.mul(send, factor, out=staged)
 
 
 class GradSync(GradShards):
@@ -113,9 +100,7 @@ class GradSync(GradShards):
         return idle
 
     def mean_factor(self, flat: int) -> float | None:
-        num_summed = self._comm.num_summed
-        divided = self._flats[flat].wire == torch.float16
-        return None if num_summed == 1 or divided else 1.0 / num_summed
+        return factor_after_sum(self._flats[flat].wire, self._comm.num_summed)
 
     def note(self) -> None:
         if self._reduced_from is not None and self._reduced_from == GradVersions(self._params()):
@@ -135,6 +120,12 @@ class GradSync(GradShards):
                 grads.buffer.clear_padding()
 
     def multiply(self, factor: Tensor) -> None:
+        if self.phase is GradPhase.REDUCED:
+            raise RuntimeError(
+                "The ranks have different loss scales, and clip_grad_norm() has added up gradients "
+                "that are still scaled by them. Call scaler.unscale_(optimizer) before it, or use "
+                "shardfuse.ShardedGradScaler, which keeps one scale."
+            )
         self._factor = float(factor)
         self._sends.doubt()
 
@@ -183,15 +174,7 @@ class GradSync(GradShards):
         for bucket, parts in self._sends.reduced(retain=True):
             arena = self._flats[bucket.flat].retained
             assert arena is not None
-            total = arena.segment(bucket)
-            if len(parts) > 1:
-                # Two at once, where that is a sum in fp32.
-                first = parts[0].to(total.dtype)
-                torch.add(first, parts[1], out=total)
-                for part in parts[2:]:
-                    total.add_(part)
-            elif parts[0].data_ptr() != total.data_ptr():
-                total.copy_(parts[0])
+            add_up(parts, arena.segment(bucket))
 
     def release(self) -> None:
         """Forget shards kept by ``retain()``, and what note() noted; the next step begins anew."""
@@ -234,12 +217,9 @@ class GradSync(GradShards):
     ) -> PartsHandle:
         """Launch the reduce-scatter of a bucket; what is sent lies ``staged_at`` if it is cast."""
         grads.pack(bucket.start + bucket.numel)
-        like = torch.empty(0, dtype=grads.wire, device=grads.buffer.data.device)
-        factor = self._factor
-        if like.dtype == torch.float16:
-            # Divided before the sum, which would overflow at 65504.
-            factor = (1.0 if factor is None else factor) / self._comm.num_summed
-        send = _scaled(self._staging, grads.buffer.bucket(bucket), factor, staged_at, like)
+        factor = factor_before_sum(grads.wire, self._factor, self._comm.num_summed)
+        bucket_sent = grads.buffer.bucket(bucket)
+        send = as_sent(self._staging, bucket_sent, factor, staged_at, grads.wire)
         into = None
         if retain and grads.wire == torch.float32:
             assert grads.retained is not None

@@ -35,11 +35,22 @@ class UnderBackward:
     """More is to be added to them, as inside no_sync()."""
     accumulates: Callable[[], bool] | None = None
     """Tells the same of a single backward."""
+    end: Callable[[], None] = lambda: None
+    """Sends what other ranks may wait for under backward; before any other message."""
 
     @property
     def has_more(self) -> bool:
         """Whether more is to be added to the gradients of this backward."""
         return self.is_paused or (self.accumulates is not None and self.accumulates())
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Have gradients stay here: more is to be added to them before the next step."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
 
 
 class GradShards(ABC):
@@ -53,6 +64,8 @@ class GradShards(ABC):
 
     def __init__(self) -> None:
         self._flats: dict[int, Any] = {}  # what is held for each flat; has ``missing``
+        self.overflowed: dict[int, Tensor] = {}
+        """By param, this rank's part of a gradient that unscale() found not to be finite."""
         self.under_backward = UnderBackward()
 
     def has(self, flat: Flat) -> bool:
@@ -112,15 +125,16 @@ class GradShards(ABC):
     def release(self) -> None:
         """Forget what was noted and reduced: the phase is ACCUMULATING then."""
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Have gradients stay here: more is to be added to them before the next step."""
-        asked = self.under_backward
-        before, asked.is_paused = asked.is_paused, True
-        try:
-            yield
-        finally:
-            asked.is_paused = before
+    def spend(self) -> None:
+        """A step has used the gradients, or skipped them: release() what it needed."""
+        self.release()
+
+    def unscale(self, inverse: Tensor | None) -> Tensor | None:
+        """Multiply this rank's gradients by ``inverse`` (), if given; return 0.0 () if finite.
+
+        What scalers do with p.grad; None where that is what there is. Collective where it is not.
+        """
+        return None
 
     @abstractmethod
     def zero(self, set_to_none: bool, *, absent: bool = False) -> None:

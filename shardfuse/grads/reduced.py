@@ -13,7 +13,7 @@ from shardfuse.buffers import ShardArena
 from shardfuse.comm.base import Parts
 from shardfuse.grads.ownership import GradVersions
 from shardfuse.grads.protocol import GradPhase, GradShards
-from shardfuse.grads.slots import FlatParams, check_grad, clear_grads
+from shardfuse.grads.slots import FlatParams, check_grad, clear_grads, cut
 from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec
 
 
@@ -47,7 +47,9 @@ class _FlatGrads:
                 continue
             check_grad(grad, spec)
             into.append(part)
-            out_of.append(grad if fragment is None else _cut(grad, spec, fragment))
+            out_of.append(
+                grad if fragment is None else cut(grad, spec, fragment.param_start, fragment.numel)
+            )
         if into:
             torch._foreach_copy_(into, out_of)  # one call: there may be thousands
 
@@ -151,12 +153,3 @@ def _piece(param: Tensor, spec: ParamSpec, fragment: Fragment, segment: Tensor) 
     return _Piece(
         param, spec, None, part.as_strided(spec.shape, spec.stride, part.storage_offset())
     )
-
-
-def _cut(grad: Tensor, spec: ParamSpec, fragment: Fragment) -> Tensor:
-    """Return (fragment.numel,) of ``grad``, its elements in the order of the parameter's slot."""
-    if tuple(grad.stride()) != spec.stride:
-        ordered = torch.empty_strided(spec.shape, spec.stride, dtype=grad.dtype, device=grad.device)
-        grad = ordered.copy_(grad)
-    start = grad.storage_offset() + fragment.param_start
-    return grad.as_strided((fragment.numel,), (1,), start)

@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -30,11 +29,12 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from shardfuse.comm import Communicator
-from shardfuse.comm.base import Handle, Parts, PartsHandle, PeerError, Progress
+from shardfuse.comm.base import Handle, Parts, PartsHandle, Progress
 from shardfuse.grads.awaited import Awaited
+from shardfuse.grads.order import Sender, in_order_of_backward
 from shardfuse.grads.protocol import UnderBackward
 from shardfuse.grads.slots import FlatGrads, SentGrad
-from shardfuse.layout import Bucket, Flat, slots_in
+from shardfuse.layout import Bucket
 
 logger = logging.getLogger("shardfuse")
 
@@ -43,13 +43,6 @@ IN_FLIGHT = 2
 
 _MAX_WASTED = 3
 """Steps running in which buckets were sent twice, after which none is sent early."""
-
-
-_num_sends: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
-"""Of communicators: how many Sends they have served, which may share one."""
-
-_SLOTS = 1 << 20
-"""More than the buckets of any one."""
 
 
 class _Sent(NamedTuple):
@@ -99,7 +92,7 @@ class Sends:
         self._sent: list[_Sent] = []  # the first so many of the order
         self._is_queued = False  # whether the end of the present backward is waited for
         self._round, self._epoch, self._num_wasted = 0, 0, 0
-        self._number = _num_sends[comm] = _num_sends.get(comm, 0) + 1  # alike on all ranks
+        self._sender = Sender(comm)
 
     def add(self, flats: Sequence[FlatGrads]) -> None:
         """Have the buckets of ``flats`` sent, too, in the order in which backward completes them.
@@ -108,8 +101,8 @@ class Sends:
         """
         self._drain()
         self._round += 1  # what was expected of the last is of the old order
-        self._order += [(grads, bucket) for grads in flats for bucket in grads.flat.buckets]
-        self._order.sort(key=lambda entry: (-_last_made(entry[0].flat, entry[1]), entry[1].index))
+        held = {grads.flat.index: grads for grads, _ in self._order}
+        self._order = in_order_of_backward([*held.values(), *flats])
         self._awaited.plan(self._order)
         self._begin_anew()
 
@@ -145,17 +138,14 @@ class Sends:
         if self._overlaps and self._may_overlap:
             grads, bucket = self._order[place]
             one = torch.empty(1, dtype=grads.wire, device=grads.buffer.data.device)
-            label, slot = self._label(number, place, 0), self._slot(number, place)
+            label, slot = self._sender.label(number, place), self._slot(number, place)
             like = one.expand(bucket.numel)
             self._comm.expect("reduce_scatter", like, label=label, slot=slot)
 
     def _slot(self, number: int, place: int) -> int:
         """Return where the communicator keeps what arrives of a bucket of round ``number``."""
         slot = (place - number) % (len(self._order) + 1) if self._overlaps else place % IN_FLIGHT
-        return self._number * _SLOTS + slot
-
-    def _label(self, number: int, place: int, attempt: int) -> str:
-        return f"sender {self._number}, round {number}, bucket {place}, attempt {attempt}"
+        return self._sender.slot(slot)
 
     def await_grads(self) -> None:
         """Wait for the gradients of what has not left."""
@@ -171,7 +161,7 @@ class Sends:
         """Take note that autograd has made a gradient: send what is complete, in order."""
         if not self._overlaps or self._asked.has_more:
             return
-        with self._told():
+        with self._sender.told():
             self._check_epoch()
         if not self._awaited.fired(grads, position):
             return
@@ -180,7 +170,7 @@ class Sends:
         if self._comm.progress == "in order" and not self._is_queued:
             self._is_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._flush)
-        with self._told():
+        with self._sender.told():
             while len(self._sent) < len(self._order) and self._awaited.is_complete(len(self._sent)):
                 if not self._send_early(is_forced=False):
                     break
@@ -188,20 +178,9 @@ class Sends:
     def _flush(self) -> None:
         """Send the rest, at the end of a backward."""
         self._is_queued = False
-        with self._told():
+        with self._sender.told():
             while len(self._sent) < len(self._order):
                 self._send_early(is_forced=True)
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Have an error of this rank alone reach the others, who wait in the call that follows."""
-        try:
-            yield
-        except PeerError:
-            raise
-        except Exception:
-            with self._comm.call("backward()"):
-                raise
 
     def _check_epoch(self) -> None:
         """Begin anew, as all ranks do, after an error: of what was under way nothing is used."""
@@ -222,8 +201,8 @@ class Sends:
         return True
 
     def _send(self, place: int, *, retain: bool, attempt: int = 0) -> PartsHandle:
-        label = self._label(self._round, place, attempt) if self._overlaps else None
-        slot = self._number * _SLOTS - 1 if attempt > 0 else self._slot(self._round, place)
+        label = self._sender.label(self._round, place, attempt) if self._overlaps else None
+        slot = self._sender.slot(-1) if attempt > 0 else self._slot(self._round, place)
         # What is sent may be read until the next is launched, and lies somewhere else, therefore.
         staged_at = place if self._overlaps else place % (IN_FLIGHT + 1)
         grads, bucket = self._order[place]
@@ -299,11 +278,6 @@ class Sends:
                 _MAX_WASTED,
             )
         return changed
-
-
-def _last_made(flat: Flat, bucket: Bucket) -> int:
-    """Return the parameter of ``bucket`` whose gradient backward makes last: registered first."""
-    return min((flat.slots[position].param for position in slots_in(flat, bucket)), default=0)
 
 
 def _checksum(grads: FlatGrads, bucket: Bucket) -> Tensor:

@@ -52,6 +52,14 @@ def check_grad(grad: Tensor, spec: ParamSpec) -> None:
         )
 
 
+def cut(grad: Tensor, spec: ParamSpec, start: int, numel: int) -> Tensor:
+    """Return (numel,) of ``grad`` from ``start`` on, in the order of the parameter's slot."""
+    if tuple(grad.stride()) != spec.stride:
+        ordered = torch.empty_strided(spec.shape, spec.stride, dtype=grad.dtype, device=grad.device)
+        grad = ordered.copy_(grad)
+    return grad.as_strided((numel,), (1,), grad.storage_offset() + start)
+
+
 class SentGrad(NamedTuple):
     """A gradient as it was sent."""
 

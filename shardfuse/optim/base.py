@@ -30,6 +30,7 @@ from shardfuse.engine.own_shards import OwnShards
 from shardfuse.engine.step import StepEngine
 from shardfuse.engine.terms import Terms
 from shardfuse.grads.full import GradSync
+from shardfuse.grads.partitioned import PartitionedGrads
 from shardfuse.grads.protocol import GradPhase, GradShards
 from shardfuse.grads.reduced import PresyncedGrads
 from shardfuse.grads.slots import FlatParams, clear_grads
@@ -134,6 +135,10 @@ class ShardedOptimizer(Clipped):
         """Return where gradients come from."""
         if self._config.grads_are_reduced:
             return PresyncedGrads()
+        if self._are_partitioned:
+            waits = self._config.debug_sync or self._config.overlap_grad_sync is False
+            wire = self._config.grad_sync_dtype
+            return PartitionedGrads(self.communicator, wire, waits=waits)
         return GradSync(
             self.communicator,
             self._config.grad_sync_dtype,
@@ -288,7 +293,7 @@ class ShardedOptimizer(Clipped):
         if self._foreign is not None:
             yield
             return
-        with self._grads.accumulating():
+        with self._grads.under_backward.paused():
             yield
 
     # The step
@@ -343,8 +348,9 @@ class ShardedOptimizer(Clipped):
                 coefficient = self._shards.unscale(scaled, self._clip_coefficient)
                 self._gather.expect()
                 self._engine.run(coefficient, self._config.clip_grad_norm)
+            self._grads.spend()
+            if not scaled.skip:
                 self._gather.leave()
-        self._grads.release()
         self._clip_coefficient = None
         self._after_step()
         return loss
@@ -357,6 +363,7 @@ class ShardedOptimizer(Clipped):
     def _begin(self, *lines: str) -> None:
         """Check and pack what the next collectives need; ``lines`` are what ranks must agree on."""
         self._gather.finish()
+        self._grads.under_backward.end()
         prefix = f"{on_rank(self.communicator)}{type(self).__name__}: "
         check_params(self.param_groups, self._params, self._flats, prefix)
         woken = []

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from shardfuse.engine.step import StepEngine
-from shardfuse.grads.protocol import GradShards
 from shardfuse.optim.torch_like import TorchLike
 
 
@@ -15,10 +14,6 @@ class Clipped(TorchLike):
 
     _clip_coefficient: Tensor | None  # () scales the mean gradient of the next step
     _engine: StepEngine
-    _grads: GradShards
-
-    def _begin(self, *lines: str) -> None:
-        raise NotImplementedError
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:

@@ -12,8 +12,11 @@ from collections.abc import Mapping
 from typing import Any, NoReturn, TypedDict
 
 import torch
+from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from shardfuse.engine.averaged import is_wrapped
+from shardfuse.grads.protocol import GradShards
 from shardfuse.optim.stateful import StatefulOptimizer
 
 
@@ -68,6 +71,9 @@ class TorchLike(StatefulOptimizer, Joinable):
 
     _device: torch.device
     _step_supports_amp_scaling: Any = _HandlesUnscaling()
+    _params: list[Tensor]
+    _grads: GradShards
+    _has_unscaled = False  # whether a scaler has reached gradients that have left
     _is_shadow = False  # this rank has joined and only takes part in the others' steps
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -95,6 +101,9 @@ class TorchLike(StatefulOptimizer, Joinable):
 
     # Before each step
 
+    def _begin(self, *lines: str) -> None:
+        raise NotImplementedError
+
     def _before_step(self) -> None:
         """Refuse a graph capture; under Join, take part in what it counts.
 
@@ -107,6 +116,8 @@ class TorchLike(StatefulOptimizer, Joinable):
                 "rate and the step count would stay those of the capture. Capture forward and "
                 "backward alone, and call step() between replays."
             )
+        if self._are_partitioned:
+            self._check_partitioned()
         if self._join_config is None or not self._join_config.enable:
             return
         self._left_join = False
@@ -114,6 +125,44 @@ class TorchLike(StatefulOptimizer, Joinable):
             self._refuse_in_join("step() under a gradient scaler")
         if not self._is_shadow:
             Join.notify_join_context(self)
+
+    @property
+    def _are_partitioned(self) -> bool:
+        """Whether gradients leave under backward."""
+        return self._config.stage == 2 and self.communicator.world_size > 1
+
+    def _check_partitioned(self) -> None:
+        """Refuse what works on p.grad, which has left at stage 2.
+
+        Raises:
+            RuntimeError: another scaler than ShardedGradScaler, or a DistributedDataParallel.
+        """
+        is_scaled = self.__dict__.get("found_inf") is not None
+        if is_scaled and not self._has_unscaled:
+            raise RuntimeError(
+                "This gradient scaler found no gradients: they are in the ranks' shards (stage=2). "
+                "Use shardfuse.ShardedGradScaler, which reaches them, or stage=1."
+            )
+        self._has_unscaled = False
+        if self._is_fresh and is_wrapped(self._params):
+            raise RuntimeError(
+                "The model is wrapped in DistributedDataParallel, which averages gradients that "
+                "have left already (stage=2). Train the model without the wrapper; or use stage=1 "
+                "with grads_are_reduced=True."
+            )
+
+    @torch.no_grad()
+    def _unscale_shards(self, inverse: Tensor | None) -> Tensor | None:
+        """Multiply gradients that have left by ``inverse`` (); return 0.0 () if they are finite.
+
+        None where none leave before step(). For ShardedGradScaler. Collective.
+        """
+        if self._foreign is not None or not self._are_partitioned:
+            return None
+        with self.communicator.call("unscaling by ShardedGradScaler"):
+            self._begin()
+            self._has_unscaled = True
+            return self._grads.unscale(inverse)
 
     # torch.distributed.algorithms.Join
 
@@ -132,6 +181,11 @@ class TorchLike(StatefulOptimizer, Joinable):
                 f"{type(self).__name__} cannot be given to Join with grads_are_reduced=True: "
                 "DistributedDataParallel gives the ranks that have joined no gradients. Train "
                 "without it, Join([optimizer]), and with grads_are_reduced=False."
+            )
+        if self._config.stage == 2:
+            raise RuntimeError(
+                f"{type(self).__name__} cannot be given to Join with stage=2: gradients are summed "
+                "under backward, which a rank whose inputs have ended does not run. Use stage=1."
             )
         self._left_join = False
         return _JoinHook(self)

@@ -212,8 +212,8 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
 
     def _start_anew(self) -> None:
         """Forget what was under way when a call failed, and number letters alike on all ranks."""
-        if self._epoch != self._board.epoch:
-            self._epoch = self._board.epoch
+        if self._epoch != self.epoch:
+            self._epoch = self.epoch
             self._num_direct = (self._epoch << 32) + 1
             self._in_flight.clear()
             self._open.clear()
