@@ -16,7 +16,7 @@ from shardfuse.grads.flat_shard import FlatShard
 from shardfuse.grads.order import Sender
 from shardfuse.layout import Bucket
 
-_SHARE = 12
+_SHARE = 24
 """What is under way is at most this part of the gradients, if that is two buckets or more."""
 
 _FEWEST, _MOST = 2, 8
@@ -83,6 +83,11 @@ class Flights:
         return self.num_sent % len(self.order) if self.order else 0
 
     @property
+    def _num_buffers(self) -> int:
+        """What buckets are sent from; others may read the last one until the next has left."""
+        return self._capacity + int(self._comm.progress == "when waited for")
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing is under way."""
         return not self._flights
@@ -110,8 +115,7 @@ class Flights:
         number, (shard, bucket) = self.num_sent, self.order[self.place]
         while len(self._flights) >= self._capacity:
             self._receive()
-        # From one buffer more than are under way: others may read the last until the next leaves.
-        buffer = number % (self._capacity + 1)
+        buffer = number % self._num_buffers
         handle = self._depart(shard, bucket, buffer, self._label(number), self._slot(number))
         self._flights.append(_Flight(handle, shard, bucket))
         self.num_sent += 1
@@ -134,7 +138,7 @@ class Flights:
             self._num_extra += 1
             shard, bucket = self.order[place]
             label, slot = self._sender.label(0, place, self._num_extra), self._sender.slot(-1)
-            buffer = self._capacity + 1 + self._num_extra % 2
+            buffer = self._num_buffers + self._num_extra % 2
             handle = self._depart(shard, bucket, buffer, label, slot)
             self._flights.append(_Flight(handle, shard, bucket))
             self._land()

@@ -262,6 +262,29 @@ def test_overlap_at_stage_0() -> None:
         assert all(map(torch.equal, values, expected))
 
 
+def partitioned_at_stage_0(stage: int, gas: int, name: str) -> list[Tensor]:
+    """Train by DeepSpeed's engine over sockets, our gradients in full or sharded."""
+    sharding = {"collectives": "pairwise", "bucket_cap_mb": 0.02, "stage": stage}
+    job = Job(name=name, params={"sharding": sharding}, gas=gas, steps=5, clip=0.5)
+    engine, model = runs.build(job)
+    runs.train(job, engine)
+    return runs.masters(job, engine, model)
+
+
+@pytest.mark.parametrize(("gas", "name"), [(1, "ShardedLamb"), (3, "ShardedSGD")])
+def test_gradients_are_sharded_at_stage_0(gas: int, name: str) -> None:
+    """The engine drives our stage 2 as it does stage 1; sums of micro-batches are rounded anew."""
+    for values, expected in zip(
+        run_procs(runs.WORLD, partitioned_at_stage_0, 2, gas, name, timeout=TIMEOUT),
+        run_procs(runs.WORLD, partitioned_at_stage_0, 1, gas, name, timeout=TIMEOUT),
+        strict=True,
+    ):
+        for value, other in zip(values, expected, strict=True):
+            if gas == 1:
+                assert torch.equal(value, other)
+            torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
+
+
 MISUSES = {
     "stepped": "ValueError: .*stepped already",
     "twice": "ValueError: .*driven by another DeepSpeed engine",
