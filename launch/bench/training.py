@@ -217,6 +217,7 @@ ALL = [
     _ours(ADAM, "adam", {}),
     _ours(LAMB, "lamb", {}),
     _ours(f"{ADAM}, no overlap", "adam", _NO_OVERLAP),
+    _ours(f"{ADAM}, stage 2", "adam", {"stage": 2}),
     _ours(f"{ADAM}, bf16 wire", "adam", _BF16),
     _ours(f"{LAMB}, bf16 wire", "lamb", _BF16),
 ]

@@ -56,6 +56,7 @@ class Board:
     rank: int
     world_size: int
     num_communicators: int = 0
+    num_between: int = 0  # reduce-scatters launched by a label, which may be under backward
     epoch: int = 0  # how often the ranks have met again after an error
     _error: str | None = None  # what the last call that failed died of
     _closed: str | None = None  # why no call can be made any more
@@ -268,7 +269,7 @@ class Board:
 
     def _find_difference(self) -> str | None:
         """Tell others what this rank does; return how a neighbour's doings differ from that."""
-        mine = [call.describe() for call in self._calls]
+        mine = [{**call.describe(), "num_between": self.num_between} for call in self._calls]
         text = json.dumps(mine)
         if text != self._told:
             self.store.set(f"doing/{self.rank}", text)

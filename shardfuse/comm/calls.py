@@ -65,6 +65,9 @@ def compare(
     rank: int, mine: list[dict[str, Any]], other: int, theirs: list[dict[str, Any]]
 ) -> str | None:
     """Return the first thing that two ranks do differently; None if that cannot be told yet."""
+    waiting = _wait_for_each_other(rank, mine[-1], other, theirs[-1])
+    if waiting is not None:
+        return waiting
     by_number = {call["number"]: call for call in theirs}
     for call in mine:
         match = by_number.get(call["number"])
@@ -85,6 +88,21 @@ def compare(
             return (
                 f"in {call['name']}, collective {number} of rank {rank} is {op}, that of rank "
                 f"{other} is {other_op}. Every rank has to make the same calls in the same order."
+            )
+    return None
+
+
+def _wait_for_each_other(
+    rank: int, mine: dict[str, Any], other: int, theirs: dict[str, Any]
+) -> str | None:
+    """Return that one rank sends under backward what the other, in a call by now, will not."""
+    for first, call, second, before in ((rank, mine, other, theirs), (other, theirs, rank, mine)):
+        is_in_call = not call["is_over"] and len(call["lines"]) > 0
+        is_behind = before["is_over"] and before["number"] == call["number"] - 1
+        if is_in_call and is_behind and before["num_between"] > call["num_between"]:
+            return (
+                f"rank {first} is in {call['name']} while rank {second} is under backward and has "
+                "sent more gradients. Run as many backward() on every rank before each call."
             )
     return None
 

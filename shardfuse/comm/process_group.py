@@ -219,9 +219,9 @@ class ProcessGroupCommunicator:
 
     def _note(self, kind: str, tensor: torch.Tensor) -> None:
         """Count a collective of the backend's own, which must be alike on all ranks."""
+        self._board.present.note(kind, tensor.numel(), tensor.dtype)
         if self._traits.aborts_on_mismatch:
             self._compare()
-        self._board.present.note(kind, tensor.numel(), tensor.dtype)
 
     def _launch(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Return ``function(...)`` of this group, a Work in flight."""
@@ -261,8 +261,10 @@ class ProcessGroupCommunicator:
         assert reduce_scatter_single is not None
         if into is None:
             into = self._receive_into(slot, input.numel() // self.world_size, input)
-        if label is None:  # else it may be between two calls here, and in one elsewhere
+        if label is None:
             self._note("reduce_scatter", input)
+        else:  # it may be between two calls here, and in one elsewhere
+            self._board.num_between += 1
         work = self._launch(reduce_scatter_single, into, input, async_op=True)
         return PartsInFlight(WorkHandle(self._watch, [work], into, input), (into,))
 

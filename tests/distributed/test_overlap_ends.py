@@ -191,7 +191,7 @@ def test_what_is_dropped_under_way_harms_nobody() -> None:
         assert all(map(torch.equal, found, expected))
 
 
-def fail_under_backward(collectives: str) -> tuple[str, float]:
+def fail_under_backward(collectives: str, stage: int) -> tuple[str, float]:
     """Fail on rank 1 while a bucket is sent, and stay; return what each rank is told, and when."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
@@ -200,6 +200,7 @@ def fail_under_backward(collectives: str) -> tuple[str, float]:
         "bucket_cap_mb": 0.004,
         "kernel": "eager",
         "overlap_grad_sync": True,
+        "stage": stage,
     }
     optimizer = ShardedSGD(model.named_parameters(), lr=0.5, sharding=sharding)
     if dist.get_rank() == 1:
@@ -207,7 +208,10 @@ def fail_under_backward(collectives: str) -> tuple[str, float]:
         def fail(**_: Any) -> bool:
             raise MemoryError("no room for bucket 0")
 
-        optimizer._grads._sends._send_early = fail
+        if stage == 1:
+            optimizer._grads._sends._send_early = fail
+        else:
+            optimizer._grads._rounds.flights.send = fail
     start = time.monotonic()
     try:
         model(torch.ones(2, 40)).square().mean().backward()
@@ -219,10 +223,13 @@ def fail_under_backward(collectives: str) -> tuple[str, float]:
     return "no error", 0.0
 
 
+@pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("collectives", ["pairwise", "native"])
-def test_a_rank_that_fails_under_backward(collectives: str) -> None:
+def test_a_rank_that_fails_under_backward(collectives: str, stage: int) -> None:
     """Sending fails on one rank, which does not end: the others are told within seconds."""
-    (waiting, seconds), (failing, _) = run_procs(2, fail_under_backward, collectives, timeout=40.0)
+    (waiting, seconds), (failing, _) = run_procs(
+        2, fail_under_backward, collectives, stage, timeout=40.0
+    )
     assert "no room for bucket 0" in failing
     assert waiting.startswith("PeerError"), waiting
     assert "rank 1 failed in backward(): MemoryError: no room for bucket 0" in waiting

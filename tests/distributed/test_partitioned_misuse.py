@@ -290,3 +290,25 @@ def test_an_error_under_backward_reaches_all(repeat: int) -> None:
     """Both ranks hear of it; after zero_grad() training goes on as if it had not been."""
     for found, expected in run_procs(2, sparse_on_one):
         assert_same([found], [expected])
+
+
+def more_backwards_on_one(collectives: str) -> str:
+    model, rank = Sums(), dist.get_rank()
+    optimizer = make(model, collectives=collectives)
+    model(seed_of(rank, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    try:
+        for micro in range(3 if rank == 0 else 1):
+            model(seed_of(rank, 1, micro)).backward()
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("collectives", ["auto", "pairwise", "native"])
+def test_more_backwards_on_one_rank_are_an_error(collectives: str) -> None:
+    """Both hear of it in seconds: one would wait under backward, the other in step()."""
+    for text in run_procs(2, more_backwards_on_one, collectives, timeout=60):
+        assert "Run as many backward()" in text or "make the same calls" in text

@@ -41,6 +41,7 @@ FAST = re.compile(
             r"test_torch_state_dict\.py::test_other_world_sizes\[sgd-2-3",
             r"test_extending\.py",
             r"test_overlap\.py::test_(same_bits\[(plain|twice)-2|collectives)",
+            r"test_partitioned\.py::test_same_bits\[(one|three)-3\]",
             r"test_overlap_readers\.py::test_nobody.*(forward|EMA)",
             r"test_fuzz\.py::test_a_seed_is_a_program",
         ]
@@ -62,6 +63,9 @@ EXHAUSTIVE = re.compile(
             r"test_torch_state_dict\.py::test_set_continues\[(sgd|sgd-plain|bert|rmsprop-tf)-",
             r"test_npu_scaler\.py::test_overflow_on_one_rank\[.*(3|4)",
             r"test_overlap\.py::test_random_schedules\[([2-9]|1.|2.)\]",
+            r"test_partitioned\.py::test_random_schedules\[[1-4]\]",
+            r"test_partitioned\.py::test_same_bits\[.*-[24]\]",
+            r"test_partitioned_memory\.py::test_by_(dtype|resident).*\[4\]",
             # Whole jobs by their real commands, of which the default has one of each kind.
             r"test_bert_command\.py::test_a_signal_to_torchrun_saves_and_stops\[2\]",
             r"test_bert_folders\.py::test_a_late_rank_of_torchrun_shares",

@@ -106,6 +106,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
             mark = self._board.present.note("reduce_scatter", input.numel(), input.dtype)
         else:
             mark = self._mark("reduce_scatter", input, label)
+            self._board.num_between += 1
         handle = self._move(mark, theirs, out_of, keeps_input=True)
         return PartsInFlight(handle, (parts[self.rank], *theirs))
 
