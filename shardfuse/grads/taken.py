@@ -47,6 +47,13 @@ class TakenParam(nn.Parameter):
             raise RuntimeError(f"p.grad cannot be set now. {_message(self)}")
         _GRAD.__set__(self, value)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return a copy like any other, of which nothing has left."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
 
 def _message(param: Tensor) -> str:
     return (

@@ -74,6 +74,7 @@ class TorchLike(StatefulOptimizer, Joinable):
     _params: list[Tensor]
     _grads: GradShards
     _has_unscaled = False  # whether a scaler has reached gradients that have left
+    _was_looked_at = False  # whether a wrapper of the model has been looked for
     _is_shadow = False  # this rank has joined and only takes part in the others' steps
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -144,7 +145,8 @@ class TorchLike(StatefulOptimizer, Joinable):
                 "Use shardfuse.ShardedGradScaler, which reaches them, or stage=1."
             )
         self._has_unscaled = False
-        if self._is_fresh and is_wrapped(self._params):
+        is_first, self._was_looked_at = not self._was_looked_at, True
+        if is_first and is_wrapped(self._params):
             raise RuntimeError(
                 "The model is wrapped in DistributedDataParallel, which averages gradients that "
                 "have left already (stage=2). Train the model without the wrapper; or use stage=1 "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import warnings
 import weakref
 from collections.abc import Callable
@@ -109,6 +111,22 @@ def test_forward_sees_plain_parameters() -> None:
     run_procs(2, classes)
 
 
+def test_copies_are_plain() -> None:
+    """An EMA that copies the model between backward and step() has parameters like any other."""
+
+    def body(model: Sums, optimizer: Any, rank: int) -> None:
+        copied = copy.deepcopy(model)
+        loaded = pickle.loads(pickle.dumps(model.items[1]))
+        for param in [*copied.parameters(), loaded]:
+            assert type(param) is nn.Parameter
+            param.grad = torch.zeros_like(param)
+        assert torch.equal(copied.items[1], model.items[1])
+        assert copied.items[4].stride() == model.items[4].stride()
+        optimizer.step()
+
+    on_ranks(body)
+
+
 def test_nothing_stays_behind() -> None:
     """An optimizer that is dropped with gradients under way leaves nothing in the process."""
 
@@ -198,17 +216,25 @@ def test_combined_gradients_are_refused() -> None:
     run_threads(2, body)
 
 
-def wrapped() -> None:
+def wrapped(is_resumed: bool) -> None:
     model = nn.Linear(8, 8)
+    start = ShardedSGD(model.parameters(), lr=0.1, momentum=0.9, sharding={"stage": 2})
+    model(torch.ones(2, 8)).sum().backward()
+    start.step()
+    start.consolidate_state_dict(to=None)
     wrapper = DistributedDataParallel(model)
     optimizer = ShardedSGD(model.parameters(), lr=0.1, sharding={"stage": 2})
+    if is_resumed:
+        optimizer.load_state_dict(start.state_dict())
+    del start
     wrapper(torch.ones(2, 8)).sum().backward()
     with pytest.raises(RuntimeError, match=r"DistributedDataParallel.*without the wrapper"):
         optimizer.step()
 
 
-def test_a_wrapped_model_is_refused() -> None:
-    run_procs(2, wrapped)
+@pytest.mark.parametrize("is_resumed", [False, True], ids=["new", "resumed"])
+def test_a_wrapped_model_is_refused(is_resumed: bool) -> None:
+    run_procs(2, wrapped, is_resumed)
 
 
 @pytest.mark.parametrize(
