@@ -43,7 +43,8 @@ dist.init_process_group(
 )
 torch.manual_seed(0)
 model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(6)))
-sharding = {"collectives": "pairwise", "bucket_cap_mb": 8, "kernel": "eager"}
+stage = int(sys.argv[4])
+sharding = {"collectives": "pairwise", "bucket_cap_mb": 8, "kernel": "eager", "stage": stage}
 optimizer = ShardedSGD(model.named_parameters(), lr=0.5, sharding=sharding)
 pids = [None, None]
 dist.all_gather_object(pids, os.getpid())
@@ -63,14 +64,15 @@ if how == "destroys its group":
 """
 
 
+@pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("how", ["destroys its group", "just ends"])
-def test_a_rank_leaves_right_after_its_last_step(how: str, tmp_path: Path) -> None:
+def test_a_rank_leaves_right_after_its_last_step(how: str, stage: int, tmp_path: Path) -> None:
     """What it owes to a slow rank is sent all the same, before its process ends."""
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.getenv("PYTHONPATH")]))
     command = [sys.executable, "-W", "ignore", "-c", LEAVES]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(tmp_path), how],
+            [*command, str(rank), str(tmp_path), how, str(stage)],
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
             text=True,
