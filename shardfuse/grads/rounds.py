@@ -8,8 +8,8 @@ under way at a time: where the ranks' links are slower than backward, backward w
 Waiting under backward needs an order that no rank departs from, or two ranks could wait for each
 other. So every backward sends one round, to its end: what it has not completed by then goes as it
 is. Where the end cannot be seen (reentrant checkpoints run backwards inside of one), that is done
-in the clip, norm or step that follows, before any other message. A rank that runs no backward in a step sends one round
-all the same, of gradients that are absent.
+in the clip, norm or step that follows, before any other message. A rank that runs no backward in a
+step sends one round all the same, of gradients that are absent.
 
 A gradient that comes after its bucket has left stays in p.grad: of a layer that is used now and
 then, or twice under reentrant checkpoints. In step() the ranks agree, by one small all-reduce, on
