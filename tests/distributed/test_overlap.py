@@ -18,7 +18,16 @@ from shardfuse.comm import communicator_for
 from shardfuse.engine.under_way import ParamUnderWay
 from tests.support.harness import run_procs, run_threads
 from tests.support.lazy import LazyCommunicator, Post
-from tests.support.overlap import OFF, ON, PROGRAMS, Net, count_early, plain, without_backward
+from tests.support.overlap import (
+    OFF,
+    ON,
+    PROGRAMS,
+    WIRES,
+    Net,
+    count_early,
+    plain,
+    without_backward,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -99,16 +108,7 @@ def test_every_optimizer(name: str, dtype: torch.dtype) -> None:
     assert found[0][1] > 0
 
 
-@pytest.mark.parametrize(
-    "sharding",
-    [
-        {"grad_sync_dtype": torch.bfloat16},
-        {"grad_sync_dtype": torch.float16},
-        {"param_sync_dtype": torch.bfloat16},
-        {"clip_grad_norm": 0.1},
-    ],
-    ids=["bf16", "fp16", "bf16 params", "clip"],
-)
+@pytest.mark.parametrize("sharding", WIRES.values(), ids=WIRES)
 def test_every_wire(sharding: dict[str, Any]) -> None:
     """Sums in another dtype, and a clip in step()."""
     names = ["plain", "no_sync", "scaled", "plain"]

@@ -87,6 +87,59 @@ def test_a_rank_leaves_right_after_its_last_step(how: str, stage: int, tmp_path:
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
 
 
+DIES = """
+import os, sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from shardfuse import ShardedSGD
+
+rank, folder, collectives = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+torch.set_num_threads(1)
+dist.init_process_group(
+    "gloo",
+    init_method=f"file://{folder}/store",
+    rank=rank,
+    world_size=2,
+    timeout=timedelta(seconds=60),
+)
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
+sharding = {"collectives": collectives, "bucket_cap_mb": 0.004, "kernel": "eager", "stage": 2}
+optimizer = ShardedSGD(model.named_parameters(), lr=0.5, sharding=sharding)
+for step in range(2):
+    if step == 1 and rank == 1:
+        model[3].weight.register_hook(lambda grad: os._exit(7))
+    model(torch.ones(2, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("collectives", ["auto", "pairwise", "native"])
+def test_a_rank_dies_under_backward(collectives: str, tmp_path: Path) -> None:
+    """At stage 2 the others wait under backward: they get an error in seconds, and end."""
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.getenv("PYTHONPATH")]))
+    command = [sys.executable, "-W", "ignore", "-c", DIES]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path), collectives],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [rank.communicate(timeout=30)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [1, 7], "\n".join(errors)
+    found = errors[0].splitlines()[-1]
+    assert "PeerError" in found or "The process of rank 1 has ended" in found, errors[0]
+
+
 class Losing(LazyCommunicator):
     """Its gathers fail when they are waited for, once ``is_lost`` is set."""
 

@@ -16,7 +16,7 @@ from shardfuse import ShardedAdamW, ShardedLamb, ShardedSGD
 from tests.distributed.test_overlap import OPTIMIZERS
 from tests.support.harness import run_procs, run_threads
 from tests.support.lazy import LazyCommunicator, Post
-from tests.support.overlap import OFF, PROGRAMS, Net
+from tests.support.overlap import OFF, PROGRAMS, WIRES, Net
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -184,16 +184,7 @@ def test_every_optimizer(name: str, dtype: torch.dtype) -> None:
     assert_same(found, late(2, names, OFF, build, dtype))
 
 
-@pytest.mark.parametrize(
-    "sharding",
-    [
-        {"grad_sync_dtype": torch.bfloat16},
-        {"grad_sync_dtype": torch.float16},
-        {"param_sync_dtype": torch.bfloat16},
-        {"clip_grad_norm": 0.1},
-    ],
-    ids=["bf16", "fp16", "bf16 params", "clip"],
-)
+@pytest.mark.parametrize("sharding", WIRES.values(), ids=WIRES)
 def test_every_wire(sharding: dict[str, Any]) -> None:
     """Sums in another dtype, and a clip in step()."""
     names = ["one", "held_back", "here_and_there", "one"]

@@ -12,6 +12,14 @@ from torch.utils.checkpoint import checkpoint
 ON = {"overlap_grad_sync": True, "overlap_param_sync": True}
 OFF = {"overlap_grad_sync": False, "overlap_param_sync": False}
 
+WIRES: dict[str, dict[str, Any]] = {
+    "bf16": {"grad_sync_dtype": torch.bfloat16},
+    "fp16": {"grad_sync_dtype": torch.float16},
+    "bf16 params": {"param_sync_dtype": torch.bfloat16},
+    "clip": {"clip_grad_norm": 0.1},
+}
+"""Sums in another dtype, and a clip in step()."""
+
 
 class Net(nn.Module):
     """A tied matrix, blocks that may be checkpointed, a layer used now and then, one never.
