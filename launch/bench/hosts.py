@@ -23,14 +23,19 @@ _TIMEOUT_S = 30.0
 _TOOLS = ("ip", "tc", "unshare")
 _count = itertools.count()
 
-# Reads until its input ends, which it does also when this process is killed.
+# Reads until its input ends, which it does also when this process is killed. What was being started
+# at that moment is not on its host yet, or is about to fork: it is looked for once more.
 _REMOVE = """
 trap "" HUP INT TERM
-read -r line
-for namespace do
-  for pid in $(ip netns pids "$namespace" 2>/dev/null); do kill -9 "$pid" 2>/dev/null; done
-  ip netns del "$namespace" 2>/dev/null
+times=once
+read -r line || times="once again"
+for time in $times; do
+  if [ "$time" = again ]; then sleep 1; fi
+  for namespace do
+    for pid in $(ip netns pids "$namespace" 2>/dev/null); do kill -9 "$pid" 2>/dev/null; done
+  done
 done
+for namespace do ip netns del "$namespace" 2>/dev/null; done
 exit 0
 """
 

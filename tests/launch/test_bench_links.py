@@ -66,8 +66,8 @@ KILLED = """
 import subprocess
 from launch.bench.hosts import Hosts
 with Hosts(2, "1gbit") as hosts:
-    child = subprocess.Popen([*hosts.command(0), "sleep", "600"])
-    print(*hosts.namespaces(), flush=True)
+    names = " ".join(hosts.namespaces())
+    child = subprocess.Popen([*hosts.command(0), "sh", "-c", f"echo {names}; exec sleep 600"])
     child.wait()
 """
 
