@@ -17,6 +17,17 @@ _SYNC_DTYPES = {
 }
 
 
+_SYNC_BITS = {"grad_sync_bits": (8,), "param_sync_bits": (8, 4)}
+
+_SWITCHES = (
+    "grads_are_reduced",
+    "broadcast_params",
+    "report_overflow",
+    "debug_sync",
+    "error_feedback",
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardConfig:
     """Every choice about sharding, its communication and its kernels.
@@ -60,6 +71,28 @@ class ShardConfig:
     2 bytes an element more, and 4 / W. Parameters of lower precision travel as they are, and one
     rank alone rounds nothing.
     """
+
+    grad_sync_bits: int | None = None
+    """8: gradients travel in 8 bits an element and one scale for each block of 512, in place of
+    ``grad_sync_dtype``; None: not so.
+
+    Each rank adds up in fp32 what arrives, its own part unrounded. The error of an element is at
+    most 1/254 of the largest magnitude in its block. Tensors then begin at whole blocks, and an
+    overflow makes all of its block non-finite.
+    """
+
+    param_sync_bits: int | None = None
+    """8 or 4: updated fp32 parameters travel as differences to what all ranks have, in so many bits
+    an element and one scale for each block of 512, in place of ``param_sync_dtype``; None: not so.
+
+    What rounding leaves over goes into the next difference; it is sharded (4 / W bytes an
+    element) and part of the state, as "param_error". Ranks must have equal parameters, because only
+    differences travel: each step compares checksums of all of them. Load or edit parameters on all
+    ranks alike. Parameters of lower precision travel as they are; one rank alone rounds nothing.
+    """
+
+    error_feedback: bool = True
+    """Whether what ``param_sync_bits`` rounds off goes into the next difference, or is lost."""
 
     overlap_grad_sync: bool | Literal["auto"] = "auto"
     """Buckets of gradients leave under backward, as soon as they are complete.
@@ -126,7 +159,7 @@ class ShardConfig:
             raise TypeError(f"clip_grad_norm must be a number or None, got {bound!r}.")
         if bound is not None and not bound > 0:
             raise ValueError(f"Invalid clip_grad_norm: {bound}. Must be > 0, or None for no clip.")
-        for name in ("grads_are_reduced", "broadcast_params", "report_overflow", "debug_sync"):
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}.")
         for name in ("overlap_grad_sync", "overlap_param_sync"):
@@ -142,6 +175,7 @@ class ShardConfig:
             if dtype is not None and dtype not in dtypes:
                 names = ", ".join(map(str, dtypes))
                 raise ValueError(f"Invalid {name}: {dtype}. Use one of {names}.")
+        self._check_bits()
         for name, choice in (("kernel", KernelChoice), ("collectives", CollectivesChoice)):
             if getattr(self, name) not in get_args(choice):
                 raise ValueError(
@@ -155,6 +189,22 @@ class ShardConfig:
             raise ValueError(
                 "Invalid stage: 2 with grads_are_reduced=True. Gradients that another wrapper "
                 "reduces are not sharded here: use stage=1, or train without that wrapper."
+            )
+
+    def _check_bits(self) -> None:
+        for name, choices in _SYNC_BITS.items():
+            bits, dtype = getattr(self, name), name.replace("bits", "dtype")
+            if bits is None:
+                continue
+            if isinstance(bits, bool) or bits not in choices:
+                names = " or ".join(map(str, choices))
+                raise ValueError(f"Invalid {name}: {bits}. Use {names}, or None.")
+            if getattr(self, dtype) is not None:
+                raise ValueError(f"Invalid {name}: {bits} with {dtype}. Use one of the two.")
+        if self.grad_sync_bits is not None and self.grads_are_reduced:
+            raise ValueError(
+                f"Invalid grad_sync_bits: {self.grad_sync_bits} with grads_are_reduced=True, where "
+                "another wrapper sends gradients. Choose how it does so there."
             )
 
     @classmethod

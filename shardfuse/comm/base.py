@@ -48,7 +48,7 @@ class PartsHandle(Protocol):
     """A reduce-scatter in flight."""
 
     def wait(self) -> Parts:
-        """Return what adds up to this rank's part, ordered as by Handle.wait(); idempotent."""
+        """Return what has arrived for this rank, ordered as by Handle.wait(); idempotent."""
 
 
 @runtime_checkable
@@ -116,6 +116,7 @@ class Communicator(Protocol):
         *,
         slot: int = 0,
         label: str | None = None,
+        is_summed: bool = True,
     ) -> PartsHandle:
         """Sum ``input`` (world_size * n,) over ranks; wait() gives part ``rank`` of that sum.
 
@@ -127,6 +128,9 @@ class Communicator(Protocol):
 
         ``label`` tells it from every other one that this communicator makes. It may then be
         launched between calls, and, if ``progress`` is "in any order", so on every rank.
+
+        What cannot be added up as it is, is not with ``is_summed`` False, without ``into``: wait()
+        gives the world_size - 1 parts (n,) of others, that of the rank before this one first.
         """
 
     def all_gather(
@@ -192,8 +196,10 @@ class SingleRank:
         *,
         slot: int = 0,
         label: str | None = None,
+        is_summed: bool = True,
     ) -> PartsHandle:
-        return Done((input if into is None else into.copy_(input),))
+        own = input if into is None else into.copy_(input)
+        return Done((own,) if is_summed else ())
 
     def expect(self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0) -> None:
         """Do nothing: there is no other rank."""

@@ -257,16 +257,25 @@ class ProcessGroupCommunicator:
         *,
         slot: int = 0,
         label: str | None = None,
+        is_summed: bool = True,
     ) -> PartsHandle:
         assert reduce_scatter_single is not None
         if into is None:
-            into = self._receive_into(slot, input.numel() // self.world_size, input)
+            numel = input.numel() // self.world_size if is_summed else input.numel()
+            into = self._receive_into(slot, numel, input)
         if label is None:
-            self._note("reduce_scatter", input)
+            self._note("reduce_scatter" if is_summed else "all_to_all", input)
         else:  # it may be between two calls here, and in one elsewhere
             self._board.num_between += 1
-        work = self._launch(reduce_scatter_single, into, input, async_op=True)
-        return PartsInFlight(WorkHandle(self._watch, [work], into, input), (into,))
+        function = reduce_scatter_single if is_summed else dist.all_to_all_single
+        handle = WorkHandle(
+            self._watch, [self._launch(function, into, input, async_op=True)], into, input
+        )
+        if is_summed:
+            return PartsInFlight(handle, (into,))
+        parts = into.chunk(self.world_size)
+        theirs = [parts[(self.rank - step) % len(parts)] for step in range(1, len(parts))]
+        return PartsInFlight(handle, tuple(theirs))
 
     def expect(self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0) -> None:
         """Do nothing: backends make room for what arrives by themselves."""

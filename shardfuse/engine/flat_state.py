@@ -7,14 +7,12 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from shardfuse.buffers import FlatBuffer, ShardArena, lie_at, zeros
+from shardfuse.buffers import FlatBuffer, ShardArena, lie_at
+from shardfuse.engine.param_wires import MASTER_DTYPE, ParamWire
 from shardfuse.engine.units import Span
 from shardfuse.layout import Bucket, Fragment, ParamSpec, round_up
-
-MASTER_DTYPE = torch.float32
 
 _REMEDY = (
     "Change it back, as by model.float(), and call opt.rebind(); or build a new optimizer after "
@@ -32,16 +30,11 @@ class FlatState:
         fragments: this rank's part of the flat.
         params, specs: the parameters in slot order.
         rank: rank in the shard group.
-        wire: dtype in which fp32 parameters travel to other ranks; None is their own.
-
-    [Note: rounded on the way] What every rank has is what has travelled, on its owner too. So with
-    a wire dtype all parameters are rounded to it by each step, and the owner keeps a master in
-    fp32, as of low-precision parameters. An edit of a parameter wins over its master there too.
+        wire: how updated parameters travel; None: as they are.
     """
 
     params_buffer: FlatBuffer  # all ranks' shards; the model's own tensors
-    wire_buffer: FlatBuffer | None  # as they travel, where that is in another dtype
-    masters: ShardArena | None  # fp32 shards of parameters that are rounded, else None
+    wire: ParamWire  # and what is kept beside parameters that are rounded
     states: dict[str, ShardArena]  # fp32 shards by state name
 
     def __init__(
@@ -52,7 +45,7 @@ class FlatState:
         *,
         fragments: Iterable[Fragment],
         rank: int,
-        wire: torch.dtype | None = None,
+        wire: ParamWire | None = None,
     ) -> None:
         self.flat = flat = params_buffer.flat
         self.params = params
@@ -65,11 +58,7 @@ class FlatState:
         self.params_buffer = params_buffer
         self._addresses: list[int] = []
         self.bind()
-        self.masters = None
-        self.wire_buffer = None
-        if wire is not None and params_buffer.data.dtype == MASTER_DTYPE:
-            data = zeros(flat.numel, self.device, wire)
-            self.wire_buffer = FlatBuffer(flat, data)
+        self.wire = ParamWire(params_buffer, rank) if wire is None else wire
         self.states = {}
         # Steps are one number while all parameters have the same one, which is the usual case.
         self._step = 0
@@ -115,11 +104,7 @@ class FlatState:
 
     def allocate(self, values: Mapping[str, float]) -> bool:
         """Create the states that do not exist, filled with ``values``; return whether any was."""
-        if self.masters is None and self.has_masters:
-            self.masters = ShardArena(self.flat, self.device, MASTER_DTYPE)
-            for bucket in self.flat.buckets:
-                low = self.params_buffer.shard(bucket, self.rank)
-                self.masters.segment(bucket).copy_(low)
+        self.wire.allocate()
         new = [name for name in values if name not in self.states]
         for name in new:
             self.states[name] = ShardArena(self.flat, self.device, MASTER_DTYPE)
@@ -127,43 +112,14 @@ class FlatState:
         return bool(new)
 
     @property
-    def has_masters(self) -> bool:
-        """Whether the parameters are of lower precision than what is updated."""
-        return self.wire_buffer is not None or self.params_buffer.data.dtype != MASTER_DTYPE
-
-    def tensors(self, bucket: Bucket) -> tuple[Tensor, Tensor | None]:
-        """Return (fp32 master shard, low-precision parameter shard or None) of ``bucket``.
-
-        What travels in another dtype is rounded by round_off(), not by who updates the master.
-        """
-        shard = self.params_buffer.shard(bucket, self.rank)
-        if self.masters is None:
-            return shard, None
-        master = self.masters.segment(bucket)
-        if self.wire_buffer is None:
-            return master, shard
-        rounded = self.wire_buffer.shard(bucket, self.rank).copy_(master)
-        expected = rounded.to(shard.dtype)
-        if shard.device.type != "cpu" or not _same_bits(expected, shard):
-            edited = expected.view(torch.int32) != shard.view(torch.int32)
-            torch.where(edited, shard, master, out=master)
-        return master, None
-
-    def round_off(self, bucket: Bucket) -> None:
-        """Write the updated shard of ``bucket`` as it travels, where that is in another dtype."""
-        if self.wire_buffer is not None and self.masters is not None:
-            self.wire_buffer.shard(bucket, self.rank).copy_(self.masters.segment(bucket))
-
-    @property
     def param_nbytes(self) -> int:
         """Bytes of the parameters, and of what they travel in."""
-        wire = 0 if self.wire_buffer is None else self.wire_buffer.data.nbytes
-        return self.params_buffer.data.nbytes + wire
+        return self.params_buffer.data.nbytes + self.wire.nbytes
 
     @property
     def state_nbytes(self) -> int:
-        """Bytes of this rank's masters and states."""
-        arenas = [*self.states.values(), *([] if self.masters is None else [self.masters])]
+        """Bytes of this rank's states, and of what is kept beside parameters that are rounded."""
+        arenas = [*self.states.values(), *([] if self.wire.arena is None else [self.wire.arena])]
         return sum(arena.data.nbytes for arena in arenas)
 
     # Steps
@@ -215,11 +171,6 @@ class FlatState:
             return
         params = [slot.param for slot in self.flat.slots]
         self.set_steps({p: self.step_of(p) + (p not in skipped) for p in params})
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether fp32 tensors are the same; a NaN is itself here, and -0.0 is not 0.0."""
-    return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
 def check_params(

@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 from torch._C import _DisableFuncTorch
 from torch.profiler import record_function
 
+from shardfuse.agreement import on_rank
 from shardfuse.buffers import FlatBuffer
 from shardfuse.comm import Communicator, Handle
 from shardfuse.comm.base import PeerError, Progress
 from shardfuse.engine import under_way
+from shardfuse.engine.flat_state import FlatState
+from shardfuse.engine.param_wires import DifferentParams
 from shardfuse.layout import Bucket, Flat, slots_in
 
 logger = logging.getLogger("shardfuse")
@@ -38,7 +41,7 @@ class ParamSync:
         self._comm = comm
         self._may_overlap = overlaps
         self._waits = waits
-        self._buffers: dict[int, tuple[FlatBuffer, FlatBuffer | None]] = {}  # by index of the flat
+        self._flats: dict[int, FlatState] = {}  # by index
         self._buckets: dict[int, Bucket] = {}
         self._plan: list[int] = []  # indices of buckets in the order of forward
         self._closed: set[int] = set()  # buckets whose turn has not come
@@ -54,31 +57,19 @@ class ParamSync:
         enough = len(self._plan) > 1 and len(self._may_overlap) > 0
         return enough and self._comm.progress in self._may_overlap
 
-    def plan(self, buffers: Sequence[tuple[FlatBuffer, FlatBuffer | None]]) -> None:
-        """Expect the buckets of parameters in every step.
-
-        A second buffer is what they travel in, in another dtype.
-        """
-        self._buffers = {pair[0].flat.index: pair for pair in buffers}
-        self._buckets = {b.index: b for buffer, _ in buffers for b in buffer.flat.buckets}
-        first = {
-            bucket.index: _first_read(buffer.flat, bucket)
-            for buffer, _ in buffers
-            for bucket in buffer.flat.buckets
-        }
+    def plan(self, flats: Sequence[FlatState]) -> None:
+        """Expect the buckets of the flats' parameters in every step."""
+        self._flats = {state.flat.index: state for state in flats}
+        self._buckets = {b.index: b for state in flats for b in state.flat.buckets}
+        first = {b.index: _first_read(s.flat, b) for s in flats for b in s.flat.buckets}
         self._plan = sorted(first, key=lambda index: (first[index], -index))
 
     def expect(self) -> None:
         """Be ready for what other ranks send in this step, before this one sends anything."""
         for index in self._plan:
             bucket = self._buckets[index]
-            whole = self._sent(bucket).bucket(bucket)
+            whole = self._flats[bucket.flat].wire.sent(bucket)
             self._comm.expect("all_gather", whole, label=_label(bucket))
-
-    def _sent(self, bucket: Bucket) -> FlatBuffer:
-        """Return the buffer that ``bucket`` travels in."""
-        params, wire = self._buffers[bucket.flat]
-        return params if wire is None else wire
 
     def start(self, bucket: Bucket, params: Sequence[Tensor]) -> None:
         """Launch the all-gather of ``bucket`` when it is its turn.
@@ -89,7 +80,7 @@ class ParamSync:
             self._launch(bucket)
             return
         if bucket.index not in self._members:
-            flat = self._sent(bucket).flat
+            flat = self._flats[bucket.flat].flat
             self._members[bucket.index] = [params[i] for i in slots_in(flat, bucket)]
         self._closed.add(bucket.index)
         while self._num_launched < len(self._plan):
@@ -101,17 +92,32 @@ class ParamSync:
             self._num_launched += 1
 
     def _launch(self, bucket: Bucket) -> None:
-        params, wire = self._buffers[bucket.flat]
-        sent = self._sent(bucket)
-        whole = sent.bucket(bucket)
+        state = self._flats[bucket.flat]
         with record_function(f"shardfuse::all_gather b{bucket.index}"):
-            shard = sent.shard(bucket, self._comm.rank)
-            handle = self._comm.all_gather(whole, shard, label=_label(bucket))
-        if wire is not None:
-            handle = _Cast(handle, whole, params.bucket(bucket))
+            whole, part = state.wire.sent(bucket), state.wire.part(bucket)
+            handle = self._comm.all_gather(whole, part, label=_label(bucket))
+        handle = _Unpacked(handle, functools.partial(self._unpack, state, bucket))
         if self._waits:
             handle.wait()
         self._launched.append((handle, bucket.index))
+
+    def _unpack(self, state: FlatState, bucket: Bucket) -> None:
+        """Bring what has arrived to where it is read.
+
+        Raises:
+            RuntimeError: parameters were equal on all ranks, and no longer are.
+        """
+        try:
+            state.wire.unpack(bucket)
+        except DifferentParams:
+            names = ", ".join(state.specs[i].name for i in slots_in(state.flat, bucket))
+            with self._comm.call("parameters on their way"):
+                raise RuntimeError(
+                    f"{on_rank(self._comm)}Parameters have other values here than on the rank that "
+                    f"updates them, although only differences travel (param_sync_bits): {names}. "
+                    "Load and edit parameters on all ranks alike, and build the optimizer anew; "
+                    "or leave param_sync_bits out."
+                ) from None
 
     def broadcast(self, buffer: FlatBuffer) -> None:
         """Launch broadcasts of the first rank's values of the whole buffer, bucket by bucket."""
@@ -185,18 +191,18 @@ class ParamSync:
                 self._arrive(list(self._under_way))
 
 
-class _Cast:
-    """A handle whose wait() copies what has arrived to where it is read, in another dtype; once."""
+class _Unpacked:
+    """A handle whose wait() brings what has arrived to where it is read; once."""
 
-    def __init__(self, handle: Handle, arrived: Tensor, into: Tensor) -> None:
-        self._handle, self._arrived = handle, arrived
-        self._into: Tensor | None = into
+    def __init__(self, handle: Handle, unpack: Callable[[], None]) -> None:
+        self._handle = handle
+        self._unpack: Callable[[], None] | None = unpack
 
     def wait(self) -> None:
         self._handle.wait()
-        into, self._into = self._into, None
-        if into is not None:
-            into.copy_(self._arrived)
+        unpack, self._unpack = self._unpack, None
+        if unpack is not None:
+            unpack()
 
 
 def _first_read(flat: Flat, bucket: Bucket) -> int:

@@ -45,7 +45,7 @@ class OwnShards(Shards):
         self._gather = gather
         self._row = row
         self._awake = [state for state in flats if grads.has(state.flat)]
-        gather.plan([(state.params_buffer, state.wire_buffer) for state in self._awake])
+        gather.plan(self._awake)
         self._buckets: dict[int, Bucket] = {
             bucket.index: bucket for state in self._awake for bucket in state.flat.buckets
         }
@@ -70,7 +70,7 @@ class OwnShards(Shards):
 
     def open(self, unit: Unit) -> None:
         state, bucket = self._flats[unit.cohort], self._buckets[unit.index]
-        unit.p, unit.low = state.tensors(bucket)
+        unit.p, unit.low = state.wire.open(bucket)
         names = self._rule.state_names(self._groups[state.flat.group])
         unit.states = tuple(state.states[name].segment(bucket) for name in names)
         idle = self._grads.idle(bucket, unit.grad)
@@ -80,7 +80,7 @@ class OwnShards(Shards):
         """Launch the all-gather of the bucket."""
         state = self._flats[unit.cohort]
         bucket = self._buckets[unit.index]
-        state.round_off(bucket)
+        state.wire.close(bucket)
         self._gather.start(bucket, state.params)
 
     def advance(self) -> None:

@@ -10,7 +10,6 @@ import torch
 from shardfuse.checkpoint import FragmentTensor, flat_pieces
 from shardfuse.engine.flat_state import FlatState
 from shardfuse.engine.state_io import (
-    MASTER,
     Groups,
     Held,
     agreed_steps,
@@ -90,8 +89,8 @@ def _check_room(held: Held, groups: Groups, steps: Mapping[int, int]) -> None:
     for state in held.flats:
         names = held.rule.state_names(groups[state.flat.group])
         lacking = [name for name in names if name not in state.states]
-        if state.masters is None and state.has_masters:
-            lacking.append(MASTER)
+        if state.wire.arena is None and state.wire.key is not None:
+            lacking.append(state.wire.key)
         trained = [s.param for s in state.flat.slots if s.numel and steps[s.param] > 0]
         if not lacking or not trained:
             continue

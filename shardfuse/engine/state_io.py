@@ -12,11 +12,12 @@ from shardfuse.buffers import ShardArena
 from shardfuse.checkpoint import Asked, FragmentTensor, Piece, gather, scatter, shaped_pieces
 from shardfuse.comm import Communicator
 from shardfuse.engine.flat_state import FlatState
+from shardfuse.engine.param_wires import ERROR, MASTER
 from shardfuse.layout import Bucket, FlatLayout, ParamSpec
 from shardfuse.rules import UpdateRule
 
-MASTER = "param"
-"""State key of the fp32 master of a low-precision parameter."""
+_BESIDE = {MASTER, ERROR}
+"""Keys of what is kept beside parameters; no states of a rule's."""
 
 Groups = list[dict[str, Any]]
 Cut = Callable[[ParamSpec, int, Tensor], list[Piece]]
@@ -33,10 +34,11 @@ class Held(NamedTuple):
 
 
 def arenas_of(state: FlatState) -> dict[str, ShardArena]:
-    """Return {state key: this rank's part}, masters last."""
+    """Return {state key: this rank's part}, what is kept beside parameters last."""
     arenas = dict(state.states)
-    if state.masters is not None:
-        arenas[MASTER] = state.masters
+    if state.wire.arena is not None and state.wire.key is not None:
+        state.wire.settle()
+        arenas[state.wire.key] = state.wire.arena
     return arenas
 
 
@@ -170,7 +172,7 @@ def for_torch(held: Held, asked: Asked) -> dict[str, Any]:
 
 def is_trained(state: FlatState) -> bool:
     """Return whether a flat has states, or would have them if its rule had any."""
-    return bool(state.states) or state.masters is not None or not state.flat.frozen
+    return bool(state.states) or state.wire.arena is not None or not state.flat.frozen
 
 
 def _parts(flats: Sequence[FlatState]) -> Iterator[tuple[int, str, Tensor]]:
@@ -242,8 +244,10 @@ def restore(held: Held, state_dict: Mapping[str, Any]) -> None:
             continue
         state.allocate(rule.initial_states(groups[state.flat.group]))
         for name, arena in arenas_of(state).items():
-            if name != MASTER:
+            if name not in _BESIDE:
                 arena.data.fill_(rule.initial(name))
+            elif name == ERROR:
+                arena.data.zero_()
             _fill(state, arena, {p: e[name] for p, e in entries.items() if name in e}, specs)
         state.set_steps(steps)
 
@@ -329,5 +333,5 @@ def _step_in(entry: Mapping[str, Any], rule: UpdateRule, names: Sequence[str]) -
         return int(entry["step"])
     # Where there are states, a master alone is none of them: a momentum was set after the updates.
     held = [name for name, value in entry.items() if value is not None]
-    is_updated = held != [MASTER] if names else bool(held)
+    is_updated = not set(held) <= _BESIDE if names else bool(held)
     return int(is_updated and bool(held) and not rule.counts_steps)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from shardfuse.buffers import ShardArena
 from shardfuse.comm.base import Parts
-from shardfuse.grads.order import add_up
 from shardfuse.grads.slots import check_grad, clear_grads, cut, is_absent
 from shardfuse.grads.taken import Taken
+from shardfuse.grads.wires import GradWire, add_up
 from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec, slots_in
 
 
@@ -36,7 +36,7 @@ class FlatShard:
     params: Sequence[Tensor]
     specs: Sequence[ParamSpec]
     fragments: Mapping[int, Sequence[Fragment]]  # this rank's, by bucket
-    wire: torch.dtype  # in which they are sent
+    wire: GradWire
     arena: ShardArena  # fp32
     taken: Taken
     missing: set[int] = field(default_factory=set)  # params with no gradient on this rank
@@ -78,10 +78,10 @@ class FlatShard:
         parts, end = [], 0
         for piece in self._pieces[bucket.index]:
             if piece.start > end:
-                parts.append(into.new_zeros(piece.start - end))  # padding
+                parts.append(into.new_full((piece.start - end,), -0.0))  # padding
             parts.append(self._cut(piece, into))
             end = piece.start + piece.numel
-        parts.append(into.new_zeros(bucket.numel - end))
+        parts.append(into.new_full((bucket.numel - end,), -0.0))
         torch.cat(parts, out=into)
         for piece in self._pieces[bucket.index]:
             self._free(piece)

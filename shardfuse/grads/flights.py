@@ -104,10 +104,8 @@ class Flights:
         """Be ready for the ``number``-th bucket."""
         if self._comm.progress == "in any order":
             shard, bucket = self.order[number % len(self.order)]
-            one = torch.empty(1, dtype=shard.wire, device=shard.arena.data.device)
-            like = one.expand(bucket.numel)
             label, slot = self._label(number), self._slot(number)
-            self._comm.expect("reduce_scatter", like, label=label, slot=slot)
+            shard.wire.expect(self._comm, bucket, shard.arena.data, label, slot)
 
     @torch.no_grad()
     def send(self) -> None:

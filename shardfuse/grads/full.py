@@ -24,11 +24,11 @@ from shardfuse.buffers import CombinedBuffers, ShardArena
 from shardfuse.comm import Communicator
 from shardfuse.comm.base import Parts, PartsHandle, Progress
 from shardfuse.comm.staging import Staging
-from shardfuse.grads.order import add_up, as_sent, factor_after_sum, factor_before_sum
 from shardfuse.grads.ownership import GradVersions
 from shardfuse.grads.protocol import GradPhase, GradShards
 from shardfuse.grads.sends import Sends
 from shardfuse.grads.slots import FlatGrads, FlatParams, is_absent
+from shardfuse.grads.wires import Departure, GradWireChoice, add_up
 from shardfuse.layout import Bucket
 
 
@@ -40,21 +40,21 @@ class GradSync(GradShards):
 
     Args:
         comm: the ranks to sum over.
-        wire_dtype: dtype of the sum on the wire; None is the gradients' own.
+        wire: how they travel.
         overlaps, waits: as of Sends.
     """
 
     def __init__(
         self,
         comm: Communicator,
-        wire_dtype: torch.dtype | None,
+        wire: GradWireChoice,
         *,
         overlaps: Collection[Progress] = (),
         waits: bool = False,
     ) -> None:
         super().__init__()
         self._comm = comm
-        self._wire_dtype = wire_dtype
+        self._wire = wire
         self._flats: dict[int, FlatGrads]
         self._buffers = CombinedBuffers()
         self._is_shared = False  # whether others may write to the padding
@@ -79,7 +79,7 @@ class GradSync(GradShards):
         """Take over the gradients of flats; their buffers lie together in one tensor per dtype."""
         buffers = self._buffers.add([member.flat for member in members], device)
         for member, buffer in zip(members, buffers, strict=True):
-            wire = self._wire_dtype or buffer.data.dtype
+            wire = self._wire.of(buffer.data.dtype)
             grads = FlatGrads(buffer, member.params, member.specs, member.fragments, wire)
             self._flats[member.flat.index] = grads
             if self._comm.world_size > 1:
@@ -100,7 +100,7 @@ class GradSync(GradShards):
         return idle
 
     def mean_factor(self, flat: int) -> float | None:
-        return factor_after_sum(self._flats[flat].wire, self._comm.num_summed)
+        return self._flats[flat].wire.factor_after_sum(self._comm.num_summed)
 
     def note(self) -> None:
         if self._reduced_from is not None and self._reduced_from == GradVersions(self._params()):
@@ -217,11 +217,7 @@ class GradSync(GradShards):
     ) -> PartsHandle:
         """Launch the reduce-scatter of a bucket; what is sent lies ``staged_at`` if it is cast."""
         grads.pack(bucket.start + bucket.numel)
-        factor = factor_before_sum(grads.wire, self._factor, self._comm.num_summed)
-        bucket_sent = grads.buffer.bucket(bucket)
-        send = as_sent(self._staging, bucket_sent, factor, staged_at, grads.wire)
-        into = None
-        if retain and grads.wire == torch.float32:
-            assert grads.retained is not None
-            into = grads.retained.segment(bucket)
-        return self._comm.reduce_scatter(send, into, slot=slot, label=label)
+        into = None if grads.retained is None or not retain else grads.retained.segment(bucket)
+        whole = grads.buffer.bucket(bucket)
+        departure = Departure(whole, self._factor, staged_at, slot, label, into)
+        return grads.wire.launch(self._comm, self._staging, departure)

@@ -7,12 +7,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
-import torch
-from torch import Tensor
-
 from shardfuse.comm import Communicator
-from shardfuse.comm.base import Parts, PeerError
-from shardfuse.comm.staging import Staging
+from shardfuse.comm.base import PeerError
 from shardfuse.layout import Bucket, Flat, slots_in
 
 _num_senders: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
@@ -72,44 +68,3 @@ class Sender:
         except Exception:
             with self._comm.call("backward()"):
                 raise
-
-
-def add_up(parts: Parts, into: Tensor) -> None:
-    """Write the sum of ``parts`` (n,) ``into`` (n,); in fp32 if that is."""
-    if len(parts) > 1:
-        # Two at once, where that is a sum in fp32.
-        torch.add(parts[0].to(into.dtype), parts[1], out=into)
-        for part in parts[2:]:
-            into.add_(part)
-    elif parts[0].data_ptr() != into.data_ptr():
-        into.copy_(parts[0])
-
-
-def factor_before_sum(wire: torch.dtype, factor: float | None, num_summed: int) -> float | None:
-    """Return what gradients are multiplied by before they are sent; None is 1.
-
-    In fp16 they are divided before the sum, which would overflow at 65504.
-    """
-    if wire != torch.float16:
-        return factor
-    return (1.0 if factor is None else factor) / num_summed
-
-
-def factor_after_sum(wire: torch.dtype, num_summed: int) -> float | None:
-    """Return what turns the sum into the mean; None is 1."""
-    return None if num_summed == 1 or wire == torch.float16 else 1.0 / num_summed
-
-
-def as_sent(
-    staging: Staging, send: Tensor, factor: float | None, slot: int, wire: torch.dtype
-) -> Tensor:
-    """Return ``send`` (numel,) times ``factor`` in the dtype ``wire``; itself, if that is it."""
-    if factor is None and send.dtype == wire:
-        return send
-    like = torch.empty(0, dtype=wire, device=send.device)
-    staged = staging.take("send", slot, send.numel(), like)
-    if factor is None:
-        return staged.copy_(send)
-    if wire.itemsize > send.dtype.itemsize:
-        return staged.copy_(send).mul_(factor)
-    return torch.mul(send, factor, out=staged)

@@ -13,11 +13,11 @@ from shardfuse.comm import Communicator
 from shardfuse.comm.base import Parts, PartsHandle
 from shardfuse.comm.staging import Staging
 from shardfuse.grads.flat_shard import FlatShard
-from shardfuse.grads.order import as_sent, factor_after_sum, factor_before_sum
 from shardfuse.grads.protocol import GradPhase, GradShards
 from shardfuse.grads.rounds import Rounds
 from shardfuse.grads.slots import FlatParams
 from shardfuse.grads.taken import Taken
+from shardfuse.grads.wires import Departure, GradWireChoice
 from shardfuse.layout import Bucket
 
 
@@ -33,16 +33,14 @@ class PartitionedGrads(GradShards):
 
     Args:
         comm: the ranks to sum over.
-        wire_dtype: dtype of the sum on the wire; None is the gradients' own.
+        wire: how they travel.
         waits: as of Rounds.
     """
 
-    def __init__(
-        self, comm: Communicator, wire_dtype: torch.dtype | None, *, waits: bool = False
-    ) -> None:
+    def __init__(self, comm: Communicator, wire: GradWireChoice, *, waits: bool = False) -> None:
         super().__init__()
         self._comm = comm
-        self._wire_dtype = wire_dtype
+        self._wire = wire
         self._flats: dict[int, FlatShard]
         self._staging = Staging()
         self._taken = Taken()
@@ -61,7 +59,7 @@ class PartitionedGrads(GradShards):
     def attach(self, members: Sequence[FlatParams], device: torch.device) -> None:
         added = []
         for flat, params, specs, fragments in members:
-            wire = self._wire_dtype or params[0].dtype
+            wire = self._wire.of(params[0].dtype)
             arena = ShardArena(flat, device, torch.float32)
             shard = FlatShard(flat, params, specs, fragments, wire, arena, self._taken)
             shard.watch(weakref.WeakMethod(self._arrived))
@@ -80,9 +78,8 @@ class PartitionedGrads(GradShards):
         like = torch.empty(0, dtype=shard.params[0].dtype, device=shard.arena.data.device)
         whole = self._staging.take("bucket", buffer, bucket.numel, like)
         shard.take(bucket, whole)
-        factor = factor_before_sum(shard.wire, None, self._comm.num_summed)
-        send = as_sent(self._staging, whole, factor, buffer, shard.wire)
-        return self._comm.reduce_scatter(send, slot=slot, label=label)
+        departure = Departure(whole, staged_at=buffer, slot=slot, label=label)
+        return shard.wire.launch(self._comm, self._staging, departure)
 
     def _collect(self, shard: FlatShard, bucket: Bucket, parts: Parts) -> None:
         shard.collect(bucket, parts)
@@ -91,7 +88,7 @@ class PartitionedGrads(GradShards):
         return self._flats[bucket.flat].idle(bucket)
 
     def mean_factor(self, flat: int) -> float | None:
-        return factor_after_sum(self._flats[flat].wire, self._comm.num_summed)
+        return self._flats[flat].wire.factor_after_sum(self._comm.num_summed)
 
     def note(self) -> None:
         if self.phase is GradPhase.REDUCED and not self._has_more():

@@ -137,10 +137,8 @@ class Sends:
         """Be ready for a bucket of round ``number``, the present one or the next."""
         if self._overlaps and self._may_overlap:
             grads, bucket = self._order[place]
-            one = torch.empty(1, dtype=grads.wire, device=grads.buffer.data.device)
             label, slot = self._sender.label(number, place), self._slot(number, place)
-            like = one.expand(bucket.numel)
-            self._comm.expect("reduce_scatter", like, label=label, slot=slot)
+            grads.wire.expect(self._comm, bucket, grads.buffer.data, label, slot)
 
     def _slot(self, number: int, place: int) -> int:
         """Return where the communicator keeps what arrives of a bucket of round ``number``."""

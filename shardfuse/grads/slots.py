@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardfuse.buffers import FlatBuffer, ShardArena, lie_at
 from shardfuse.grads.ownership import is_held, is_unseen, move_out
+from shardfuse.grads.wires import GradWire
 from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec, slots_in
 
 _SHORT_NUMEL = 64 << 10
@@ -87,7 +88,7 @@ class FlatGrads:
     params: Sequence[Tensor]
     specs: Sequence[ParamSpec]
     fragments: Mapping[int, Sequence[Fragment]]  # this rank's, by bucket
-    wire: torch.dtype  # in which they are sent
+    wire: GradWire
     starts: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)  # in bytes
     views: list[Tensor] = field(default_factory=list)
@@ -104,6 +105,8 @@ class FlatGrads:
     """What collect() calls at its end; of who holds this."""
 
     def __post_init__(self) -> None:
+        self.buffer.padding = -0.0  # what is padded may be absent
+        self.buffer.clear_padding()
         # As .data each has a version of its own, which counts what is done through it.
         self.views = [self.buffer.view(i, spec).data for i, spec in enumerate(self.specs)]
         self.addresses = [view.data_ptr() for view in self.views]

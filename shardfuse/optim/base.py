@@ -27,6 +27,7 @@ from shardfuse.engine.flat_state import FlatState, check_params
 from shardfuse.engine.gather import ParamSync
 from shardfuse.engine.kernels import Kernels
 from shardfuse.engine.own_shards import OwnShards
+from shardfuse.engine.param_wires import ParamWireChoice
 from shardfuse.engine.step import StepEngine
 from shardfuse.engine.terms import Terms
 from shardfuse.grads.full import GradSync
@@ -34,6 +35,7 @@ from shardfuse.grads.partitioned import PartitionedGrads
 from shardfuse.grads.protocol import GradPhase, GradShards
 from shardfuse.grads.reduced import PresyncedGrads
 from shardfuse.grads.slots import FlatParams, clear_grads
+from shardfuse.grads.wires import GradWireChoice
 from shardfuse.layout import FlatLayout
 from shardfuse.optim.clipping import Clipped
 from shardfuse.optim.foreign import is_laid_out_elsewhere
@@ -110,11 +112,17 @@ class ShardedOptimizer(Clipped):
             # Nothing is sent, and no temporary is as large as a bucket: fewer, larger calls.
             bucket_nbytes = sys.maxsize
         grain = "element" if error else self._rule.grain
+        if not alone and self._config.grad_sync_bits is not None:
+            grain = "block"  # of one scale: of one parameter
         self.layout = FlatLayout(self.communicator.world_size, bucket_nbytes, grain)
         self._params: list[Tensor] = []
         self._flats: list[FlatState] = []
         self._buffers = CombinedBuffers()
         self._grads = self._make_grads()
+        self._param_wire = ParamWireChoice()
+        if not alone:
+            dtype, bits = self._config.param_sync_dtype, self._config.param_sync_bits
+            self._param_wire = ParamWireChoice(dtype, bits, self._config.error_feedback)
         self._gather = ParamSync(
             self.communicator,
             overlaps=overlapped(self._config.overlap_param_sync),
@@ -135,13 +143,15 @@ class ShardedOptimizer(Clipped):
         """Return where gradients come from."""
         if self._config.grads_are_reduced:
             return PresyncedGrads()
+        wire = GradWireChoice(self._config.grad_sync_dtype)
+        if self.communicator.world_size > 1:
+            wire = GradWireChoice(self._config.grad_sync_dtype, self._config.grad_sync_bits)
         if self._are_partitioned:
             waits = self._config.debug_sync or self._config.overlap_grad_sync is False
-            wire = self._config.grad_sync_dtype
             return PartitionedGrads(self.communicator, wire, waits=waits)
         return GradSync(
             self.communicator,
-            self._config.grad_sync_dtype,
+            wire,
             overlaps=overlapped(self._config.overlap_grad_sync),
             waits=self._config.debug_sync,
         )
@@ -201,7 +211,7 @@ class ShardedOptimizer(Clipped):
                 [layout.specs[param] for param in members],
                 fragments=layout.fragments(flat, rank),
                 rank=rank,
-                wire=None if self.layout.world_size == 1 else self._config.param_sync_dtype,
+                wire=self._param_wire.of(buffer, rank),
             )
             self._flats.append(state)
             if self._config.broadcast_params:

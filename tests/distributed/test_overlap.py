@@ -115,6 +115,9 @@ def test_every_wire(sharding: dict[str, Any]) -> None:
     assert_same(run(2, names, {**ON, **sharding}), run(2, names, {**OFF, **sharding}))
 
 
+QUANTIZED = [sharding for name, sharding in WIRES.items() if "bit" in name]
+
+
 def check_schedule(seed: int) -> None:
     """A random program on a random schedule of deliveries, against no overlap."""
     rng = random.Random(seed)
@@ -123,7 +126,7 @@ def check_schedule(seed: int) -> None:
     build = rng.choice(list(OPTIMIZERS.values()))
     sharding = {
         "bucket_cap_mb": rng.choice([0.002, 0.004, 0.01, 1.0]),
-        "param_sync_dtype": rng.choice([None, None, torch.bfloat16]),
+        **rng.choice([{}, {}, {"param_sync_dtype": torch.bfloat16}, *QUANTIZED]),
     }
     used_last = rng.random() < 0.5
     found = run(world_size, names, {**ON, **sharding}, build, seed=seed, used_last=used_last)

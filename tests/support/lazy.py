@@ -63,6 +63,11 @@ class _Late:
         return self._parts
 
 
+def _spoil(tensor: Tensor) -> None:
+    """Overwrite what nobody is to read."""
+    tensor.fill_(float("nan") if tensor.is_floating_point() else 255)
+
+
 class LazyCommunicator:
     """A Communicator over a Post.
 
@@ -105,6 +110,7 @@ class LazyCommunicator:
         *,
         slot: int = 0,
         label: str | None = None,
+        is_summed: bool = True,
     ) -> Any:
         """Give the parts of all ranks, until the next in ``slot``."""
         key = self._send("reduce_scatter", input, label)
@@ -112,7 +118,7 @@ class LazyCommunicator:
 
         def deliver() -> Parts:
             order = [(self.rank - k) % self.world_size for k in range(self.world_size)]
-            wholes = [self._post.fetch(key, rank) for rank in order]
+            wholes = [self._post.fetch(key, rank) for rank in order[not is_summed :]]
             room.extend(whole.chunk(self.world_size)[self.rank].clone() for whole in wholes)
             return tuple(room)
 
@@ -125,12 +131,12 @@ class LazyCommunicator:
             return
         for rank, part in enumerate(tensor.detach().chunk(self.world_size)):
             if rank != self.rank:
-                part.fill_(float("nan"))
+                _spoil(part)
 
     def _clear(self, slot: int) -> list[Tensor]:
         """Return the place for what is received in ``slot`` next; what was there is NaN."""
         for part in self._slots.get(slot, ()):
-            part.fill_(float("nan"))
+            _spoil(part)
         self._slots[slot] = []
         return self._slots[slot]
 
@@ -138,7 +144,7 @@ class LazyCommunicator:
         """Write what others sent, not before it is delivered; until then it is NaN."""
         key = self._send("all_gather", input, None)
         own = input.clone()
-        output.detach().fill_(float("nan"))
+        _spoil(output.detach())
         parts = output.detach().chunk(self.world_size)
         parts[self.rank].copy_(own)
 

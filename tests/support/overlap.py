@@ -16,9 +16,13 @@ WIRES: dict[str, dict[str, Any]] = {
     "bf16": {"grad_sync_dtype": torch.bfloat16},
     "fp16": {"grad_sync_dtype": torch.float16},
     "bf16 params": {"param_sync_dtype": torch.bfloat16},
+    "8 bits": {"grad_sync_bits": 8, "param_sync_bits": 8},
+    "8-bit gradients, clip": {"grad_sync_bits": 8, "clip_grad_norm": 0.1},
+    "4-bit params": {"param_sync_bits": 4},
+    "4-bit params, no feedback": {"param_sync_bits": 4, "error_feedback": False},
     "clip": {"clip_grad_norm": 0.1},
 }
-"""Sums in another dtype, and a clip in step()."""
+"""What travels in another dtype, or in fewer bits, and a clip in step()."""
 
 
 class Net(nn.Module):

@@ -93,6 +93,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         *,
         slot: int = 0,
         label: str | None = None,
+        is_summed: bool = True,
     ) -> PartsHandle:
         """Send each rank its part of ``input``; wait() gives this rank's and theirs, each (n,).
 
@@ -108,7 +109,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
             mark = self._mark("reduce_scatter", input, label)
             self._board.num_between += 1
         handle = self._move(mark, theirs, out_of, keeps_input=True)
-        return PartsInFlight(handle, (parts[self.rank], *theirs))
+        return PartsInFlight(handle, (parts[self.rank], *theirs) if is_summed else theirs)
 
     def expect(self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0) -> None:
         if self._open_mailbox() is not None:

@@ -1,0 +1,175 @@
+"""How gradients travel: summed in some dtype, or in 8 bits, to be added up where they arrive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from shardfuse.comm import Communicator
+from shardfuse.comm.base import Parts, PartsHandle
+from shardfuse.comm.staging import Staging
+from shardfuse.layout import Bucket
+from shardfuse.quantize import BlockQuantizer
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A bucket that is to leave.
+
+    Args:
+        whole: its gradients (world_size * n,), which stay as they are until they have arrived.
+        factor: what they are to be multiplied by; None is 1.
+        staged_at: which of the buffers to send from, if what is sent is not ``whole`` itself.
+        slot, label: as of Communicator.reduce_scatter().
+        into: fp32 (n,) for the sum, or None.
+    """
+
+    whole: Tensor
+    factor: float | None = None
+    staged_at: int = 0
+    slot: int = 0
+    label: str | None = None
+    into: Tensor | None = None
+
+
+class GradWire(Protocol):
+    """How the gradients of one flat travel."""
+
+    def factor_after_sum(self, num_summed: int) -> float | None:
+        """Return what turns the sum into the mean; None is 1."""
+
+    def launch(self, comm: Communicator, staging: Staging, bucket: Departure) -> PartsHandle:
+        """Launch what brings this rank tensors (n,) that add up to its shard of the sum."""
+
+    def expect(
+        self, comm: Communicator, bucket: Bucket, where: Tensor, label: str, slot: int
+    ) -> None:
+        """Be ready for a bucket of that label, on the device of ``where``."""
+
+
+@dataclass(frozen=True)
+class DtypeWire:
+    """In a dtype of torch's, summed on the way."""
+
+    dtype: torch.dtype
+
+    def _factor_before_sum(self, factor: float | None, num_summed: int) -> float | None:
+        """In fp16 gradients are divided before the sum, which would overflow at 65504."""
+        if self.dtype != torch.float16:
+            return factor
+        return (1.0 if factor is None else factor) / num_summed
+
+    def factor_after_sum(self, num_summed: int) -> float | None:
+        return None if num_summed == 1 or self.dtype == torch.float16 else 1.0 / num_summed
+
+    def launch(self, comm: Communicator, staging: Staging, bucket: Departure) -> PartsHandle:
+        send = self._as_sent(
+            staging, bucket, self._factor_before_sum(bucket.factor, comm.num_summed)
+        )
+        into = bucket.into if self.dtype == torch.float32 else None
+        return comm.reduce_scatter(send, into, slot=bucket.slot, label=bucket.label)
+
+    def _as_sent(self, staging: Staging, bucket: Departure, factor: float | None) -> Tensor:
+        """Return the bucket times ``factor`` in this dtype; itself, if that is it."""
+        whole = bucket.whole
+        if factor is None and whole.dtype == self.dtype:
+            return whole
+        like = torch.empty(0, dtype=self.dtype, device=whole.device)
+        staged = staging.take("send", bucket.staged_at, whole.numel(), like)
+        if factor is None:
+            return staged.copy_(whole)
+        if self.dtype.itemsize > whole.dtype.itemsize:
+            return staged.copy_(whole).mul_(factor)
+        return torch.mul(whole, factor, out=staged)
+
+    def expect(
+        self, comm: Communicator, bucket: Bucket, where: Tensor, label: str, slot: int
+    ) -> None:
+        like = torch.empty(1, dtype=self.dtype, device=where.device).expand(bucket.numel)
+        comm.expect("reduce_scatter", like, label=label, slot=slot)
+
+
+@dataclass(frozen=True)
+class QuantizedWire:
+    """In few bits, which nobody can add up on the way; a rank's own part keeps all of its digits.
+
+    Blocks hold elements of one parameter each, so that an absent gradient arrives as absent.
+    """
+
+    quantizer: BlockQuantizer
+
+    def factor_after_sum(self, num_summed: int) -> float | None:
+        return None if num_summed == 1 else 1.0 / num_summed
+
+    def launch(self, comm: Communicator, staging: Staging, bucket: Departure) -> PartsHandle:
+        parts = bucket.whole.chunk(comm.world_size)
+        numel = parts[0].numel()
+        nbytes = self.quantizer.nbytes(numel)
+        like = torch.empty(0, dtype=torch.uint8, device=bucket.whole.device)
+        send = staging.take("send", bucket.staged_at, comm.world_size * nbytes, like)
+        for rank, (part, out) in enumerate(zip(parts, send.chunk(comm.world_size), strict=True)):
+            if rank != comm.rank:
+                self.quantizer.encode(part, out, bucket.factor)
+        handle = comm.reduce_scatter(send, slot=bucket.slot, label=bucket.label, is_summed=False)
+        total = bucket.into
+        if total is None:
+            like = torch.empty(0, dtype=torch.float32, device=bucket.whole.device)
+            total = staging.take("sum", 0, numel, like)
+        return _Decoded(handle, self.quantizer, parts[comm.rank], bucket.factor, total)
+
+    def expect(
+        self, comm: Communicator, bucket: Bucket, where: Tensor, label: str, slot: int
+    ) -> None:
+        nbytes = self.quantizer.nbytes(bucket.shard_numel) * comm.world_size
+        like = torch.empty(1, dtype=torch.uint8, device=where.device).expand(nbytes)
+        comm.expect("reduce_scatter", like, label=label, slot=slot)
+
+
+@dataclass
+class _Decoded:
+    """A handle whose wait() adds up what has arrived; its sum is valid until that of the next."""
+
+    handle: PartsHandle
+    quantizer: BlockQuantizer
+    own: Tensor
+    factor: float | None
+    total: Tensor
+    parts: Parts = field(default=())
+
+    def wait(self) -> Parts:
+        if not self.parts:
+            arrived = self.handle.wait()
+            self.total.copy_(self.own)
+            if self.factor is not None:
+                self.total.mul_(self.factor)
+            for part in arrived:
+                self.quantizer.add(part, self.total)
+            self.parts = (self.total,)
+        return self.parts
+
+
+class GradWireChoice(NamedTuple):
+    """How all gradients travel: in ``bits``, in ``dtype``, or, if both are None, as they are."""
+
+    dtype: torch.dtype | None = None
+    bits: int | None = None
+
+    def of(self, grads: torch.dtype) -> GradWire:
+        """Return how gradients of a dtype travel."""
+        if self.bits is not None:
+            return QuantizedWire(BlockQuantizer(self.bits))
+        return DtypeWire(self.dtype or grads)
+
+
+def add_up(parts: Parts, into: Tensor) -> None:
+    """Write the sum of ``parts`` (n,) ``into`` (n,); in fp32 if that is."""
+    if len(parts) > 1:
+        # Two at once, where that is a sum in fp32.
+        torch.add(parts[0].to(into.dtype), parts[1], out=into)
+        for part in parts[2:]:
+            into.add_(part)
+    elif parts[0].data_ptr() != into.data_ptr():
+        into.copy_(parts[0])
