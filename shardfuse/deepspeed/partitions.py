@@ -37,6 +37,10 @@ class _Partition(NamedTuple):
     positions: list[int]  # of the group's parameters in the optimizer's layout
 
 
+_OF_OUR_WIRES = ("grad_sync_dtype", "grad_sync_bits", "param_sync_dtype", "param_sync_bits")
+"""Options of what travels between ranks, which is DeepSpeed's there."""
+
+
 class Partitions:
     """What an optimizer works on in place of flat buffers of its own; see Foreign.
 
@@ -46,7 +50,8 @@ class Partitions:
         optimizer: has read its parameters, and gets ``self`` as its Foreign.
 
     Raises:
-        ValueError: it was stepped, is over partitions already, or clips by itself.
+        ValueError: it was stepped, is over partitions already, clips by itself, or has options of
+            what DeepSpeed sends.
     """
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
@@ -59,6 +64,14 @@ class Partitions:
             raise ValueError(
                 'sharding={"clip_grad_norm": ...} is for loops without DeepSpeed, whose engine '
                 'clips at ZeRO stages 1 and 2: write "gradient_clipping" in its configuration.'
+            )
+        sent = [name for name in _OF_OUR_WIRES if getattr(optimizer._config, name) is not None]
+        sent += ["stage"] if optimizer._config.stage != 1 else []
+        if sent:
+            raise ValueError(
+                f'sharding={{"{sent[0]}": ...}} is for what shardfuse sends. At ZeRO stages 1 and '
+                '2 DeepSpeed does: remove it, and see "communication_data_type"; or set '
+                '"zero_optimization": {"stage": 0}.'
             )
         flats = optimizer._flats
         if any(state.step_of(slot.param) for state in flats for slot in state.flat.slots):

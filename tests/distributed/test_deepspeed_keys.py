@@ -27,6 +27,8 @@ MAXIMIZING = [
 ]
 REFUSED = {
     "gradient_clipping": {"sharding": {"clip_grad_norm": 1.0}},
+    '"param_sync_bits": ...': {"sharding": {"param_sync_bits": 8}},
+    '"stage": ...': {"sharding": {"stage": 2}},
     "differentiable=True": {"differentiable": True},
     "unexpected keyword argument": {"fussed": True},
 }
