@@ -29,6 +29,10 @@ from tests.launch import jobs
         (["--seq-len", "4"], r"--seq-len must be at least 8"),
         (["--save-every", "0"], r"--save-every must be greater than 0"),
         (["--seed", "-1"], r"--seed must be 0 or greater"),
+        (["--sharding", "stage=2"], r"--sharding must be a JSON object .* got stage=2: "),
+        (["--sharding", "[1]"], r"--sharding must be a JSON object"),
+        (["--sharding", '{"stage": 3}'], r"--sharding .* Invalid stage: 3"),
+        (["--sharding", '{"stages": 2}'], r"--sharding .* Unknown sharding options"),
         (["--corpus", "nowhere.txt"], r"--corpus: nowhere.txt is not a file"),
         (["--resume"], r"--resume: runs holds no run; name one with --run-dir"),
         (["--resume", "--run-dir", "x"], r"config.json cannot be read; name the folder of a run"),
@@ -130,8 +134,23 @@ def test_resume_takes_the_options_of_the_run(stored_run: RunConfig, text_file: P
     assert resumed.resume
 
 
+def test_a_run_from_before_there_was_an_option_resumes(stored_run: RunConfig) -> None:
+    """What it cannot name has its default."""
+    path = stored_run.run_dir / "config.json"
+    stored = json.loads(path.read_text())
+    del stored["sharding"]
+    path.write_text(json.dumps(stored))
+    assert parse_config(["--resume", "--run-dir", str(stored_run.run_dir)]).sharding == "{}"
+
+
 @pytest.mark.parametrize(
-    "arguments", [["--optimizer", "lamb"], ["--steps", "78"], ["--betas", "0.8", "0.9"]]
+    "arguments",
+    [
+        ["--optimizer", "lamb"],
+        ["--steps", "78"],
+        ["--betas", "0.8", "0.9"],
+        ["--sharding", '{"param_sync_bits": 4}'],
+    ],
 )
 def test_resume_refuses_another_configuration(stored_run: RunConfig, arguments: list[str]) -> None:
     """An option that would change the losses is named with both values."""

@@ -83,11 +83,17 @@ def test_clipping_bounds_the_norm_that_is_reported_before_it(
     assert jobs.records(tmp_path / "bound" / "run", "train")[0]["grad_norm"] > 0.1
 
 
+@pytest.mark.parametrize(
+    "sharding",
+    ["{}", '{"stage": 2, "grad_sync_bits": 8, "param_sync_bits": 4}'],
+    ids=["default", "fewer-bits"],
+)
 def test_a_stopped_run_resumes_with_the_losses_of_an_uninterrupted_one(
-    tmp_path: Path, inputs: list[str]
+    tmp_path: Path, inputs: list[str], sharding: str
 ) -> None:
     """SIGTERM to one rank stops both at the same step, and dropout goes on where it was."""
     options = [*SMALL, "--steps", "150", "--dropout", "0.1", "--run-dir", "run"]
+    options += ["--sharding", sharding]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     whole.mkdir(), stopped.mkdir()
     jobs.run(whole, [*inputs, *options], 2)

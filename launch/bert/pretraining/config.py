@@ -14,6 +14,7 @@ from pretraining.corpus import check_corpus_file
 from pretraining.errors import UsageError
 from pretraining.files import blaming, write_whole
 from pretraining.rundir import CONFIG_FILE, check_unused, newest_run_dir, next_run_dir
+from shardfuse import ShardConfig
 
 ModelSizeName = Literal["tiny", "mini", "small", "base", "large"]
 OptimizerName = Literal["lamb", "adamw", "adam", "bertadam", "sgd"]
@@ -46,6 +47,7 @@ _IDENTITY = (
     "global_batch_size",
     "dtype",
     "seed",
+    "sharding",
     "eval_samples",
 )
 """Options that decide the losses: `--resume` takes them from the run and lets none change."""
@@ -84,6 +86,8 @@ class RunConfig:
     seed: int
     device: Literal["auto", "cpu"]
     bucket_cap_mb: float
+    sharding: str
+    """Other options of ShardConfig, as a JSON object."""
     run_dir: Path
     is_numbered: bool
     """The run directory was not named: any other number does as well."""
@@ -108,6 +112,21 @@ class RunConfig:
         self._require("dropout", 0 <= self.dropout < 1, "from 0 to below 1")
         self._require("warmup", 0 <= self.warmup <= 1, "a share of the steps from 0 to 1")
         self._require("betas", all(0 <= beta < 1 for beta in self.betas), "from 0 to below 1")
+
+        self.shard_config()
+
+    def shard_config(self) -> ShardConfig:
+        """Return how the optimizer is sharded; raises `UsageError`."""
+        try:
+            options = json.loads(self.sharding)
+            # Checkpoints are sharded: nothing is ever consolidated.
+            own = {"bucket_cap_mb": self.bucket_cap_mb, "consolidate_every": 0}
+            return ShardConfig.of({**own, **options})
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"--sharding must be a JSON object of ShardConfig's options, got {self.sharding}: "
+                f"{error}"
+            ) from error
 
     def _require(self, name: str, is_valid: bool, wanted: str) -> None:
         if not is_valid:
@@ -202,6 +221,8 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
     add("--seed", type=int, default=0, help="of weights, samples and dropout")
     add("--device", choices=("auto", "cpu"), default="auto", help="auto: accelerator if any")
     add("--bucket-cap-mb", type=float, default=25, help="size of one collective, MiB")
+    add("--sharding", default="{}", metavar="JSON",
+        help='more of ShardConfig, such as {"stage": 2}')  # fmt: skip
 
 
 def _add_run_options(group: argparse._ArgumentGroup) -> None:
@@ -308,7 +329,7 @@ def read_stored_config(run_dir: Path) -> dict[str, Any]:
         raise _damaged(run_dir, str(error)) from error
     if not isinstance(stored, dict) or "corpus_digest" not in stored:
         raise _damaged(run_dir, "it has no corpus_digest")
-    return stored
+    return {"sharding": "{}", **stored}
 
 
 def _damaged(run_dir: Path, reason: str) -> UsageError:

@@ -10,7 +10,6 @@ from torch import nn
 
 from pretraining.config import RunConfig
 from shardfuse import (
-    ShardConfig,
     ShardedAdam,
     ShardedAdamW,
     ShardedBertAdam,
@@ -25,8 +24,7 @@ EXCLUDED = ("bias", "LayerNorm")
 
 def build_optimizer(config: RunConfig, model: nn.Module) -> ShardedOptimizer:
     """Build the sharded optimizer on the model's parameters. Collective."""
-    # Checkpoints are sharded: nothing is ever consolidated.
-    sharding = ShardConfig(bucket_cap_mb=config.bucket_cap_mb, consolidate_every=0)
+    sharding = config.shard_config()
     lr, betas = config.lr, config.betas
     if config.optimizer == "lamb":
         return ShardedLamb(
