@@ -30,6 +30,7 @@ def agree(
         RuntimeError: another rank has an error.
         ValueError: the entries differ.
     """
+    comm = comm.everyone
     if comm.world_size == 1:
         if error is not None:
             raise error
@@ -60,7 +61,7 @@ def agree(
 
 def on_rank(comm: Communicator) -> str:
     """Return how an error that only this rank may have begins; empty where there is one rank."""
-    return "" if comm.world_size == 1 else f"[rank {comm.rank}] "
+    return "" if comm.world_size == 1 else f"[rank {comm.everyone.rank}] "
 
 
 def _both(values: list[int]) -> list[int]:

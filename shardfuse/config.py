@@ -54,6 +54,14 @@ class ShardConfig:
     no launcher has started several; "alone" is this process alone in any case. An object with the
     methods of ``shardfuse.comm.Communicator`` is used as it is."""
 
+    mesh: Any = None
+    """A torch DeviceMesh of two dimensions, (replicate, shard), for hybrid sharding (HSDP).
+
+    States and masters are sharded over the second alone, gradients summed over both: within a row
+    of ranks as ever, and then each shard with the ranks that have its copies. ``process_group`` is
+    then the group of all ranks of the mesh. None: all ranks shard.
+    """
+
     bucket_cap_mb: float = 25.0
     """Upper bound of one collective's payload in MiB; 25 was the fastest measured on gloo.
 
@@ -201,6 +209,11 @@ class ShardConfig:
                 raise ValueError(f"Invalid {name}: {bits}. Use {names}, or None.")
             if getattr(self, dtype) is not None:
                 raise ValueError(f"Invalid {name}: {bits} with {dtype}. Use one of the two.")
+        if self.grad_sync_bits is not None and self.mesh is not None:
+            raise ValueError(
+                f"Invalid grad_sync_bits: {self.grad_sync_bits} with a mesh, whose second sum "
+                "needs more. Use grad_sync_dtype=torch.bfloat16."
+            )
         if self.grad_sync_bits is not None and self.grads_are_reduced:
             raise ValueError(
                 f"Invalid grad_sync_bits: {self.grad_sync_bits} with grads_are_reduced=True, where "

@@ -46,7 +46,7 @@ def agree_on_step(
         return ScaledStep(skip=False, inverse=None, is_equal=True)
     scale = torch.ones_like(found_inf) if grad_scale is None else grad_scale
     flags = torch.stack([found_inf.reshape(()), scale.reshape(()), -scale.reshape(())]).float()
-    comm.all_reduce(flags, "max").wait()
+    comm.everyone.all_reduce(flags, "max").wait()
     any_found, largest, smallest = flags.tolist()
     inverse = None if grad_scale is None else grad_scale.double().reciprocal().float().reshape(())
     return ScaledStep(skip=any_found != 0, inverse=inverse, is_equal=largest == -smallest)
@@ -75,17 +75,17 @@ class OverflowReport:
         """
         if not self.enabled:
             return
-        world_size = self.comm.world_size
+        everyone = self.comm.everyone
         present = [(index, grad) for index, (_, grad) in enumerate(grads) if grad is not None]
         first = len(grads)
         if present:
             bad = torch.stack([~torch.isfinite(grad).all() for _, grad in present]).tolist()
             first = next((present[i][0] for i, is_bad in enumerate(bad) if is_bad), first)
         # The smallest is that of the first parameter, and of the lowest rank that it is bad on.
-        code = -(first * world_size + self.comm.rank)
+        code = -(first * everyone.world_size + everyone.rank)
         key = torch.tensor([code], dtype=torch.int32, device=device)
-        self.comm.all_reduce(key, "max").wait()
-        param, rank = divmod(-int(key), world_size)
+        everyone.all_reduce(key, "max").wait()
+        param, rank = divmod(-int(key), everyone.world_size)
         self.last = Overflow(grads[param][0], rank) if param < len(grads) else None
         if self.last is None:
             logger.warning(

@@ -68,8 +68,11 @@ class Communicator(Protocol):
         """Number of ranks in the group."""
 
     @property
-    def num_summed(self) -> int:
-        """Ranks that reduce_scatter() adds up: ``world_size``, unless it goes over two axes."""
+    def everyone(self) -> Communicator:
+        """All ranks that make these calls, and whose gradients reduce_scatter() adds up.
+
+        It is this one, unless that goes over two axes; see comm/mesh.py.
+        """
 
     def call(self, name: str) -> AbstractContextManager[None]:
         """Make a call ``name`` of all ranks: an error inside it is raised on every rank.
@@ -172,10 +175,13 @@ class SingleRank:
 
     rank = 0
     world_size = 1
-    num_summed = 1
     staging_nbytes = 0
     progress: Progress = "when waited for"
     epoch = 0
+
+    @property
+    def everyone(self) -> Communicator:
+        return self
 
     def call(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()

@@ -10,6 +10,7 @@ import torch
 
 from shardfuse.comm.base import Communicator, SingleRank
 from shardfuse.comm.gloo.pairwise import PairwiseCommunicator
+from shardfuse.comm.mesh import MeshCommunicator
 from shardfuse.comm.process_group import ProcessGroupCommunicator, is_initialized
 from shardfuse.comm.traits import traits_of
 
@@ -37,9 +38,19 @@ def communicator_for(
     if process_group is None and not is_initialized():
         _check_launched_alone()
         return SingleRank()
-    native = ProcessGroupCommunicator(process_group, device)
+    return _chosen(process_group, device, collectives) or SingleRank()
+
+
+def _chosen(
+    process_group: Any,
+    device: torch.device,
+    collectives: str,
+    within: ProcessGroupCommunicator | None = None,
+) -> ProcessGroupCommunicator | None:
+    """Return the communicator of several ranks; None for one."""
+    native = ProcessGroupCommunicator(process_group, device, within=within)
     if native.world_size == 1:
-        return SingleRank()
+        return None
     if collectives == "native":
         choice, reason = "native", "as configured"
     elif traits_of(native.backend).prefers_pairwise and device.type == "cpu":
@@ -49,7 +60,45 @@ def communicator_for(
     logger.info("collectives=%s over %d ranks: %s", choice, native.world_size, reason)
     if choice == "native":
         return native
-    return PairwiseCommunicator(process_group, device, reads_memory=collectives == "auto")
+    reads_memory = collectives == "auto"
+    return PairwiseCommunicator(process_group, device, reads_memory=reads_memory, within=within)
+
+
+def communicator_over(
+    mesh: Any, process_group: Any, device: torch.device, collectives: str = "auto"
+) -> Communicator:
+    """Return the Communicator that shards over one axis of ``mesh`` and adds up over both.
+
+    Args:
+        mesh: a torch DeviceMesh of two dimensions. They are (replicate, shard), as of FSDP2's
+            hybrid sharding, in any order where they have these names.
+        process_group: all ranks of the mesh; None is the default group.
+        device, collectives: as of communicator_for().
+
+    Raises:
+        ValueError: another number of dimensions, other ranks than the group's, or no sharding.
+    """
+    if getattr(mesh, "ndim", 0) != 2:
+        raise ValueError(
+            f"Invalid mesh: {mesh!r}. Give a DeviceMesh of two dimensions, (replicate, shard)."
+        )
+    names = mesh.mesh_dim_names or ()
+    replicate, shard = ("replicate", "shard") if {"replicate", "shard"} == set(names) else (0, 1)
+    everyone = _chosen(process_group, device, collectives)
+    if everyone is None or everyone.world_size != mesh.size():
+        num_ranks = 1 if everyone is None else everyone.world_size
+        raise ValueError(
+            f"Invalid mesh: it has {mesh.size()} ranks, the process group {num_ranks}. Give "
+            "process_group the group of exactly the mesh's ranks."
+        )
+    rows = _chosen(mesh.get_group(shard), device, collectives, everyone)
+    columns = _chosen(mesh.get_group(replicate), device, collectives, everyone)
+    if rows is None:
+        raise ValueError(
+            f"Invalid mesh: {mesh!r} has one rank along its shard dimension, so that nothing is "
+            "sharded. Use more, or DistributedDataParallel."
+        )
+    return everyone if columns is None else MeshCommunicator(everyone, rows, columns)
 
 
 def _check_launched_alone() -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from shardfuse.comm.base import Handle, Labelled, PartsHandle, Progress, ReduceOp
+from shardfuse.comm.base import Communicator, Handle, Labelled, PartsHandle, Progress, ReduceOp
 from shardfuse.comm.board import Board
 from shardfuse.comm.calls import digest
 from shardfuse.comm.staging import PartsInFlight, Staging
@@ -88,13 +88,23 @@ def _post_of(group: Any, device: torch.device, backend: str) -> _Post:
         # A group may be destroyed and made again under the same name, in the same store.
         life = store.add(f"lives/{rank}", 1)
         board = Board(PrefixStore(str(life), store), rank, world_size)
-        unblock = _UNBLOCKERS.get(backend)
-        group_ref = weakref.ref(group)
-        watch = None
-        if unblock is not None:
-            watch = Watch(board, lambda: unblock(group_ref(), device), blocks=device.type == "cpu")
-        _posts[group] = _Post(board, watch)
+        _posts[group] = _Post(board, _watch_over(board, group, device, backend))
     return _posts[group]
+
+
+def _watch_over(board: Board, group: Any, device: torch.device, backend: str) -> Watch | None:
+    """Return what ends waits in ``group`` where ``board`` tells of an error."""
+    unblock = _UNBLOCKERS.get(backend)
+    if unblock is None:
+        return None
+    group_ref = weakref.ref(group)
+    return Watch(board, lambda: unblock(group_ref(), device), blocks=device.type == "cpu")
+
+
+def _ranks_in(larger: Any, group: Any) -> list[int]:
+    """Return the rank in ``larger`` of each rank of ``group``."""
+    members = range(dist.get_world_size(group))
+    return [dist.get_group_rank(larger, dist.get_global_rank(group, rank)) for rank in members]
 
 
 def _close_gloo(group: Any, device: torch.device) -> None:
@@ -130,13 +140,20 @@ class ProcessGroupCommunicator:
     Args:
         process_group: a ``torch.distributed.ProcessGroup``; None is the default group.
         device: where the tensors live; picks the backend of a group that has several.
+        within: of a larger group, whose calls are those of this one.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
         ValueError: this process is not a member of the group.
     """
 
-    def __init__(self, process_group: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        process_group: Any,
+        device: torch.device,
+        *,
+        within: ProcessGroupCommunicator | None = None,
+    ) -> None:
         group = dist.group.WORLD if process_group is None else process_group
         if group is None:
             raise RuntimeError(
@@ -145,15 +162,25 @@ class ProcessGroupCommunicator:
         self.rank = dist.get_rank(group)
         if self.rank < 0:
             raise ValueError("process_group does not contain this process's rank.")
-        self.world_size = self.num_summed = dist.get_world_size(group)
+        self.world_size = dist.get_world_size(group)
         # Weak: a gloo group that outlives destroy_process_group() aborts the process at exit.
         self._group_ref: weakref.ref[Any] = weakref.ref(group)
         self.backend = backend_for(group, device)
         self._traits = traits_of(self.backend)
-        self._board, self._watch = _post_of(group, device, self.backend)
+        if within is None:
+            self._board, self._watch = _post_of(group, device, self.backend)
+        else:
+            self._board = within._board
+            self._watch = _watch_over(self._board, group, device, self.backend)
+        self._board_ranks = _ranks_in(group if within is None else within._live_group(), group)
         self._staging = Staging()
         self._staged_epoch = 0
-        self._number = 0  # the same on all ranks, from the first call on
+        self.number = 0  # of this communicator, the same on all ranks, from the first call on
+
+    @property
+    def everyone(self) -> Communicator:
+        """This one."""
+        return self
 
     @property
     def progress(self) -> Progress:
@@ -168,22 +195,22 @@ class ProcessGroupCommunicator:
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
         self._live_group()
-        if self._number == 0:
+        if self.number == 0:
             self._board.num_communicators += 1
-            self._number = self._board.num_communicators
+            self.number = self._board.num_communicators
         with self._board.call(name):
             yield
 
     def declare(self, lines: Sequence[str], *, is_new: bool = False) -> None:
-        self._board.present.declare([f"optimizer {self._number} of its process group", *lines])
+        self._board.present.declare([f"optimizer {self.number} of its process group", *lines])
         if is_new and self._watch is not None:
             self._confirm()
 
     def tell(self, topic: str, text: str) -> None:
-        self._board.tell(f"{self._number}/{topic}", text)
+        self._board.tell(f"{self.number}/{topic}", text)
 
     def told(self, topic: str) -> list[str | None]:
-        return self._board.told(f"{self._number}/{topic}")
+        return self._board.told(f"{self.number}/{topic}")
 
     def _confirm(self) -> None:
         """Have the ranks compare what they declared, where messages cannot tell."""
@@ -214,7 +241,7 @@ class ProcessGroupCommunicator:
         ]
         WorkHandle(self._watch, works, mine, theirs).wait()
         if int(theirs) != call.digest:
-            self._board.resolve(before)
+            self._board.resolve(self._board_ranks[before])
         call.is_confirmed = True
 
     def _note(self, kind: str, tensor: torch.Tensor) -> None:

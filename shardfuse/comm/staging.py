@@ -38,3 +38,14 @@ class PartsInFlight:
         """Return the parts."""
         self._handle.wait()
         return self._parts
+
+
+def add_up(parts: Parts, into: torch.Tensor) -> None:
+    """Write the sum of ``parts`` (n,) ``into`` (n,); in fp32 if that is."""
+    if len(parts) > 1:
+        # Two at once, where that is a sum in fp32.
+        torch.add(parts[0].to(into.dtype), parts[1], out=into)
+        for part in parts[2:]:
+            into.add_(part)
+    elif parts[0].data_ptr() != into.data_ptr():
+        into.copy_(parts[0])

@@ -37,8 +37,14 @@ class _Partition(NamedTuple):
     positions: list[int]  # of the group's parameters in the optimizer's layout
 
 
-_OF_OUR_WIRES = ("grad_sync_dtype", "grad_sync_bits", "param_sync_dtype", "param_sync_bits")
-"""Options of what travels between ranks, which is DeepSpeed's there."""
+_OF_OUR_WIRES = (
+    "grad_sync_dtype",
+    "grad_sync_bits",
+    "param_sync_dtype",
+    "param_sync_bits",
+    "mesh",
+)
+"""Options of what travels between which ranks, which is DeepSpeed's there."""
 
 
 class Partitions:

@@ -56,7 +56,7 @@ class AveragedCheck:
 
     def warn(self, params: Sequence[Tensor]) -> None:
         """Warn, in the second step and on the first rank, of a wrapper that was not declared."""
-        if self._num_seen != 2 or self.are_reduced or self.comm.rank != 0:
+        if self._num_seen != 2 or self.are_reduced or self.comm.everyone.rank != 0:
             return
         self._num_seen += 1
         told = self.comm.told("sample of gradients")

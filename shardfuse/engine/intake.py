@@ -134,8 +134,11 @@ def describe(
         }
         lines.append(f"options of group {index}: {options}")
     # Kernels may differ, as machines do; a process group is an object of its process.
-    shared = [f.name for f in fields(config) if f.name not in ("kernel", "process_group")]
+    own = ("kernel", "process_group", "mesh")
+    shared = [f.name for f in fields(config) if f.name not in own]
     chosen = " ".join(f"{name}={getattr(config, name)}" for name in shared)
+    if config.mesh is not None:
+        chosen += f" mesh={config.mesh.mesh.tolist()} {config.mesh.mesh_dim_names}"
     lines.append(f"{rule.describe()} {chosen}")
     return lines
 

@@ -117,7 +117,7 @@ def counted_groups(groups: Groups, rule: UpdateRule) -> list[dict[str, Any]]:
 
 def consolidate(held: Held, to: int | None) -> dict[str, Any] | None:
     """Return torch's state dict, of full CPU tensors, on rank ``to`` (None: on all). Collective."""
-    rule, keep = held.rule, to is None or held.comm.rank == to
+    rule, keep = held.rule, to is None or held.comm.everyone.rank == to
     steps = agreed_steps(held)
     state: dict[int, dict[str, Any]] = {}
     for param, name, tensor in _whole(held, keep):
@@ -157,7 +157,7 @@ def for_torch(held: Held, asked: Asked) -> dict[str, Any]:
             for slot in flat_state.flat.slots:
                 state[slot.param] = {"step": torch.tensor(float(steps[slot.param]))}
     if asked.full_state_dict or held.comm.world_size == 1:
-        keep = not (asked.full_state_dict and asked.cpu_offload) or held.comm.rank == 0
+        keep = not (asked.full_state_dict and asked.cpu_offload) or held.comm.everyone.rank == 0
         values = _whole(held, keep)
     else:
         values = _parts(held.flats)

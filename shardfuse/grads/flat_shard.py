@@ -12,9 +12,10 @@ from torch import Tensor
 
 from shardfuse.buffers import ShardArena
 from shardfuse.comm.base import Parts
+from shardfuse.comm.staging import add_up
 from shardfuse.grads.slots import check_grad, clear_grads, cut, is_absent
 from shardfuse.grads.taken import Taken
-from shardfuse.grads.wires import GradWire, add_up
+from shardfuse.grads.wires import GradWire
 from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec, slots_in
 
 

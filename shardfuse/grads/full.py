@@ -23,12 +23,12 @@ from torch import Tensor
 from shardfuse.buffers import CombinedBuffers, ShardArena
 from shardfuse.comm import Communicator
 from shardfuse.comm.base import Parts, PartsHandle, Progress
-from shardfuse.comm.staging import Staging
+from shardfuse.comm.staging import Staging, add_up
 from shardfuse.grads.ownership import GradVersions
 from shardfuse.grads.protocol import GradPhase, GradShards
 from shardfuse.grads.sends import Sends
 from shardfuse.grads.slots import FlatGrads, FlatParams, is_absent
-from shardfuse.grads.wires import Departure, GradWireChoice, add_up
+from shardfuse.grads.wires import Departure, GradWireChoice
 from shardfuse.layout import Bucket
 
 
@@ -100,7 +100,7 @@ class GradSync(GradShards):
         return idle
 
     def mean_factor(self, flat: int) -> float | None:
-        return self._flats[flat].wire.factor_after_sum(self._comm.num_summed)
+        return self._flats[flat].wire.factor_after_sum(self._comm.everyone.world_size)
 
     def note(self) -> None:
         if self._reduced_from is not None and self._reduced_from == GradVersions(self._params()):

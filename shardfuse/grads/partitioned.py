@@ -88,7 +88,7 @@ class PartitionedGrads(GradShards):
         return self._flats[bucket.flat].idle(bucket)
 
     def mean_factor(self, flat: int) -> float | None:
-        return self._flats[flat].wire.factor_after_sum(self._comm.num_summed)
+        return self._flats[flat].wire.factor_after_sum(self._comm.everyone.world_size)
 
     def note(self) -> None:
         if self.phase is GradPhase.REDUCED and not self._has_more():

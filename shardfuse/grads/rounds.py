@@ -169,7 +169,7 @@ class Rounds:
         mine = [self._num_rounds, self._num_cleared, -self._num_cleared, *late]
         device = self._flats()[0].arena.data.device
         total = torch.tensor(mine, dtype=torch.float32, device=device)
-        self._comm.all_reduce(total, "max").wait()
+        self._comm.everyone.all_reduce(total, "max").wait()
         num_rounds, most, least, *late = total.tolist()
         if most != -least:
             raise RuntimeError(

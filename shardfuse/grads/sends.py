@@ -113,7 +113,7 @@ class Sends:
         self._check_epoch()
         device = self._order[0][0].buffer.data.device
         total = torch.tensor([float(len(self._sent) > 0)], device=device)
-        self._comm.all_reduce(total, "max").wait()
+        self._comm.everyone.all_reduce(total, "max").wait()
         if total > 0:
             self._send_until(len(self._order), retain=False)
             for sent in self._sent:
@@ -255,7 +255,7 @@ class Sends:
         for place, sent in enumerate(self._sent):
             flags[place] = float(sent.is_changed(*self._order[place]))
         total = flags.to(self._order[0][0].buffer.data.device)
-        return total, self._comm.all_reduce(total, "max")
+        return total, self._comm.everyone.all_reduce(total, "max")
 
     def _agreed(self, asked: tuple[Tensor, Handle] | None) -> set[int]:
         """Return which buckets are to be sent anew."""

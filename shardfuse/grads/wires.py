@@ -67,7 +67,7 @@ class DtypeWire:
 
     def launch(self, comm: Communicator, staging: Staging, bucket: Departure) -> PartsHandle:
         send = self._as_sent(
-            staging, bucket, self._factor_before_sum(bucket.factor, comm.num_summed)
+            staging, bucket, self._factor_before_sum(bucket.factor, comm.everyone.world_size)
         )
         into = bucket.into if self.dtype == torch.float32 else None
         return comm.reduce_scatter(send, into, slot=bucket.slot, label=bucket.label)
@@ -162,14 +162,3 @@ class GradWireChoice(NamedTuple):
         if self.bits is not None:
             return QuantizedWire(BlockQuantizer(self.bits))
         return DtypeWire(self.dtype or grads)
-
-
-def add_up(parts: Parts, into: Tensor) -> None:
-    """Write the sum of ``parts`` (n,) ``into`` (n,); in fp32 if that is."""
-    if len(parts) > 1:
-        # Two at once, where that is a sum in fp32.
-        torch.add(parts[0].to(into.dtype), parts[1], out=into)
-        for part in parts[2:]:
-            into.add_(part)
-    elif parts[0].data_ptr() != into.data_ptr():
-        into.copy_(parts[0])

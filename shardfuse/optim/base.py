@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 from shardfuse.agreement import agree, on_rank
 from shardfuse.buffers import CombinedBuffers
-from shardfuse.comm import communicator_for
+from shardfuse.comm import Communicator, communicator_for, communicator_over
 from shardfuse.comm.base import overlapped
 from shardfuse.config import ShardConfig
 from shardfuse.engine import intake
@@ -94,9 +94,7 @@ class ShardedOptimizer(Clipped):
             error = failure
             self._device = intake.fallback_device()
         try:
-            self.communicator = communicator_for(
-                self._config.process_group, self._device, self._config.collectives
-            )
+            self.communicator = self._communicator()
         except Exception as failure:
             raise error or failure from None
         with self.communicator.call(
@@ -138,6 +136,13 @@ class ShardedOptimizer(Clipped):
         self._adopt(first_group=0, error=error)
         self._built = True
         logger.info("%s: %s\n%s", type(self).__name__, self._config, self.layout.describe())
+
+    def _communicator(self) -> Communicator:
+        """Return what moves data between the ranks of the configuration."""
+        group, how = self._config.process_group, self._config.collectives
+        if self._config.mesh is None:
+            return communicator_for(group, self._device, how)
+        return communicator_over(self._config.mesh, group, self._device, how)
 
     def _make_grads(self) -> GradShards:
         """Return where gradients come from."""

@@ -138,10 +138,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """
         self._refuse_if_foreign("consolidate_state_dict()")
         self._refuse_in_join("consolidate_state_dict()")
-        if to is not None and not 0 <= to < self.communicator.world_size:
-            raise ValueError(
-                f"Invalid rank to: {to}. The group has {self.communicator.world_size} ranks."
-            )
+        num_ranks = self.communicator.everyone.world_size
+        if to is not None and not 0 <= to < num_ranks:
+            raise ValueError(f"Invalid rank to: {to}. The group has {num_ranks} ranks.")
         self._can_be_saved = True
         with self.communicator.call("consolidate_state_dict()"):
             self.communicator.declare([f"to = {to}"])
@@ -160,7 +159,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         every = self._config.consolidate_every
         if every and self._num_calls % every == 0:
             self.consolidate_state_dict(to=0)
-        alone = self.communicator.world_size == 1 or self.communicator.rank != 0
+        alone = self.communicator.world_size == 1 or self.communicator.everyone.rank != 0
         # DeepSpeed's engine has a state_dict() of its own put on the instance.
         arranged = self._can_be_saved or every is not None or "state_dict" in self.__dict__
         if not alone and not arranged and "rank 0" not in _said:

@@ -1,15 +1,12 @@
 """Room for what later stages will need, without touching a file of the package.
 
-Each is a double, as small as it can be: a communicator of two axes, a rule over whole matrices.
-Shards that are no flat buffers are those of DeepSpeed's partitions and of compare_lamb_variants(),
-which have tests of their own; so have buckets that leave under backward.
+A double, as small as it can be: a rule over whole matrices. Shards that are no flat buffers are
+those of DeepSpeed's partitions and of compare_lamb_variants(), which have tests of their own; so
+have buckets that leave under backward, and meshes.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,9 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardfuse import ShardedAdam, ShardedOptimizer
-from shardfuse.comm import Communicator, communicator_for
-from shardfuse.comm.base import Done, PartsHandle, Progress
+from shardfuse import ShardedOptimizer
 from shardfuse.engine import reductions
 from shardfuse.engine.units import Shards, Unit
 from shardfuse.rules.base import (
@@ -28,89 +23,9 @@ from shardfuse.rules.base import (
     Settings,
     check_at_least_zero,
 )
-from tests.support.harness import run_procs, run_threads
-from tests.support.models import MIXED, ParamSet, rank_grads
-from tests.support.runs import assert_bitwise
+from tests.support.harness import run_threads
 
 CPU = torch.device("cpu")
-
-
-class TwoAxes:
-    """Shards over one group, adds up over that and another."""
-
-    def __init__(self, shard: Communicator, replicate: Communicator) -> None:
-        self._shard = shard
-        self._replicate = replicate
-        self.rank, self.world_size = shard.rank, shard.world_size
-        self.num_summed = shard.world_size * replicate.world_size
-        self.staging_nbytes = 0
-        self.progress: Progress = "when waited for"
-        self.epoch = 0
-
-    def call(self, name: str) -> AbstractContextManager[None]:
-        return self._shard.call(name)
-
-    def declare(self, lines: Sequence[str], *, is_new: bool = False) -> None:
-        self._shard.declare(lines, is_new=is_new)
-
-    def tell(self, topic: str, text: str) -> None:
-        self._shard.tell(topic, text)
-
-    def told(self, topic: str) -> list[str | None]:
-        return self._shard.told(topic)
-
-    def reduce_scatter(
-        self,
-        input: Tensor,
-        into: Tensor | None = None,
-        *,
-        slot: int = 0,
-        label: str | None = None,
-    ) -> PartsHandle:
-        parts = self._shard.reduce_scatter(input).wait()
-        total = functools.reduce(torch.add, parts).clone()  # -0.0 stays -0.0, not so in sum()
-        self._replicate.all_reduce(total).wait()
-        return Done((total if into is None else into.copy_(total),))
-
-    def all_gather(self, output: Tensor, input: Tensor, *, label: str | None = None) -> Any:
-        return self._shard.all_gather(output, input, label=label)
-
-    def expect(self, kind: Any, tensor: Tensor, *, label: str, slot: int = 0) -> None:
-        pass
-
-    def all_reduce(self, tensor: Tensor, op: Any = "sum") -> Any:
-        return self._shard.all_reduce(tensor, op)
-
-    def broadcast(self, tensor: Tensor, src: int = 0) -> Any:
-        self._shard.broadcast(tensor, src).wait()
-        return self._replicate.broadcast(tensor, src)
-
-
-def train_on_axes(has_two: bool) -> tuple[list[Tensor], int]:
-    """Train on four ranks that shard over two of them, or over all."""
-    process_group: Any = None
-    if has_two:
-        groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-        rank = dist.get_rank()
-        process_group = TwoAxes(
-            communicator_for(groups[rank // 2], CPU, "pairwise"),
-            communicator_for(groups[2 + rank % 2], CPU, "pairwise"),
-        )
-    params = ParamSet(MIXED, overrides=({}, {"weight_decay": 0.25}))
-    options = {"sharding": {"kernel": "eager", "process_group": process_group}}
-    optimizer = ShardedAdam(params.groups(), lr=0.1, **options)
-    for step in range(3):
-        params.assign(rank_grads("integers", 4, dist.get_rank(), step, MIXED))
-        optimizer.step()
-    return params.values(), optimizer.communicator.world_size
-
-
-def test_a_communicator_of_two_axes() -> None:
-    """The world that shards need not be the world that averages."""
-    expected = run_procs(4, train_on_axes, False)[0][0]
-    for values, world_size in run_procs(4, train_on_axes, True):
-        assert world_size == 2
-        assert_bitwise(values, expected)
 
 
 class Rate(NamedTuple):

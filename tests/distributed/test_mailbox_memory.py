@@ -36,7 +36,7 @@ def test_a_strangers_file_is_not_written(is_same_size: bool, tmp_path: Path) -> 
     path.write_bytes(b"x" * size)
     board: Any = SimpleNamespace()
     with path.open("r+b") as file, pytest.raises(OSError, match="not what rank 0 shares"):
-        Mailbox(1, [os.getpid()] * 2, (file.fileno(), shared[1]), 1.0, board)
+        Mailbox(1, [os.getpid()] * 2, (file.fileno(), shared[1]), 1.0, board, [0, 1])
     assert path.read_bytes() == b"x" * size
 
 

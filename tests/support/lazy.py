@@ -80,7 +80,7 @@ class LazyCommunicator:
 
     def __init__(self, post: Post, rank: int, world_size: int, seed: int | None = None) -> None:
         self._post = post
-        self.rank, self.world_size, self.num_summed = rank, world_size, world_size
+        self.rank, self.world_size = rank, world_size
         self.progress: Progress = "in any order"
         self.epoch, self.staging_nbytes = 0, 0
         self.log: list[str] = []
@@ -88,6 +88,11 @@ class LazyCommunicator:
         self._rng = None if seed is None else random.Random(f"{seed} {rank}")
         self._pending: list[tuple[_Late, str]] = []
         self._slots: dict[int, list[Tensor]] = {}  # what was received there last
+
+    @property
+    def everyone(self) -> LazyCommunicator:
+        """All ranks: these."""
+        return self
 
     def call(self, name: str) -> AbstractContextManager[None]:
         """Make no record."""

@@ -20,7 +20,9 @@ def test_the_sender_is_looked_for_every_tenth_of_a_second(
     """Not at once: looking opens a file, for which malloc may need 5 ms after a backward."""
     shared = mailbox.create(2)
     board: Any = SimpleNamespace(look=lambda: None)
-    sender, receiver = (Mailbox(rank, [os.getpid()] * 2, shared, 1.0, board) for rank in (0, 1))
+    sender, receiver = (
+        Mailbox(rank, [os.getpid()] * 2, shared, 1.0, board, [0, 1]) for rank in (0, 1)
+    )
     os.close(shared[0])
     start = 1000.0
     clock, looks = [start], []

@@ -76,6 +76,7 @@ class Mailbox:
         shared: what create() gave to rank 0.
         timeout_s: how long ``take()`` waits.
         board: looked at while waiting.
+        names: of each rank here, its rank on the board.
 
     Raises:
         OSError: the kernel refuses, or what is found is not what rank 0 shares.
@@ -88,8 +89,10 @@ class Mailbox:
         shared: tuple[int, int],
         timeout_s: float,
         board: Board,
+        names: Sequence[int],
     ) -> None:
         self._rank = rank
+        self._names = names
         self._pids = pids
         self._timeout_s = timeout_s
         self._board = board
@@ -154,7 +157,7 @@ class Mailbox:
                     self._board.look()
                     self._check(rank, is_running, now - start)
         if words[index + 1] != mark:
-            self._board.resolve(rank)
+            self._board.resolve(self._names[rank])
         return words[index]
 
     def _check(self, rank: int, is_running: bool, waited_s: float) -> None:
@@ -163,14 +166,14 @@ class Mailbox:
             raise self._ended(rank)
         if waited_s > self._timeout_s:
             raise RuntimeError(
-                f"[rank {self._rank}] Rank {rank} did not take part in a collective within "
-                f"{self._timeout_s:g} s, the timeout of the process group."
+                f"[rank {self._board.rank}] Rank {self._names[rank]} did not take part in a "
+                f"collective within {self._timeout_s:g} s, the timeout of the process group."
             )
 
     def _ended(self, rank: int) -> RuntimeError:
         return RuntimeError(
-            f"[rank {self._rank}] The process of rank {rank} has ended in the middle of a "
-            "collective. Its own output tells why."
+            f"[rank {self._board.rank}] The process of rank {self._names[rank]} has ended in the "
+            "middle of a collective. Its own output tells why."
         )
 
     def _index(self, sender: int, receiver: int, kind: int, number: int) -> int:

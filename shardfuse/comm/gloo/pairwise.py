@@ -60,13 +60,20 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
     For tensors that a backend can send, on a device where waiting blocks the host: gloo on CPU.
 
     Args:
-        process_group, device: as of ProcessGroupCommunicator.
+        process_group, device, within: as of ProcessGroupCommunicator.
         reads_memory: whether ranks of one host may read each other's memory. It is tried at the
             first collective, by all ranks together.
     """
 
-    def __init__(self, process_group: Any, device: torch.device, *, reads_memory: bool) -> None:
-        super().__init__(process_group, device)
+    def __init__(
+        self,
+        process_group: Any,
+        device: torch.device,
+        *,
+        reads_memory: bool,
+        within: ProcessGroupCommunicator | None = None,
+    ) -> None:
+        super().__init__(process_group, device, within=within)
         distances = range(1, self.world_size)
         self._sources = [(self.rank - k) % self.world_size for k in distances]
         self._destinations = [(self.rank + k) % self.world_size for k in distances]
@@ -126,7 +133,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
     def _mark(self, kind: Labelled, tensor: torch.Tensor, label: str) -> int:
         """Return what tells the messages of a collective with a label from all others."""
         call = f"call {self._board.present.digest}" if kind == "all_gather" else "any call"
-        who = f"optimizer {self._number}, epoch {self.epoch}, {call}, {label}"
+        who = f"optimizer {self.number}, epoch {self.epoch}, {call}, {label}"
         return digest(f"{who}: {kind} of {tensor.numel()} {tensor.dtype}")
 
     def _room_for_parts(self, slot: int, input: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -261,7 +268,9 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
                 if int(found) != value:
                     raise OSError("process ids are of another namespace")
             pids = [row[1] for row in rows]
-            box = Mailbox(self.rank, pids, (rows[0][4], rows[0][5]), self._timeout_s(), self._board)
+            shared = (rows[0][4], rows[0][5])
+            names = self._board_ranks
+            box = Mailbox(self.rank, pids, shared, self._timeout_s(), self._board, names)
         except Exception as error:
             reason = reason or str(error)
         # Also keeps `secret` and the descriptor until all have used them.
