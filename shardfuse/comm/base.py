@@ -33,6 +33,13 @@ def overlapped(choice: bool | Literal["auto"]) -> list[Progress]:
     return everywhere if choice else []
 
 
+def bucket_nbytes(cap_mb: float | Literal["auto"], progress: Progress) -> int:
+    """Return the bound of a bucket in bytes, given in MiB; if that is left to us, the fastest."""
+    if cap_mb == "auto":
+        cap_mb = 8 if progress == "in any order" else 25
+    return max(1, int(cap_mb * (1 << 20)))
+
+
 class PeerError(RuntimeError):
     """Another rank failed, or does something else than this one; raised on all of them."""
 

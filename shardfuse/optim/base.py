@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from shardfuse.agreement import agree, on_rank
 from shardfuse.buffers import CombinedBuffers
 from shardfuse.comm import Communicator, communicator_for, communicator_over
-from shardfuse.comm.base import overlapped
+from shardfuse.comm.base import bucket_nbytes, overlapped
 from shardfuse.config import ShardConfig
 from shardfuse.engine import intake
 from shardfuse.engine.flat_state import FlatState, check_params
@@ -104,15 +104,15 @@ class ShardedOptimizer(Clipped):
 
     def _build(self, error: Exception | None) -> None:
         """Lay out and adopt the parameters; ``error`` is what went wrong on this rank before."""
-        bucket_nbytes = max(1, int(self._config.bucket_cap_mb * (1 << 20)))
+        nbytes = bucket_nbytes(self._config.bucket_cap_mb, self.communicator.progress)
         alone = self.communicator.world_size == 1
         if alone and error is None and self._rule.grain != "row":
             # Nothing is sent, and no temporary is as large as a bucket: fewer, larger calls.
-            bucket_nbytes = sys.maxsize
+            nbytes = sys.maxsize
         grain = "element" if error else self._rule.grain
         if not alone and self._config.grad_sync_bits is not None:
             grain = "block"  # of one scale: of one parameter
-        self.layout = FlatLayout(self.communicator.world_size, bucket_nbytes, grain)
+        self.layout = FlatLayout(self.communicator.world_size, nbytes, grain)
         self._params: list[Tensor] = []
         self._flats: list[FlatState] = []
         self._buffers = CombinedBuffers()

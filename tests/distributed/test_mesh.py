@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -324,3 +328,63 @@ def test_bytes_along_each_axis() -> None:
         assert moved == [nbytes // 2, nbytes // 2], kinds
         assert [size for _, size in calls["replicate"]] == [nbytes // 4, nbytes // 4]
         assert [name for name, _ in calls["everyone"] if name not in ("irecv", "isend")] == []
+
+
+# A rank that ends
+
+DIES = """
+import os, sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from shardfuse import ShardedAdam
+
+rank, folder, collectives = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+torch.set_num_threads(1)
+dist.init_process_group(
+    "gloo",
+    init_method=f"file://{folder}/store",
+    rank=rank,
+    world_size=4,
+    timeout=timedelta(seconds=100),
+)
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
+sharding = {
+    "mesh": init_device_mesh("cpu", (2, 2)),
+    "collectives": collectives,
+    "bucket_cap_mb": 0.004,
+    "kernel": "eager",
+}
+optimizer = ShardedAdam(model.named_parameters(), lr=0.5, sharding=sharding)
+for step in range(3):
+    model(torch.ones(2, 64)).sum().backward()
+    if step == 1 and rank == 3:
+        os._exit(7)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.synchronize()
+"""
+
+
+@pytest.mark.parametrize("collectives", ["auto", "pairwise", "native"])
+def test_a_rank_that_dies_ends_the_step_of_all(collectives: str, tmp_path: Path) -> None:
+    """Long before the group's timeout, on the rank that shares nothing with it as well."""
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.getenv("PYTHONPATH")]))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", DIES, str(rank), str(tmp_path), collectives],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    try:
+        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [1, 1, 1, 7], "\n".join(errors)
+    for text in errors[:3]:
+        assert "Error: [rank" in text
