@@ -181,8 +181,9 @@ def wanted(options: Options) -> tuple[list[Table], list[str]]:
     are held against always run.
     """
     chosen = [table for table in TABLES if options.only and options.wants(str(table))]
-    named = [name for name in METHODS if options.wants(name)]
-    names = [name for name in METHODS if name in named or name in REQUIRED or not named]
+    named = [name for name in METHODS if options.only and options.wants(name)]
+    named = named or [name for name, method in METHODS.items() if method.is_default]
+    names = [name for name in METHODS if name in named or name in REQUIRED]
     return chosen or ([QUICK_TABLE] if options.quick else TABLES), names
 
 

@@ -18,7 +18,7 @@ from launch.bench.report import (
 )
 from launch.bench.timing import median
 from launch.bench.trace import LANES
-from launch.bench.training import ADAM, DDP, LAMB
+from launch.bench.training import ADAM, DDP, FEW_BITS, LAMB
 
 ADAM_LIMIT = 1.2
 LAMB_LIMIT = 1.5
@@ -34,6 +34,9 @@ LINK_LIMITS = [
     ("200mbit", ADAM, 1.0),
 ]
 """Rate, method, and the most that its step may take between two hosts, in steps of DDP."""
+
+FEW_BITS_LIMIT = 1 / 3
+"""The most that a step with few bits may take at 200 Mbit/s, in steps with all of them."""
 
 EXPOSED_LIMIT = 0.5
 _MILLION = 1e6
@@ -349,6 +352,12 @@ def _links_targets(rows: Sequence[Row]) -> list[Target]:
             text = f"{method} at {rate}, exposed time at most {EXPOSED_LIMIT} of DDP's"
             found = f"{pair[0]:.2f} s against {pair[1]:.2f} s"
             targets.append(Target(text, found, pair[0] <= EXPOSED_LIMIT * pair[1]))
+    slow = [row for row in between_two if row["rate"] == "200mbit"]
+    few, full = (_own(slow, name) for name in (FEW_BITS, ADAM))
+    if few and full:
+        ratio = middle(few, "step_s") / middle(full, "step_s")
+        text = f"{FEW_BITS} at 200mbit, step of {ADAM}, at most {FEW_BITS_LIMIT:.2f}"
+        targets.append(Target(text, f"{ratio:.2f}", ratio <= FEW_BITS_LIMIT))
     return targets
 
 

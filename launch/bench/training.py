@@ -26,6 +26,7 @@ COMPUTE = "compute alone"
 DDP = "DDP + torch Adam fused"
 ADAM = "shardfuse adam"
 LAMB = "shardfuse lamb"
+FEW_BITS = f"{ADAM}, 8-bit gradients, 4-bit params"
 RANGES = ("forward", "backward", "step")
 """What a step is made of, annotated as ``train::NAME`` for the profiler."""
 
@@ -96,6 +97,9 @@ class Method:
     build: Callable[[Transformer, Size], Training]
     package: str | None = None
     """Distribution that must be installed."""
+
+    is_default: bool = True
+    """Whether it is measured where nothing says which methods are."""
 
     rehearse: Callable[[Transformer, Size], Training] | None = None
     """Builds it for a tiny model, to import and compile before memory is read; None is build."""
@@ -185,10 +189,11 @@ def _shardfuse(rule: str, sharding: dict[str, Any], model: Transformer, size: Si
     return Training(model, model, optimizer)
 
 
-def _ours(name: str, rule: str, sharding: dict[str, Any]) -> Method:
+def _ours(name: str, rule: str, sharding: dict[str, Any], *, is_default: bool = True) -> Method:
     return Method(
         name,
         functools.partial(_shardfuse, rule, sharding),
+        is_default=is_default,
         rehearse=functools.partial(_shardfuse, rule, {**sharding, "kernel": "compile"}),
     )
 
@@ -220,5 +225,10 @@ ALL = [
     _ours(f"{ADAM}, stage 2", "adam", {"stage": 2}),
     _ours(f"{ADAM}, bf16 wire", "adam", _BF16),
     _ours(f"{LAMB}, bf16 wire", "lamb", _BF16),
+    _ours(FEW_BITS, "adam", {"grad_sync_bits": 8, "param_sync_bits": 4}),
+    *(
+        _ours(f"Adam, buckets of {cap_mb} MiB", "adam", {"bucket_cap_mb": cap_mb}, is_default=False)
+        for cap_mb in (2, 4, 8, 16, 25, 50)
+    ),
 ]
 METHODS = {method.name: method for method in ALL}
