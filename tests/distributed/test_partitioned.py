@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardfuse import ShardedAdamW, ShardedLamb, ShardedSGD
 from tests.distributed.test_overlap import OPTIMIZERS
@@ -333,3 +334,41 @@ def test_groups_and_unfrozen_params() -> None:
 
     expected = run_threads(2, functools.partial(body, Post(), OFF))
     assert_same(run_threads(2, functools.partial(body, Post(), {"stage": 2})), expected)
+
+
+class Checkpointed(nn.Module):
+    """All gradients come from backwards inside another, which tells of none until it ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        for param in self.parameters():
+            nn.init.constant_(param, 0.01)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(lambda h, inner=layer: torch.tanh(inner(h)), x, use_reentrant=True)
+        return x.square().mean()
+
+
+def save_in_between(collectives: str, saves: bool) -> list[Tensor]:
+    """Train; with ``saves``, make state dicts between backward and step()."""
+    model, rank = Checkpointed(), dist.get_rank()
+    options = {"stage": 2, "collectives": collectives, "bucket_cap_mb": 0.01, "kernel": "eager"}
+    optimizer = ShardedAdamW(model.named_parameters(), lr=0.01, sharding=options)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        model(torch.randn(4, 64, generator=generator).requires_grad_()).backward()
+        if saves:
+            optimizer.consolidate_state_dict(to=None)
+            optimizer.sharded_state_dict()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("collectives", ["auto", "pairwise", "native"])
+def test_saving_while_gradients_are_under_way(collectives: str) -> None:
+    """Collectives of a save pass those of gradients, part of which have not left."""
+    expected = run_procs(2, save_in_between, collectives, False)
+    assert_same(run_procs(2, save_in_between, collectives, True), expected)
