@@ -71,7 +71,10 @@ class ShardConfig:
     """
 
     grad_sync_dtype: torch.dtype | None = None
-    """Dtype gradients are summed in on the wire; None is the parameter's own dtype."""
+    """Dtype in which gradients travel. bf16 and fp16 are added up in fp32 where they arrive.
+
+    None is the parameter's own dtype, in which a backend may add them up, too.
+    """
 
     param_sync_dtype: torch.dtype | None = None
     """Dtype in which updated fp32 parameters travel, bf16 or fp16; None is their own.

@@ -139,8 +139,8 @@ class Communicator(Protocol):
         ``label`` tells it from every other one that this communicator makes. It may then be
         launched between calls, and, if ``progress`` is "in any order", so on every rank.
 
-        What cannot be added up as it is, is not with ``is_summed`` False, without ``into``: wait()
-        gives the world_size - 1 parts (n,) of others, that of the rank before this one first.
+        With ``is_summed`` False, and no ``into``, nothing is added up on the way: wait() gives the
+        parts of all ranks, this one's first, then that of the rank before it, and so on.
         """
 
     def all_gather(
@@ -211,8 +211,7 @@ class SingleRank:
         label: str | None = None,
         is_summed: bool = True,
     ) -> PartsHandle:
-        own = input if into is None else into.copy_(input)
-        return Done((own,) if is_summed else ())
+        return Done((input if into is None else into.copy_(input),))
 
     def expect(self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0) -> None:
         """Do nothing: there is no other rank."""

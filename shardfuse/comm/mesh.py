@@ -97,15 +97,15 @@ class MeshCommunicator:
         label: str | None = None,
         is_summed: bool = True,
     ) -> PartsHandle:
-        if not is_summed:
+        if not (is_summed or input.is_floating_point()):
             raise NotImplementedError("over two axes, only what can be added up is sent")
         if self._epoch != self.epoch:
             self._epoch = self.epoch
             self._open.clear()
             self.staging = Staging()
-        handle = self._shard.reduce_scatter(input, slot=slot, label=label)
+        handle = self._shard.reduce_scatter(input, slot=slot, label=label, is_summed=is_summed)
         numel = input.numel() // self.world_size
-        self._open.append(_Sum(self, handle, numel, into, slot, label))
+        self._open.append(_Sum(self, handle, numel, into, slot, label, is_summed))
         for earlier in list(self._open)[:-_LAG]:
             earlier.advance()
         while self._open[0].is_over:
@@ -139,9 +139,11 @@ class _Sum:
         into: torch.Tensor | None,
         slot: int,
         label: str | None,
+        is_summed: bool,
     ) -> None:
         self._handle = handle
         self._numel, self._into, self._slot, self._label = numel, into, slot, label
+        self._is_summed = is_summed
         self._parts: Parts = ()
         self._course = self._run(comm.replicate, comm.staging)
 
@@ -167,7 +169,8 @@ class _Sum:
         mine = staging.take("part", slot, padded, parts[0])
         self._add_up(parts, mine[: self._numel], staging)
         mine[self._numel :].zero_()
-        handle = replicate.reduce_scatter(mine, slot=slot, label=self._named("sum"))
+        label = self._named("sum")
+        handle = replicate.reduce_scatter(mine, slot=slot, label=label, is_summed=self._is_summed)
         yield
         copies = staging.take("copies", slot, padded, mine)
         pieces = copies.chunk(rows)
@@ -179,7 +182,7 @@ class _Sum:
         yield
         whole = mine.chunk(rows)  # which nobody reads any more: all copies of it have come back
         whole[replicate.rank].copy_(pieces[0])
-        for distance, piece in enumerate(handle.wait(), start=1):
+        for distance, piece in enumerate(handle.wait()[1:], start=1):
             whole[(replicate.rank - distance) % rows].copy_(piece)
         total = mine[: self._numel]
         self._parts = (total if self._into is None else self._into.copy_(total),)

@@ -301,8 +301,8 @@ class ProcessGroupCommunicator:
         if is_summed:
             return PartsInFlight(handle, (into,))
         parts = into.chunk(self.world_size)
-        theirs = [parts[(self.rank - step) % len(parts)] for step in range(1, len(parts))]
-        return PartsInFlight(handle, tuple(theirs))
+        order = [(self.rank - distance) % len(parts) for distance in range(len(parts))]
+        return PartsInFlight(handle, tuple(parts[rank] for rank in order))
 
     def expect(self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0) -> None:
         """Do nothing: backends make room for what arrives by themselves."""

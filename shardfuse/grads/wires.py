@@ -52,9 +52,16 @@ class GradWire(Protocol):
 
 @dataclass(frozen=True)
 class DtypeWire:
-    """In a dtype of torch's, summed on the way."""
+    """In a dtype of torch's.
+
+    Args:
+        dtype: in which they travel.
+        is_summed: whether a backend may add them up on the way, in this dtype; else they are added
+            up in fp32 by who waits for them.
+    """
 
     dtype: torch.dtype
+    is_summed: bool = True
 
     def _factor_before_sum(self, factor: float | None, num_summed: int) -> float | None:
         """In fp16 gradients are divided before the sum, which would overflow at 65504."""
@@ -70,7 +77,9 @@ class DtypeWire:
             staging, bucket, self._factor_before_sum(bucket.factor, comm.everyone.world_size)
         )
         into = bucket.into if self.dtype == torch.float32 else None
-        return comm.reduce_scatter(send, into, slot=bucket.slot, label=bucket.label)
+        return comm.reduce_scatter(
+            send, into, slot=bucket.slot, label=bucket.label, is_summed=self.is_summed
+        )
 
     def _as_sent(self, staging: Staging, bucket: Departure, factor: float | None) -> Tensor:
         """Return the bucket times ``factor`` in this dtype; itself, if that is it."""
@@ -141,7 +150,7 @@ class _Decoded:
 
     def wait(self) -> Parts:
         if not self.parts:
-            arrived = self.handle.wait()
+            arrived = self.handle.wait()[1:]
             self.total.copy_(self.own)
             if self.factor is not None:
                 self.total.mul_(self.factor)
@@ -161,4 +170,5 @@ class GradWireChoice(NamedTuple):
         """Return how gradients of a dtype travel."""
         if self.bits is not None:
             return QuantizedWire(BlockQuantizer(self.bits))
-        return DtypeWire(self.dtype or grads)
+        # As their own dtype has it, so does its sum; one that was chosen is for the wire alone.
+        return DtypeWire(self.dtype or grads, is_summed=self.dtype in (None, torch.float32))

@@ -123,7 +123,7 @@ class LazyCommunicator:
 
         def deliver() -> Parts:
             order = [(self.rank - k) % self.world_size for k in range(self.world_size)]
-            wholes = [self._post.fetch(key, rank) for rank in order[not is_summed :]]
+            wholes = [self._post.fetch(key, rank) for rank in order]
             room.extend(whole.chunk(self.world_size)[self.rank].clone() for whole in wholes)
             return tuple(room)
 

@@ -116,7 +116,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
             mark = self._mark("reduce_scatter", input, label)
             self._board.num_between += 1
         handle = self._move(mark, theirs, out_of, keeps_input=True)
-        return PartsInFlight(handle, (parts[self.rank], *theirs) if is_summed else theirs)
+        return PartsInFlight(handle, (parts[self.rank], *theirs))
 
     def expect(self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0) -> None:
         if self._open_mailbox() is not None:
