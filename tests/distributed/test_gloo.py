@@ -124,3 +124,20 @@ def test_dead_rank_is_not_waited_for_forever() -> None:
     with pytest.raises(AssertionError, match="KeyboardInterrupt") as caught:
         run_procs(2, lose_a_rank, timeout=20.0)
     assert "stepped" not in str(caught.value)
+
+
+def bound_of_a_bucket(collectives: str, cap_mb: Any) -> int:
+    """Return the bytes that a bucket has at most."""
+    options = {"collectives": collectives, "bucket_cap_mb": cap_mb}
+    return ShardedSGD(
+        [torch.nn.Parameter(torch.ones(3))], 0.1, sharding=options
+    ).layout.bucket_nbytes
+
+
+@pytest.mark.parametrize(
+    ("collectives", "cap_mb", "expected"),
+    [("pairwise", "auto", 8), ("native", "auto", 25), ("pairwise", 3, 3)],
+)
+def test_buckets_are_small_where_they_overlap(collectives: str, cap_mb: Any, expected: int) -> None:
+    """Through sockets they leave under backward; a size that was given stays."""
+    assert run_procs(2, bound_of_a_bucket, collectives, cap_mb) == [expected << 20] * 2

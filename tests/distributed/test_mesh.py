@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardfuse import ShardConfig, ShardedAdam, ShardedGradScaler, ShardedLamb
 from tests.distributed.test_overlap import OPTIMIZERS
-from tests.support.harness import run_procs
+from tests.support.harness import run_procs, run_scripts
 from tests.support.models import MIXED, ParamSet, rank_grads
 from tests.support.overlap import OFF, ON, PROGRAMS, Net
 from tests.support.runs import assert_bitwise
@@ -334,21 +331,13 @@ def test_bytes_along_each_axis() -> None:
 
 DIES = """
 import os, sys
-from datetime import timedelta
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from shardfuse import ShardedAdam
+from tests.support.harness import join_world
 
-rank, folder, collectives = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-torch.set_num_threads(1)
-dist.init_process_group(
-    "gloo",
-    init_method=f"file://{folder}/store",
-    rank=rank,
-    world_size=4,
-    timeout=timedelta(seconds=100),
-)
+rank, collectives = int(sys.argv[1]), sys.argv[3]
+join_world(rank, 4, sys.argv[2])
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
 sharding = {
     "mesh": init_device_mesh("cpu", (2, 2)),
@@ -370,21 +359,7 @@ for step in range(3):
 @pytest.mark.parametrize("collectives", ["auto", "pairwise", "native"])
 def test_a_rank_that_dies_ends_the_step_of_all(collectives: str, tmp_path: Path) -> None:
     """Long before the group's timeout, on the rank that shares nothing with it as well."""
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.getenv("PYTHONPATH")]))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", DIES, str(rank), str(tmp_path), collectives],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    try:
-        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [1, 1, 1, 7], "\n".join(errors)
-    for text in errors[:3]:
+    ended = run_scripts(DIES, 4, tmp_path, collectives, timeout=50)
+    assert [code for code, _ in ended] == [1, 1, 1, 7], ended
+    for _, text in ended[:3]:
         assert "Error: [rank" in text

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,28 +16,21 @@ from torch import nn
 from shardfuse import ShardedSGD
 from shardfuse.comm.base import PeerError
 from shardfuse.engine.under_way import ParamUnderWay
-from tests.support.harness import run_procs, run_threads
+from tests.support.harness import run_procs, run_scripts, run_threads
 from tests.support.lazy import LazyCommunicator, Post
 
 pytestmark = pytest.mark.timeout(120)
 
 LEAVES = """
 import os, signal, subprocess, sys
-from datetime import timedelta
 import torch
 import torch.distributed as dist
 from shardfuse import ShardedSGD
 from shardfuse.engine.under_way import ParamUnderWay
+from tests.support.harness import join_world
 
-rank, folder, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-torch.set_num_threads(1)
-dist.init_process_group(
-    "gloo",
-    init_method=f"file://{folder}/store",
-    rank=rank,
-    world_size=2,
-    timeout=timedelta(seconds=60),
-)
+rank, how = int(sys.argv[1]), sys.argv[3]
+join_world(rank, 2, sys.argv[2])
 torch.manual_seed(0)
 model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(6)))
 stage = int(sys.argv[4])
@@ -68,41 +58,18 @@ if how == "destroys its group":
 @pytest.mark.parametrize("how", ["destroys its group", "just ends"])
 def test_a_rank_leaves_right_after_its_last_step(how: str, stage: int, tmp_path: Path) -> None:
     """What it owes to a slow rank is sent all the same, before its process ends."""
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.getenv("PYTHONPATH")]))
-    command = [sys.executable, "-W", "ignore", "-c", LEAVES]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path), how, str(stage)],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [rank.communicate(timeout=100)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+    ended = run_scripts(LEAVES, 2, tmp_path, how, stage, timeout=100)
+    assert [code for code, _ in ended] == [0, 0], ended
 
 
 DIES = """
 import os, sys
-from datetime import timedelta
 import torch
-import torch.distributed as dist
 from shardfuse import ShardedSGD
+from tests.support.harness import join_world
 
-rank, folder, collectives = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-torch.set_num_threads(1)
-dist.init_process_group(
-    "gloo",
-    init_method=f"file://{folder}/store",
-    rank=rank,
-    world_size=2,
-    timeout=timedelta(seconds=60),
-)
+rank, collectives = int(sys.argv[1]), sys.argv[3]
+join_world(rank, 2, sys.argv[2])
 torch.manual_seed(0)
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
 sharding = {"collectives": collectives, "bucket_cap_mb": 0.004, "kernel": "eager", "stage": 2}
@@ -119,25 +86,10 @@ for step in range(2):
 @pytest.mark.parametrize("collectives", ["auto", "pairwise", "native"])
 def test_a_rank_dies_under_backward(collectives: str, tmp_path: Path) -> None:
     """At stage 2 the others wait under backward: they get an error in seconds, and end."""
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.getenv("PYTHONPATH")]))
-    command = [sys.executable, "-W", "ignore", "-c", DIES]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path), collectives],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [rank.communicate(timeout=30)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [1, 7], "\n".join(errors)
-    found = errors[0].splitlines()[-1]
-    assert "PeerError" in found or "The process of rank 1 has ended" in found, errors[0]
+    ended = run_scripts(DIES, 2, tmp_path, collectives, timeout=30)
+    assert [code for code, _ in ended] == [1, 7], ended
+    found = ended[0][1].splitlines()[-1]
+    assert "PeerError" in found or "The process of rank 1 has ended" in found, found
 
 
 class Losing(LazyCommunicator):

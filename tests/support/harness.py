@@ -4,6 +4,7 @@ The only place in the tests that uses private torch API (the threaded process gr
 
     run_threads(world_size, fn, *args)   milliseconds; `fn` may be a closure
     run_procs(world_size, fn, *args)     about 0.3 s; `fn` is a module-level function
+    run_scripts(source, world_size, ...) about 4 s; ranks that may end as they like
     counted()                            a communicator that records what passes through it
     count_c10d_calls()                   counts what reaches the threaded process group
 
@@ -15,7 +16,10 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
+import os
 import pickle
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -33,6 +37,8 @@ from torch import Tensor
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from shardfuse.comm import communicator_for
+
+_ROOT = Path(__file__).parents[2]
 
 # How long the other ranks may go on after one failed, so that their own errors are reported too.
 GRACE_S = 2.0
@@ -146,6 +152,44 @@ def run_procs(
     if failures:
         raise RanksFailedError(failures)
     return results
+
+
+def run_scripts(
+    source: str, world_size: int, *args: object, timeout: float = 60.0
+) -> list[tuple[int, str]]:
+    """Run `python -c source RANK ARGS` on every rank; return each one's exit code and stderr.
+
+    For ranks that end, are killed, or leave in a way of their own; see `join_world`.
+    """
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.getenv("PYTHONPATH")]))
+    command = [sys.executable, "-W", "ignore", "-c", source]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), *map(str, args)],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        errors = [rank.communicate(timeout=timeout)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, text) for rank, text in zip(ranks, errors, strict=True)]
+
+
+def join_world(rank: int, world_size: int, folder: str) -> None:
+    """Join the gloo group of a script's ranks, which meet in a file of `folder`."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
 
 
 def _process_main(
