@@ -40,10 +40,11 @@ ONLY_IN: dict[str, set[str]] = {
     "torch.distributed": {
         "comm.process_group",
         "comm.gloo.pairwise",
-        "checkpoint",
+        "checkpoint.storage",
+        "fragments",
         "optim.torch_like",
     },
-    "torch.distributed.checkpoint": {"checkpoint"},
+    "torch.distributed.checkpoint": {"checkpoint.storage", "fragments"},
     "torch_npu": set(),
     "deepspeed": {"deepspeed.peer"},
     "transformers": {"integrations"},

@@ -137,10 +137,26 @@ def describe(
     own = ("kernel", "process_group", "mesh")
     shared = [f.name for f in fields(config) if f.name not in own]
     chosen = " ".join(f"{name}={getattr(config, name)}" for name in shared)
-    if config.mesh is not None:
-        chosen += f" mesh={config.mesh.mesh.tolist()} {config.mesh.mesh_dim_names}"
-    lines.append(f"{rule.describe()} {chosen}")
+    lines.append(f"{rule.describe()} {chosen}{_mesh_text(config)}")
     return lines
+
+
+def building(config: ShardConfig, error: Exception | None) -> str:
+    """Return the name of the call that builds an optimizer; ``error`` is why options are not known.
+
+    It says what decides which collectives are made: ranks that differ in it learn so from the
+    names, before any collective that only some of them make.
+    """
+    if error is not None:
+        return f"building an optimizer, which fails: {type(error).__name__}: {error}"
+    chosen = f"collectives={config.collectives}{_mesh_text(config)}"
+    return f"building an optimizer with {chosen}"
+
+
+def _mesh_text(config: ShardConfig) -> str:
+    if config.mesh is None:
+        return ""
+    return f" mesh={config.mesh.mesh.tolist()} {config.mesh.mesh_dim_names}"
 
 
 def _name(group: Mapping[str, Any], index: int, position: int) -> str:

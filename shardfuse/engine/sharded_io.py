@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from shardfuse.checkpoint import FragmentTensor, flat_pieces
 from shardfuse.engine.flat_state import FlatState
 from shardfuse.engine.state_io import (
     Groups,
@@ -19,6 +18,8 @@ from shardfuse.engine.state_io import (
     packed_groups,
     set_groups,
 )
+from shardfuse.fragments import FragmentTensor, flat_pieces
+from shardfuse.layout import Bucket
 
 
 def sharded(held: Held) -> dict[str, Any]:
@@ -26,26 +27,30 @@ def sharded(held: Held) -> dict[str, Any]:
 
     Collective (one small all-reduce). Keys are ``state.<param name>.<state>``; steps are tensors.
     """
-    result: dict[str, Any] = dict(_aliases(held.flats))
-    steps = agreed_steps(held)
-    for state in held.flats:
-        for slot in state.flat.slots:
-            key = f"state.{held.layout.specs[slot.param].name}.step"
-            result[key] = torch.tensor(steps[slot.param])
-    # A key that one side lacks cannot be loaded; the steps of groups come back from the params'.
-    counted = {"step"} if held.rule.counts_in_groups else set()
-    result["param_groups"] = [
-        {key: value for key, value in group.items() if key not in counted}
-        for group in packed_groups(held.groups)
-    ]
+    result: dict[str, Any] = dict(aliases(held.flats))
+    for spec, count in zip(held.layout.specs, agreed_steps(held), strict=True):
+        result[f"state.{spec.name}.step"] = torch.tensor(count)
+    result["param_groups"] = saved_groups(held)
     return result
 
 
-def _aliases(flats: Sequence[FlatState]) -> Iterator[tuple[str, FragmentTensor]]:
+def saved_groups(held: Held) -> Groups:
+    """Return the groups as they are saved."""
+    # A key that one side lacks cannot be loaded; the steps of groups come back from the params'.
+    counted = {"step"} if held.rule.counts_in_groups else set()
+    return [
+        {key: value for key, value in group.items() if key not in counted}
+        for group in packed_groups(held.groups)
+    ]
+
+
+def aliases(
+    flats: Sequence[FlatState], has: Callable[[Bucket], bool] = lambda bucket: True
+) -> Iterator[tuple[str, FragmentTensor]]:
     """Yield (key in sharded(), this rank's state itself)."""
     for state in flats:
         for name, arena in arenas_of(state).items():
-            tensors = fragment_tensors(state, arena.segment, flat_pieces)
+            tensors = fragment_tensors(state, arena.segment, flat_pieces, has=has)
             for spec, tensor in zip(state.specs, tensors, strict=True):
                 if spec.numel:
                     yield f"state.{spec.name}.{name}", tensor
@@ -59,13 +64,9 @@ def load_sharded(held: Held, state_dict: Mapping[str, Any]) -> None:
             missing or is not of this rank's fragments. Nothing is loaded then, beyond what was
             filled in place.
     """
-    _, layout, flats, groups, rule = held
-    merged = merged_groups(groups, state_dict["param_groups"], rule)
-    counts = {
-        param: int(state_dict[f"state.{spec.name}.step"]) for param, spec in enumerate(layout.specs)
-    }
-    _check_room(held, merged, counts)
-    own = dict(_aliases(flats))
+    flats = held.flats
+    merged, counts = check(held, state_dict)
+    own = dict(aliases(flats))
     for key, tensor in own.items():
         saved = state_dict.get(key)
         if not isinstance(saved, FragmentTensor) or not tensor.has_pieces_of(saved):
@@ -78,6 +79,19 @@ def load_sharded(held: Held, state_dict: Mapping[str, Any]) -> None:
     set_groups(held, merged, state_dict["param_groups"], counts)
     for state in flats:
         state.set_steps({slot.param: counts[slot.param] for slot in state.flat.slots})
+
+
+def check(held: Held, state_dict: Mapping[str, Any]) -> tuple[Groups, dict[int, int]]:
+    """Return the merged groups, and the steps, of a state dict of whose tensors only steps count.
+
+    Raises:
+        ValueError: groups that do not fit; states of parameters that are frozen here.
+    """
+    specs = enumerate(held.layout.specs)
+    merged = merged_groups(held.groups, state_dict["param_groups"], held.rule)
+    counts = {param: int(state_dict[f"state.{spec.name}.step"]) for param, spec in specs}
+    _check_room(held, merged, counts)
+    return merged, counts
 
 
 def _check_room(held: Held, groups: Groups, steps: Mapping[int, int]) -> None:

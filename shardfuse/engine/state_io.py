@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from shardfuse.buffers import ShardArena
-from shardfuse.checkpoint import Asked, FragmentTensor, Piece, gather, scatter, shaped_pieces
 from shardfuse.comm import Communicator
 from shardfuse.engine.flat_state import FlatState
 from shardfuse.engine.param_wires import ERROR, MASTER
+from shardfuse.fragments import Asked, FragmentTensor, Piece, gather, scatter, shaped_pieces
 from shardfuse.layout import Bucket, FlatLayout, ParamSpec
 from shardfuse.rules import UpdateRule
 
@@ -43,7 +43,12 @@ def arenas_of(state: FlatState) -> dict[str, ShardArena]:
 
 
 def fragment_tensors(
-    state: FlatState, segment: Callable[[Bucket], Tensor], cut: Cut, position: int | None = None
+    state: FlatState,
+    segment: Callable[[Bucket], Tensor],
+    cut: Cut,
+    position: int | None = None,
+    *,
+    has: Callable[[Bucket], bool] = lambda bucket: True,
 ) -> list[FragmentTensor]:
     """Return what this rank has of one state of a flat, a tensor per parameter in slot order.
 
@@ -52,6 +57,7 @@ def fragment_tensors(
         segment: gives this rank's part of a bucket, which the pieces alias.
         cut: makes pieces of a run of elements: flat_pieces or shaped_pieces.
         position: of the one parameter that is wanted; None: all of them.
+        has: whether pieces in a bucket are wanted.
     """
     wanted = range(len(state.specs)) if position is None else [position]
     specs = {state.flat.slots[at].param: state.specs[at] for at in wanted}
@@ -59,7 +65,7 @@ def fragment_tensors(
     sample = state.params_buffer.data
     for bucket in state.flat.buckets:
         sample = segment(bucket)
-        for f in state.fragments[bucket.index]:
+        for f in state.fragments[bucket.index] if has(bucket) else ():
             if f.param in specs:
                 data = sample[f.shard_start : f.shard_start + f.numel]
                 pieces[f.param] += cut(specs[f.param], f.param_start, data)

@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from shardfuse.buffers import ShardArena
-from shardfuse.checkpoint import shaped_pieces
 from shardfuse.engine.flat_state import FlatState
 from shardfuse.engine.state_io import arenas_of, fragment_tensors, is_trained
+from shardfuse.fragments import shaped_pieces
 
 _REMEDY = (
     "States lie in flat buffers, a part on each rank, and what optimizer.state holds only shows "

@@ -84,9 +84,9 @@ class ShardedOptimizer(Clipped):
         **torch_options: Unpack[TorchOptions],
     ) -> None:
         error: Exception | None = None
-        self._config = ShardConfig()
+        self._config, is_known = ShardConfig(), False
         try:
-            self._config = ShardConfig.of(sharding)
+            self._config, is_known = ShardConfig.of(sharding), True
             self._rule = make_rule()
             super().__init__(params, {**defaults, **checked(torch_options, type(self))})
             self._device = intake.common_device(self.param_groups)
@@ -97,9 +97,7 @@ class ShardedOptimizer(Clipped):
             self.communicator = self._communicator()
         except Exception as failure:
             raise error or failure from None
-        with self.communicator.call(
-            f"building an optimizer with collectives={self._config.collectives}"
-        ):
+        with self.communicator.call(intake.building(self._config, None if is_known else error)):
             self._build(error)
 
     def _build(self, error: Exception | None) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from shardfuse.checkpoint import asked_by_torch
 from shardfuse.comm import Communicator
 from shardfuse.config import ShardConfig
 from shardfuse.engine import sharded_io, state_io
 from shardfuse.engine.flat_state import FlatState
+from shardfuse.engine.parts import Parts
 from shardfuse.engine.state_view import StateView
 from shardfuse.engine.terms import Terms
+from shardfuse.fragments import asked_by_torch
 from shardfuse.layout import FlatLayout
 from shardfuse.optim.foreign import Foreign
 from shardfuse.rules import UpdateRule
@@ -226,6 +227,17 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._refuse_in_join("sharded_state_dict()")
         with self.communicator.call("sharded_state_dict()"):
             return sharded_io.sharded(self._held())
+
+    def parts(self) -> Parts:
+        """Return what shardfuse.checkpoint saves and loads of this optimizer. Local.
+
+        Raises:
+            RuntimeError: inside Join, or under DeepSpeed, whose engine saves.
+        """
+        self._refuse_if_foreign("parts()")
+        self._refuse_in_join("parts()")
+        self._can_be_saved = True
+        return Parts(self._held(), self.load_sharded_state_dict)
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Finish loading a sharded_state_dict() that torch.distributed.checkpoint has filled.

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from shardfuse.checkpoint import FragmentTensor
+from shardfuse.fragments import FragmentTensor
 from tests.distributed.test_torch_state_dict import build, train, values
 from tests.support.harness import run_procs, run_threads
 from tests.support.runs import assert_bitwise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardfuse import ShardConfig, ShardedAdam, ShardedGradScaler, ShardedLamb
+from shardfuse import ShardedAdam, ShardedGradScaler, ShardedLamb
 from tests.distributed.test_overlap import OPTIMIZERS
-from tests.support.harness import run_procs, run_scripts
+from tests.support.harness import run_procs
 from tests.support.models import MIXED, ParamSet, rank_grads
 from tests.support.overlap import OFF, ON, PROGRAMS, Net
 from tests.support.runs import assert_bitwise
@@ -177,70 +176,6 @@ def test_an_overflow_anywhere_skips_everywhere(stage: int) -> None:
         assert stage == 2 or last[1] == 3
 
 
-# Errors
-
-
-def fail_on_one_rank(how: str) -> str:
-    params = [torch.nn.Parameter(torch.ones(3000))]
-    lr = 0.2 if how == "another lr" and dist.get_rank() == 3 else 0.1
-    try:
-        optimizer = ShardedLamb(
-            [("weight", params[0])], lr=lr, sharding={"mesh": mesh_of((2, 2)), "kernel": "eager"}
-        )
-        for step in range(3):
-            params[0].grad = torch.ones(3000)
-            if how == "raises" and step == 1 and dist.get_rank() == 3:
-                params[0].grad = torch.sparse_coo_tensor(torch.tensor([[0]]), [1.0], (3000,))
-            if how == "lr later" and step == 1 and dist.get_rank() == 3:
-                optimizer.param_groups[0]["lr"] = 0.3
-            optimizer.step()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("how", "word"), [("another lr", "lr"), ("raises", "sparse"), ("lr later", "lr")]
-)
-def test_an_error_on_one_rank_reaches_all(how: str, word: str) -> None:
-    """Also those that share neither row nor column with it: rank 0 and rank 3."""
-    for rank, text in enumerate(run_procs(4, fail_on_one_rank, how)):
-        assert word in text, f"rank {rank} has {text!r}"
-        assert rank == 3 or "rank 3" in text
-
-
-def build(case: str) -> str:
-    shapes: dict[str, Any] = {"one axis": (4,), "no shards": (4, 1), "half the ranks": (2, 2)}
-    mesh = init_device_mesh("cpu", shapes[case])
-    group = dist.new_group([0, 1]) if case == "half the ranks" else None
-    if group is not None and dist.get_rank() > 1:
-        return "other ranks"
-    sharding = {"mesh": mesh, "process_group": group}
-    try:
-        ShardedAdam([torch.nn.Parameter(torch.ones(3))], sharding=sharding)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("one axis", "two dimensions"),
-        ("no shards", "one rank along its shard dimension"),
-        ("half the ranks", "it has 4 ranks, the process group 2"),
-    ],
-)
-def test_meshes_that_are_refused(case: str, message: str) -> None:
-    for text in run_procs(4, build, case):
-        assert message in text or text == "other ranks"
-
-
-def test_options_that_are_refused() -> None:
-    with pytest.raises(ValueError, match="grad_sync_bits: 8 with a mesh"):
-        ShardConfig(mesh=object(), grad_sync_bits=8)
-
-
 # Checkpoints
 
 
@@ -325,41 +260,3 @@ def test_bytes_along_each_axis() -> None:
         assert moved == [nbytes // 2, nbytes // 2], kinds
         assert [size for _, size in calls["replicate"]] == [nbytes // 4, nbytes // 4]
         assert [name for name, _ in calls["everyone"] if name not in ("irecv", "isend")] == []
-
-
-# A rank that ends
-
-DIES = """
-import os, sys
-import torch
-from torch.distributed.device_mesh import init_device_mesh
-from shardfuse import ShardedAdam
-from tests.support.harness import join_world
-
-rank, collectives = int(sys.argv[1]), sys.argv[3]
-join_world(rank, 4, sys.argv[2])
-model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
-sharding = {
-    "mesh": init_device_mesh("cpu", (2, 2)),
-    "collectives": collectives,
-    "bucket_cap_mb": 0.004,
-    "kernel": "eager",
-}
-optimizer = ShardedAdam(model.named_parameters(), lr=0.5, sharding=sharding)
-for step in range(3):
-    model(torch.ones(2, 64)).sum().backward()
-    if step == 1 and rank == 3:
-        os._exit(7)
-    optimizer.step()
-    optimizer.zero_grad()
-    optimizer.synchronize()
-"""
-
-
-@pytest.mark.parametrize("collectives", ["auto", "pairwise", "native"])
-def test_a_rank_that_dies_ends_the_step_of_all(collectives: str, tmp_path: Path) -> None:
-    """Long before the group's timeout, on the rank that shares nothing with it as well."""
-    ended = run_scripts(DIES, 4, tmp_path, collectives, timeout=50)
-    assert [code for code, _ in ended] == [1, 1, 1, 7], ended
-    for _, text in ended[:3]:
-        assert "Error: [rank" in text

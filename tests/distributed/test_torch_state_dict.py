@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from shardfuse import ShardedAdamW, ShardedBertAdam, ShardedLamb, ShardedRMSpropTF, ShardedSGD
-from shardfuse.checkpoint import FragmentTensor, boxes
+from shardfuse.fragments import FragmentTensor, boxes
 from tests.support.harness import run_procs, run_threads
 from tests.support.runs import assert_bitwise
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
+from shardfuse.checkpoint.storage import PlannedPart
 
 Fault = Callable[[int], object]
 
@@ -21,8 +21,8 @@ def on_rank(rank: int, fault: Callable[[], object]) -> Fault:
 
 
 def around_save(number: int, before: Callable[[], object], after: Callable[[], object]) -> None:
-    """Call `before` and `after` around this rank's save of that number, from 1."""
-    save = dcp.save
+    """Call `before` and `after` around this rank's writing of that number, from 1."""
+    write = PlannedPart.write
     count = 0
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -30,12 +30,12 @@ def around_save(number: int, before: Callable[[], object], after: Callable[[], o
         count += 1
         if count == number:
             before()
-        result = save(*args, **kwargs)
+        result = write(*args, **kwargs)
         if count == number:
             after()
         return result
 
-    dcp.save = wrapped
+    PlannedPart.write = wrapped  # type: ignore[method-assign]
 
 
 def nothing() -> None:

@@ -158,13 +158,17 @@ def _free_port() -> int:
 
 
 def start_command(
-    cwd: Path, arguments: Sequence[str], world_size: int, environ: dict[str, str] | None = None
+    cwd: Path,
+    arguments: Sequence[str],
+    world_size: int,
+    environ: dict[str, str] | None = None,
+    launching: Sequence[str] = (),
 ) -> subprocess.Popen[str]:
     """Start the real command: by torchrun, or by plain Python where the world size is 0."""
     launcher = [sys.executable]
     if world_size:
         launcher += ["-m", "torch.distributed.run", "--standalone"]
-        launcher += ["--nproc-per-node", str(world_size)]
+        launcher += ["--nproc-per-node", str(world_size), *launching]
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
         [*launcher, str(SCRIPT), *arguments],

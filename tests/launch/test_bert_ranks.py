@@ -122,7 +122,7 @@ def test_keys_of_the_past_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
         return 0
 
     assert on_ranks(act, monkeypatch) == [0] * WORLD
-    assert stores[0].num_keys() <= 2
+    assert stores[0].num_keys() <= 4  # two of them name this attempt's part
 
 
 def test_a_lock_is_one_s_own_until_it_is_let_go(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ FAST = re.compile(
             r"test_low_precision\.py::test_masters_follow_the_oracle\[(adamw|lamb)-dtype0",
             r"test_quantized_wires\.py::test_gradients_that_8_bits_hold_are_exact\[ShardedAdam-2\]",
             r"test_quantized_wires\.py::test_ranks_are_equal.*\[ShardedLamb-2-4\]",
-            r"test_mesh\.py::test_an_error_on_one_rank_reaches_all\[lr later",
+            r"test_mesh_faults\.py::test_an_error_on_one_rank_reaches_all\[lr later",
             r"test_param_wire\.py::test_is_the_rounded_result_of_none\[adamw-3-wire0",
             # Each kind of thing that ranks do.
             r"test_communication\.py::test_collectives_per_step\[(adam|lamb)-3-2\]",
@@ -47,6 +47,9 @@ FAST = re.compile(
             r"test_partitioned\.py::test_same_bits\[(one|three)-3\]",
             r"test_overlap_readers\.py::test_nobody.*(forward|EMA)",
             r"test_fuzz\.py::test_a_seed_is_a_program",
+            r"test_resharding\.py::test_two_to_three.*\[(ShardedAdamW|ShardedLamb)\]",
+            r"test_damage\.py::test_(no_whole|a_damaged|nothing_is_run)",
+            r"test_save_beside_training\.py::test_(the_state_of_the_call\[adam|never)",
         ]
     )
 )
@@ -69,7 +72,7 @@ EXHAUSTIVE = re.compile(
             r"test_partitioned\.py::test_random_schedules\[[1-4]\]",
             r"test_partitioned\.py::test_same_bits\[.*-[24]\]",
             r"test_partitioned_memory\.py::test_by_(dtype|resident).*\[4\]",
-            r"test_mesh\.py::test_(a_rank_that_dies|modes_have).*\[(auto|native)\]",
+            r"test_mesh\.py::test_modes_have.*\[(auto|native)\]",
             r"test_mesh\.py::test_shapes_and_transports\[shape[23]-",
             r"test_quantized_wires\.py::test_.*(exact|kept)\[.*-(1|3)\]",
             r"test_quantized_wires\.py::test_ranks_are_equal.*-(3|4)-",
@@ -97,12 +100,21 @@ EXHAUSTIVE = re.compile(
             r"test_(overlap|partitioned)\.py::test_every_optimizer\[.*bfloat16",
             r"test_partitioned\.py::test_random_schedules",
             r"test_partitioned\.py::test_over_gloo\[3-",
-            r"test_mesh\.py::test_a_rank_that_dies",
+            r"test_mesh_faults\.py::test_a_rank_that_(dies|differs.*-(pairwise|native)\]|differs.*bad)",
             r"test_mesh\.py::test_shapes_and_transports\[shape1-(auto|native)",
             r"test_overlap_ends\.py::test_a_rank_(leaves|that_fails).*-1\]",
             r"test_gradient_programs\.py::test_random_programs\[(npu|reduced)-2\]",
             r"test_model_files\.py::test_accelerate_save_state",
             r"test_pairwise\.py::test_a_missing_peer_is_an_error\[True",
+            # Checkpoints: more kills, flips, optimizers and sizes of the same kind.
+            r"test_bert_kills\.py::test_(killed_again_and_again\[(?!0\])|torchrun_restarts_it|"
+            r"fewer|torchrun_itself)",
+            r"test_damage\.py::test_any_bit_and_any_end\[(?!0\])",
+            r"test_resharding\.py::test_two_to_three.*\[(?!ShardedLamb\]|ShardedAdamW\]|ShardedSGD|bert)",
+            r"test_resharding\.py::test_other_configurations\[(larger|bf16)",
+            r"test_export\.py::test_peak_memory",
+            r"test_checkpoint_alone\.py::.*\[(?!(saves|fails in load)-auto)",
+            r"test_save_beside_training\.py::test_the_state_of_the_call\[lamb",
             # Whole jobs by their real commands, of which the default has one of each kind.
             r"test_bert_folders\.py::test_a_late_rank_of_torchrun_shares",
             r"test_bert_runs\.py::test_a_run_resumes_on_another_number_of_ranks"

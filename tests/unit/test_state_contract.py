@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardfuse import ShardConfig, ShardedAdam, ShardedSGD
-from shardfuse.checkpoint import FragmentTensor
+from shardfuse.fragments import FragmentTensor
 from shardfuse.optim import stateful
 from tests.support.harness import run_threads
 

@@ -91,8 +91,9 @@ class RunConfig:
     run_dir: Path
     is_numbered: bool
     """The run directory was not named: any other number does as well."""
-    resume: bool
+    resume: str  # "", "yes" or "auto", which is "" where there is no run to continue
     save_every: int
+    async_save: bool
     eval_every: int
     eval_samples: int
     log_every: int
@@ -228,8 +229,10 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
 def _add_run_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--run-dir", type=Path, help="default: a new runs/bert-NNN; with --resume the newest")
-    add("--resume", action="store_true", help="continue from the last checkpoint")
+    add("--resume", nargs="?", const="yes", default="", choices=("yes", "auto"),
+        help="continue from the last checkpoint; auto: or begin, if there is none")  # fmt: skip
     add("--save-every", type=int, default=1000, help="steps between checkpoints")
+    add("--async-save", action="store_true", help="write checkpoints beside training")
     add("--eval-every", type=int, default=250, help="steps between held-out evaluations")
     add("--eval-samples", type=int, default=512, help="held-out samples")
     add("--log-every", type=int, default=100, help="steps between lines where no bar can be shown")
@@ -242,7 +245,9 @@ def check_options(argv: Sequence[str], world_size: int) -> None:
     No file is looked at, so every rank comes to the same verdict, and at once.
     """
     arguments = _new_parser().parse_args(argv)
-    if not arguments.resume:
+    if arguments.resume == "auto" and arguments.run_dir is None:
+        raise UsageError("--resume auto needs --run-dir: a restart has to find the same folder")
+    if arguments.resume != "yes":
         _to_config(arguments, Path(), is_numbered=False).micro_batches(world_size)
 
 
@@ -254,6 +259,8 @@ def parse_config(argv: Sequence[str], runs_dir: Path = Path("runs")) -> RunConfi
     """
     parser = _new_parser()
     first = parser.parse_args(argv)
+    if first.resume == "auto" and not (first.run_dir / CONFIG_FILE).exists():
+        first.resume = ""
     if first.resume:
         run_dir = first.run_dir or newest_run_dir(runs_dir)
         config = _resumed_config(parser, argv, run_dir)
@@ -329,7 +336,7 @@ def read_stored_config(run_dir: Path) -> dict[str, Any]:
         raise _damaged(run_dir, str(error)) from error
     if not isinstance(stored, dict) or "corpus_digest" not in stored:
         raise _damaged(run_dir, "it has no corpus_digest")
-    return {"sharding": "{}", **stored}
+    return {"sharding": "{}", "async_save": False, **stored}
 
 
 def _damaged(run_dir: Path, reason: str) -> UsageError:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -12,15 +10,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pretraining.errors import UsageError
+from shardfuse import files
+from shardfuse.files import describe, sync
+
+__all__ = ["blaming", "describe", "sha256", "sync", "sync_tree", "unfinished", "write_whole"]
 
 _READ_NBYTES = 1 << 20
-
-_MORE_SPACE = "free some space, or name a folder elsewhere"
-_REMEDIES = {
-    _MORE_SPACE: (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
-    "name a folder that can be written to": (errno.EACCES, errno.EPERM, errno.EROFS),
-    "a file is in the way; name another folder": (errno.ENOTDIR, errno.EEXIST),
-}
 
 
 @contextmanager
@@ -30,17 +25,6 @@ def blaming(option: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UsageError(f"{option} {path}: {describe(error)}") from error
-
-
-def describe(error: OSError) -> str:
-    """Say in one line what the file system refused, with the remedy where there is one."""
-    if error.errno is None:
-        # numpy and tokenizers tell no more than that a file was not written to its end.
-        return f"{' '.join(str(error).split())}; {_MORE_SPACE}"
-    reason = error.strerror
-    remedies = [remedy for remedy, numbers in _REMEDIES.items() if error.errno in numbers]
-    place = f" ({error.filename})" if error.filename is not None else ""
-    return f"{reason}{place}; {remedies[0] if remedies else 'mend it, or name another'}"
 
 
 @contextmanager
@@ -61,24 +45,7 @@ def unfinished(path: Path) -> Iterator[Path]:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a text file so that after a crash there is the old one or the new one."""
-    with unfinished(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-        sync(temporary)
-        temporary.replace(path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Have a file or a folder's list of names written to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        # Not every file system syncs folders.
-        if not path.is_dir():
-            raise
-    finally:
-        os.close(descriptor)
+    files.write_whole(path, text.encode())
 
 
 def sync_tree(folder: Path) -> None:

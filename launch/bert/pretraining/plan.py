@@ -25,6 +25,9 @@ from pretraining.prepared import PreparedCorpus, prepare_corpus
 from pretraining.ranks import Ranks, choose_device
 from pretraining.rundir import RunLock, claim
 
+_PATIENCE_S = 60.0
+"""How long a restart waits for what it replaces to end."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -53,7 +56,7 @@ def _decide(argv: Sequence[str], launch: Launch, lock: RunLock) -> dict[str, Any
     digest = PreparedCorpus.open(folder).summary.digest
     with blaming("--run-dir", config.run_dir):
         if config.resume:
-            lock.take(config.run_dir)
+            lock.take(config.run_dir, _PATIENCE_S if config.resume == "auto" else 0.0)
             _check_same_text(config, digest)
         else:
             run_dir = claim(config.run_dir, lock, is_numbered=config.is_numbered)

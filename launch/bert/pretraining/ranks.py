@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch.distributed import Store
 from torch.distributed.rendezvous import rendezvous
 
+from pretraining.attempts import fresh_part
 from pretraining.errors import UsageError
 from pretraining.launch import Launch
 
 _PREPARATION_LIMIT = timedelta(days=1)
+_START_LIMIT = timedelta(minutes=10)
 _LEAST_ANSWER_LIMIT = timedelta(minutes=10)
 _GOODBYE_LIMIT = timedelta(seconds=10)
 _MOST_RANKS_NAMED = 8
@@ -64,7 +66,8 @@ class Ranks:
         # thread and this one (in torch 2.7) wait for each other for ever.
         self._last_summed: torch.Tensor | None = None
         if launch.is_distributed:
-            self._store, _, _ = next(iter(rendezvous("env://")))
+            store, _, _ = next(iter(rendezvous("env://")))
+            self._store = fresh_part(store, launch.rank, launch.world_size, _START_LIMIT)
 
     def once(self, build: Callable[[], T]) -> T:
         """Return on every rank what `build` returns on rank 0, which is of JSON's types."""
@@ -119,6 +122,17 @@ class Ranks:
             dist.all_reduce(values)
             self._last_summed = values
         return values
+
+    def leave(self) -> None:
+        """End the talks: return on rank 0 once all have heard the last, or after ten seconds."""
+        if self._store is None:
+            return
+        self._store.set(f"shardfuse/bert/left/{self.launch.rank}", "")
+        if self.launch.is_main:
+            # Without torchrun the store lives in this process.
+            others = [f"shardfuse/bert/left/{rank}" for rank in range(1, self.launch.world_size)]
+            with suppress(RuntimeError):
+                self._store.wait(others, _GOODBYE_LIMIT)
 
     def disconnect(self) -> None:
         """Destroy the process group; safe to call at any time."""

@@ -21,6 +21,7 @@ CONFIG_FILE = "config.json"
 LOCK_FILE = ".lock"
 
 _HELD = (errno.EAGAIN, errno.EACCES)
+_POLL_S = 0.2
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -43,13 +44,28 @@ class RunLock:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._release()
+
+    def _release(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def take(self, folder: Path) -> None:
-        """Lock `folder` and leave word of it there; raises as `try_out` does."""
-        self.try_out(folder)
+    def take(self, folder: Path, patience_s: float = 0.0) -> None:
+        """Lock `folder`, for which another job has so long to end, and leave word of it there.
+
+        Raises as `try_out` does.
+        """
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                self.try_out(folder)
+                break
+            except UsageError:
+                if time.monotonic() > deadline:
+                    raise
+                self._release()
+                time.sleep(_POLL_S)
         assert self._descriptor is not None
         owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}
         os.ftruncate(self._descriptor, 0)

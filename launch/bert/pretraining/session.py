@@ -45,6 +45,7 @@ def _train(config: RunConfig, ranks: Ranks, corpus: PreparedCorpus, started: flo
         _introduce(trainer, corpus, first_step)
     last_step = trainer.run(first_step, stop)
     ranks.once(lambda: _conclude(trainer, corpus, last_step, time.monotonic() - started))
+    ranks.leave()
 
 
 def _keep_silent(line: str) -> None:

@@ -48,7 +48,7 @@ class Trainer:
         self.model = model.to(ranks.device).train()
         self.optimizer = build_optimizer(config, self.model)
         self.scaler = ShardedGradScaler(ranks.device.type, enabled=config.dtype == "fp16")
-        self.checkpoints = Checkpoints(config, ranks, self.model, self.optimizer, self.scaler)
+        self.checkpoints = Checkpoints(config, self.model, self.optimizer, self.scaler)
         self._autocast = torch.autocast(
             ranks.device.type,
             dtype=AUTOCAST_DTYPES.get(config.dtype),
@@ -60,6 +60,10 @@ class Trainer:
 
     def run(self, first_step: int, stop: StopRequest) -> int:
         """Train from `first_step` on; return how many steps are finished when it stops."""
+        with self.checkpoints.saving():
+            return self._run(first_step, stop)
+
+    def _run(self, first_step: int, stop: StopRequest) -> int:
         config = self.config
         self.ranks.once(lambda: self._open_report(first_step))
         saved_step = first_step

@@ -1,0 +1,57 @@
+"""A part of the launcher's key-value store that no earlier attempt of the same job has written to.
+
+[Note: stale keys] torchrun's agent keeps one store while it restarts its workers (torch 2.13 with
+--standalone, or with a fixed master port), so that a restarted rank finds what ranks of the attempt
+before have left: a verdict of theirs, or the address of a process that has ended, for which gloo
+then waits until its timeout (NCCL's unique id is such a key, too; pytorch#135712). The number of
+the attempt does not tell them apart everywhere: it is each agent's own.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store
+
+from pretraining.errors import UsageError
+
+_LEAD = "shardfuse/lead"
+_POLL_S = 0.01
+
+
+def fresh_part(store: Store, rank: int, world_size: int, limit: timedelta) -> Store:
+    """Return the part of ``store`` that is this attempt's, once all of its ranks are there.
+
+    Rank 0 draws a name. Others answer under the name that they find, which may be of an attempt
+    before; it is right only once their own answer, which nobody else can know, comes back.
+
+    Raises `UsageError` where they do not come.
+    """
+    own = secrets.token_hex(8)
+    if rank == 0:
+        store.set(_LEAD, own)
+        keys = [f"shardfuse/{own}/{other}" for other in range(1, world_size)]
+        try:
+            store.wait(keys, limit)
+        except RuntimeError as error:
+            raise UsageError(f"not all of {world_size} ranks have started") from error
+        answers = [store.get(key).decode() for key in keys]
+        for key in keys:
+            store.delete_key(key)
+        store.set(f"shardfuse/{own}/go", json.dumps(["", *answers]))
+        return PrefixStore(own, store)
+    deadline, answered = time.monotonic() + limit.total_seconds(), ""
+    while time.monotonic() < deadline:
+        if store.check([_LEAD]):
+            name = store.get(_LEAD).decode()
+            if name != answered:
+                store.set(f"shardfuse/{name}/{rank}", own)
+                answered = name
+            go = f"shardfuse/{name}/go"
+            if store.check([go]) and own in json.loads(store.get(go)):
+                return PrefixStore(name, store)
+        time.sleep(_POLL_S)
+    raise UsageError("rank 0 has not started")

@@ -1,0 +1,87 @@
+"""``python -m shardfuse COMMAND``: look at checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return its exit code: 0 for success, 1 for damage, 2 for wrong use."""
+    arguments = _parser().parse_args(argv)
+    # Seconds to import, and not wanted for --help.
+    from shardfuse.checkpoint import CheckpointError, DamagedCheckpoint
+
+    try:
+        found: int = arguments.run(arguments)
+    except DamagedCheckpoint as error:
+        print(f"DAMAGED: {error}", file=sys.stderr)
+        return 1
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m shardfuse", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, run, text in (
+        ("inspect", _inspect, "print what a checkpoint holds; reads no data"),
+        ("verify", _verify, "read every byte of a checkpoint, or of a folder of them"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("folder", type=Path)
+        command.add_argument("--json", action="store_true", help="for scripts")
+        command.set_defaults(run=run)
+    text = "write whole tensors of a checkpoint to files that others read"
+    command = commands.add_parser("export", help=text, description=text)
+    command.add_argument("folder", type=Path)
+    command.add_argument(
+        "--model", type=Path, metavar="FILE", help="safetensors, or for torch.load() if named *.pt"
+    )
+    command.add_argument(
+        "--optimizer", type=Path, metavar="FILE", help="torch.optim's format, for torch.load()"
+    )
+    command.set_defaults(run=_export)
+    return parser
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from shardfuse.checkpoint.report import inspect
+
+    contents = inspect(arguments.folder)
+    print(json.dumps(contents.to_json()) if arguments.json else contents.describe())
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    """Return 1 where anything is damaged."""
+    from shardfuse.checkpoint.report import verify
+
+    verdicts = verify(arguments.folder)
+    if arguments.json:
+        print(json.dumps([asdict(verdict) for verdict in verdicts]))
+    else:
+        print("\n".join(verdict.describe() for verdict in verdicts))
+    return int(any(verdict.faults for verdict in verdicts))
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from shardfuse.checkpoint.export import read_model, read_optimizer, write_model
+
+    if arguments.model is not None:
+        write_model(read_model(arguments.folder), arguments.model)
+    if arguments.optimizer is not None:
+        torch.save(read_optimizer(arguments.folder), arguments.optimizer)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,16 @@
+"""Checkpoints that any number of ranks can load, and that say where they are damaged."""
+
+from shardfuse.checkpoint.asynchronous import AsyncSave, async_save
+from shardfuse.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from shardfuse.checkpoint.folder import Checkpoints
+from shardfuse.checkpoint.saving import load, save
+
+__all__ = [
+    "AsyncSave",
+    "CheckpointError",
+    "Checkpoints",
+    "DamagedCheckpoint",
+    "async_save",
+    "load",
+    "save",
+]

@@ -1,0 +1,164 @@
+"""Save beside training: a thread writes, and the first rank's commits.
+
+[Note: no collective in a thread] Collectives of a thread could cross those of training. So ranks
+tell each other through the process group's key-value store: each the word of its part, and the
+first rank, once it has all of them, what came of it. wait() is collective, and made by the thread
+that trains: it notices a rank that has died, too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardfuse.checkpoint.errors import CheckpointError
+from shardfuse.checkpoint.saving import Save
+from shardfuse.checkpoint.storage import Copies
+from shardfuse.optim.base import ShardedOptimizer
+
+logger = logging.getLogger("shardfuse")
+
+_POLL_S = 0.02
+
+
+class AsyncSave:
+    """A save under way; see async_save()."""
+
+    def __init__(self, one: Save, copies: Copies, then: Callable[[], None]) -> None:
+        self._save, self._copies, self._then = one, copies, then
+        self._ranks = one.ranks
+        self._error: Exception | None = None
+        self._written = threading.Event()
+        self._is_abandoned = False
+        self._is_over = False
+        self._hooks: list[Any] = []
+        self._topic = f"saves/{_next_number(self._ranks.comm)}"
+        self._thread = threading.Thread(target=self._run, name="shardfuse save", daemon=True)
+
+    @property
+    def extra_nbytes(self) -> int:
+        """The most bytes of copies that this rank has held at once."""
+        return self._copies.most_nbytes
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this rank has no more to do. Local: other ranks may be slower, or faster."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return once the checkpoint is there. Collective.
+
+        Raises:
+            CheckpointError: on all ranks, where any could not write.
+        """
+        if self._is_over:
+            return
+        self._is_over = True
+        try:
+            with self._ranks.call("checkpoint.wait()"):
+                self._written.wait()
+                self._ranks.agree(self._error)
+                self._thread.join()
+                self._ranks.agree(self._error)
+        finally:
+            self._is_abandoned = True
+            self._stop_watching()
+
+    def _start(self, optimizers: list[ShardedOptimizer]) -> None:
+        for optimizer in optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+        self._thread.start()
+
+    def _stop_watching(self) -> None:
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook.remove()
+
+    def _before_step(self, *_: Any) -> None:
+        """Copy what is not written yet; raise what has gone wrong."""
+        self._copies.freeze()
+        if self.is_done:
+            self._stop_watching()
+            if self._error is not None and not self._is_over:
+                with self._ranks.comm.call("step()"):
+                    raise CheckpointError(f"{self._save.target} is not saved: {self._error}")
+
+    def _run(self) -> None:
+        word, self._error = self._save.write()
+        comm = self._ranks.comm
+        self._copies.freeze()
+        text = "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        if comm.world_size > 1:
+            comm.tell(self._topic, json.dumps([word, text]))
+        self._written.set()
+        if comm.rank == 0 and self._error is None:
+            self._commit(word)
+
+    def _commit(self, word: int) -> None:
+        """Publish once all parts are written; the first rank's."""
+        words = self._await_words() if self._ranks.comm.world_size > 1 else [word]
+        if not all(words):
+            self._save.clear()
+            return
+        self._error = self._save.publish(words, self._then)
+        if self._error is not None:
+            logger.error("%s is not saved: %s", self._save.target, self._error)
+
+    def _await_words(self) -> list[int]:
+        """Return every rank's word; a 0 among them as soon as there is one."""
+        while not self._is_abandoned:
+            told = [json.loads(text)[0] for text in self._ranks.comm.told(self._topic) if text]
+            if len(told) == self._ranks.comm.world_size or 0 in told:
+                return told
+            time.sleep(_POLL_S)
+        return [0]
+
+
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def _next_number(comm: Any) -> int:
+    """Return a number that is the same on all ranks, of this communicator's saves."""
+    _numbers[comm] = _numbers.get(comm, 0) + 1
+    return _numbers[comm]
+
+
+def async_save(
+    state: Mapping[str, Any],
+    folder: str | os.PathLike[str],
+    *,
+    process_group: Any = None,
+    info: Mapping[str, Any] | None = None,
+    then: Callable[[], None] = lambda: None,
+) -> AsyncSave:
+    """Save as save() does, beside training; return at once. Collective.
+
+    Optimizer states and this rank's part of the parameters are copied fragment by fragment when
+    they are written, because they do not change before the next step(); what is not written by then
+    is copied there. So the extra memory is one fragment, or at most this rank's part where step()
+    comes first (``extra_nbytes`` says what it was). Everything else, such as buffers of modules, is
+    copied at once. Parameters must not be changed but by step(). The thread takes a core for a
+    second per GB, and what the disk takes: where ranks leave none free, training slows meanwhile.
+
+    A failure is raised by the next step() of that rank, which all hear of, or by wait(), whichever
+    comes first. Call wait() before the next save, and before the process ends.
+
+    Args:
+        state, folder, process_group, info: as of save().
+        then: is called in the thread of the first rank, once the checkpoint is there.
+
+    Raises:
+        CheckpointError: on all ranks, where one cannot begin.
+    """
+    copies = Copies()
+    one = Save(state, folder, process_group, info, copies)
+    with one.ranks.call("checkpoint.async_save()", f"name = {one.target.name}"):
+        saving = AsyncSave(one, copies, then)
+    saving._start([value for value in state.values() if isinstance(value, ShardedOptimizer)])
+    return saving

@@ -1,0 +1,29 @@
+"""What can be wrong with a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; raised on all ranks, and nothing was changed."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """Files of a checkpoint are not as they were written.
+
+    Args:
+        faults: what is damaged, each by its file and the key and place of what lies there.
+        advice: what can be done, such as the name of a whole checkpoint.
+    """
+
+    def __init__(self, faults: Sequence[str], advice: str = "") -> None:
+        self.faults = list(faults)
+        shown = "; ".join(self.faults[:_NUM_SHOWN])
+        more = len(self.faults) - _NUM_SHOWN
+        if more > 0:
+            shown += f"; and {more} more"
+        super().__init__(f"{shown.rstrip('.')}. {advice}".rstrip())
+
+
+_NUM_SHOWN = 3

@@ -1,0 +1,90 @@
+"""Who saves or loads together, and how they hear of each other's errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from shardfuse.agreement import everyones_errors, everyones_words
+from shardfuse.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from shardfuse.comm import Communicator, communicator_for
+from shardfuse.files import describe
+from shardfuse.optim.base import ShardedOptimizer
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """All ranks that share what is saved. Building one cannot fail on one of them alone.
+
+    Args:
+        objects: what is saved; the first optimizer's communicator is taken.
+        process_group: of the ranks, where there is no optimizer.
+        doing: start of the text of errors.
+    """
+
+    def __init__(self, objects: Mapping[str, Any], process_group: Any, doing: str) -> None:
+        self._doing = doing
+        self._lines = [f"keys = {list(objects)}"]
+        self._device = torch.device("cpu")
+        optimizers = [value for value in objects.values() if isinstance(value, ShardedOptimizer)]
+        self.comm: Communicator
+        if optimizers:
+            self.comm = optimizers[0].communicator.everyone
+            self._device = optimizers[0].param_groups[0]["params"][0].device
+        else:
+            self.comm = communicator_for(process_group, self._device).everyone
+
+    @contextmanager
+    def call(self, name: str, *lines: str) -> Iterator[None]:
+        """Make a call of all ranks, which have the same keys and ``lines``."""
+        with self.comm.call(name):
+            self.comm.declare([*self._lines, *lines])
+            yield
+
+    def words(self, word: int) -> list[int]:
+        """Return every rank's number, of 24 bits, by one all-reduce."""
+        return everyones_words(self.comm, self._device, word)
+
+    def agree(self, error: Exception | None, word: int = 1) -> list[int]:
+        """Return every rank's word, by one all-reduce, or raise on all ranks if one has an error.
+
+        Raises:
+            DamagedCheckpoint: an error is that.
+            CheckpointError: it is of another kind.
+        """
+        words = self.words(word if error is None else 0)
+        if all(words):
+            return words
+        texts = everyones_errors(self.comm, self._device, _as_checkpoint_error(error))
+        told: dict[str, list[str]] = {}
+        for rank, text in enumerate(texts):
+            if text:
+                told.setdefault(text.partition(": ")[2], []).append(str(rank))
+        message = "; ".join(
+            text if len(ranks) == len(texts) else f"{text.rstrip('.')} (rank {', '.join(ranks)})"
+            for text, ranks in told.items()
+        )
+        if any(text.startswith(DamagedCheckpoint.__name__) for text in texts):
+            raise DamagedCheckpoint([message]) from error
+        raise CheckpointError(f"{self._doing}: {message}") from error
+
+
+def _as_checkpoint_error(error: Exception | None) -> Exception | None:
+    """Return an error whose text can be read without its kind."""
+    if error is None or isinstance(error, CheckpointError):
+        return error
+    if isinstance(error, OSError):
+        return CheckpointError(describe(error))
+    return CheckpointError(f"{type(error).__name__}: {error}")
+
+
+def tried(act: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return (what ``act`` returns, None) or (None, what it raises)."""
+    try:
+        return act(), None
+    except Exception as error:
+        return None, error

@@ -1,0 +1,111 @@
+"""What a checkpoint holds and what is damaged in it, for people and for scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shardfuse.checkpoint.errors import CheckpointError
+from shardfuse.checkpoint.folder import Checkpoints, share_of_faults
+from shardfuse.checkpoint.index import Kind, Manifest, Part
+
+_NUM_SHOWN = 30
+
+
+@dataclass
+class Held:
+    """What lies under one key."""
+
+    key: str
+    dtype: str  # empty for a value that is not a tensor
+    shape: tuple[int, ...]
+    num_fragments: int
+    nbytes: int  # in files
+
+
+@dataclass
+class Contents:
+    """What a checkpoint holds."""
+
+    folder: str
+    world_size: int
+    info: Mapping[str, Any]
+    nbytes: int
+    held: list[Held]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return values that JSON has."""
+        return asdict(self)
+
+    def describe(self) -> str:
+        """Return a table to be printed."""
+        lines = [
+            f"{self.folder}",
+            f"saved by {self.world_size} ranks, {self.nbytes:,} bytes, {len(self.held)} keys",
+            *(f"{name}: {value}" for name, value in self.info.items()),
+            "",
+            f"{'bytes':>15}  {'fragments':>9}  {'dtype':<9} {'shape':<18} key",
+        ]
+        for held in self.held[:_NUM_SHOWN]:
+            shape = str(list(held.shape)) if held.dtype else ""
+            lines.append(
+                f"{held.nbytes:>15,}  {held.num_fragments:>9}  {held.dtype or 'value':<9} "
+                f"{shape:<18} {held.key}"
+            )
+        if len(self.held) > _NUM_SHOWN:
+            lines.append(f"... and {len(self.held) - _NUM_SHOWN} more; --json has all")
+        return "\n".join(lines)
+
+
+def inspect(folder: Path) -> Contents:
+    """Return what a checkpoint holds, the largest first; its data is not read.
+
+    Raises:
+        DamagedCheckpoint: the files that say so are damaged.
+        CheckpointError: there is no checkpoint.
+    """
+    manifest = Manifest.read(folder)
+    parts = manifest.parts(folder)
+    held = _held(parts)
+    nbytes = sum(path.stat().st_size for path in folder.iterdir())
+    return Contents(str(folder), manifest.world_size, manifest.info, nbytes, held)
+
+
+def _held(parts: Iterable[Part]) -> list[Held]:
+    found: dict[str, Held] = {}
+    for part in parts:
+        for item in part.items:
+            kind = part.kinds.get(item.key, Kind("", ()))
+            held = found.setdefault(item.key, Held(item.key, *kind, 0, 0))
+            held.num_fragments += 1
+            held.nbytes += item.length
+    return sorted(found.values(), key=lambda held: (-held.nbytes, held.key))
+
+
+@dataclass
+class Verdict:
+    """Whether one checkpoint is whole."""
+
+    folder: str
+    faults: list[str]
+
+    def describe(self) -> str:
+        """Return lines to be printed."""
+        if not self.faults:
+            return f"{self.folder}: whole"
+        return "\n".join([f"{self.folder}: DAMAGED", *(f"  {fault}" for fault in self.faults)])
+
+
+def verify(folder: Path) -> list[Verdict]:
+    """Read every byte of a checkpoint, or of all in a folder of checkpoints; the newest first.
+
+    Raises:
+        CheckpointError: there is neither.
+    """
+    steps = Checkpoints(folder).steps()
+    folders = [Checkpoints(folder).path(step) for step in steps] or [folder]
+    if not steps and not any(folder.glob("*.json")):
+        raise CheckpointError(f"There is no checkpoint in {folder}.")
+    return [Verdict(str(path), share_of_faults(path)) for path in folders]

@@ -1,0 +1,273 @@
+"""Save and load a checkpoint, every rank its part; one small all-reduce commits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardfuse.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from shardfuse.checkpoint.index import (
+    MANIFEST,
+    METADATA,
+    File,
+    Manifest,
+    ParamNote,
+    Part,
+    coverage_faults,
+    item_faults,
+)
+from shardfuse.checkpoint.ranks import Ranks, tried
+from shardfuse.checkpoint.state import TrainingState
+from shardfuse.checkpoint.storage import (
+    Copies,
+    PlannedPart,
+    Reading,
+    metadata_of,
+    pickled,
+)
+from shardfuse.files import discard, sync, write_whole
+
+
+class Save:
+    """One save of one rank: planned when built, then written, then committed.
+
+    Args:
+        state: as of save().
+        folder: as of save().
+        process_group, info: as of save().
+        copies: of what may change while it is written; None: nothing does.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        folder: str | os.PathLike[str],
+        process_group: Any = None,
+        info: Mapping[str, Any] | None = None,
+        copies: Copies | None = None,
+    ) -> None:
+        self.target = Path(folder).absolute()
+        self.ranks = Ranks(state, process_group, f"{self.target} is not saved")
+        self._unfinished = self.target.with_name(f".{self.target.name}.unfinished")
+        self._info = dict(info or {})
+        self._params: dict[str, list[ParamNote]] = {}
+        self._planned, self._error = tried(lambda: self._plan(state, copies))
+
+    def _plan(self, state: Mapping[str, Any], copies: Copies | None) -> PlannedPart:
+        held = TrainingState(state)
+        self._params = {
+            key: [ParamNote(spec.name, list(spec.shape), list(spec.stride)) for spec in parts.specs]
+            for key, parts in held.parts.items()
+        }
+        self._unfinished.mkdir(parents=True, exist_ok=True)
+        return PlannedPart(self._unfinished, self.ranks.comm.rank, held.to_write(), copies)
+
+    def write(self) -> tuple[int, Exception | None]:
+        """Write this rank's part; return a word for it, or what went wrong. Local."""
+        if self._planned is None:
+            return 0, self._error
+        part, error = tried(self._planned.write)
+        if part is not None:
+            _, error = tried(lambda: write_whole(self._unfinished / part.name, part.to_bytes()))
+        return (0, error) if part is None or error is not None else (_word(part.to_bytes()), None)
+
+    def publish(self, words: list[int], then: Callable[[], None]) -> Exception | None:
+        """Make a checkpoint of all parts, by their words; return what goes wrong. Of one rank."""
+        manifest = Manifest(len(words), [], self._info, self._params)
+        error = tried(lambda: _publish(self._unfinished, self.target, words, manifest))[1]
+        return tried(then)[1] if error is None else error
+
+    def clear(self) -> None:
+        """Remove what was written and will not be published."""
+        shutil.rmtree(self._unfinished, ignore_errors=True)
+
+
+def save(
+    state: Mapping[str, Any],
+    folder: str | os.PathLike[str],
+    *,
+    process_group: Any = None,
+    info: Mapping[str, Any] | None = None,
+    then: Callable[[], None] = lambda: None,
+) -> None:
+    """Write a checkpoint that any number of ranks can load. Collective.
+
+    Every rank writes its part of optimizers and of their parameters, and plans that alone: there is
+    no collective before the small all-reduce by which all learn that all parts are on the disk.
+    Then the first rank gives the folder its name. Until then, and if anything fails, what was there
+    before stays. ``torch.distributed.checkpoint.load()`` reads the result, too.
+
+    Args:
+        state: {key: ShardedOptimizer, module, object with state_dict(), or value}. See
+            TrainingState. Values that are the same on all ranks: the first rank's are saved.
+        folder: where; all ranks must see the same file system. A checkpoint there is replaced.
+        process_group: of the ranks, where there is no ShardedOptimizer in ``state``.
+        info: what Manifest.info shall have: values that JSON has.
+        then: is called on the first rank once the checkpoint is there.
+
+    Raises:
+        CheckpointError: on all ranks, where any rank cannot write.
+    """
+    one = Save(state, folder, process_group, info)
+    comm = one.ranks.comm
+    # Not of one path: hosts may mount the file system at other places.
+    with one.ranks.call("checkpoint.save()", f"name = {one.target.name}"):
+        word, error = one.write()
+        try:
+            words = one.ranks.agree(error, word)
+            one.ranks.agree(one.publish(words, then) if comm.rank == 0 else None)
+        except CheckpointError:
+            if comm.rank == 0:
+                one.clear()
+            raise
+
+
+def _word(data: bytes) -> int:
+    """Return a number of 1 to 2**24 - 1, the same for the same data."""
+    return 1 + zlib.crc32(data) % ((1 << 24) - 1)
+
+
+def _publish(unfinished: Path, target: Path, words: list[int], manifest: Manifest) -> None:
+    """Make a checkpoint of what all ranks have written, with a manifest that lacks the files.
+
+    Raises:
+        CheckpointError: this rank does not see all of it, or it is not whole.
+        OSError: the file system refuses.
+    """
+    parts, files = [], manifest.files
+    for rank, word in enumerate(words):
+        path = unfinished / Part(rank).name
+        data = path.read_bytes() if path.exists() else b""
+        if not data or _word(data) != word:
+            raise CheckpointError(
+                f"rank 0 does not see in {unfinished} what rank {rank} has written there; all "
+                "ranks must write to one file system."
+            )
+        parts.append(Part.from_bytes(data, path.name))
+        files.append(File.of(path.name, data))
+        _check_sizes(unfinished, parts[-1])
+    faults = coverage_faults(parts)
+    if faults:
+        raise CheckpointError(f"{'; '.join(faults[:5])}: ranks have saved different things.")
+    metadata = pickled(metadata_of(parts))
+    write_whole(unfinished / METADATA, metadata)
+    files.append(File.of(METADATA, metadata))
+    _remove_others(unfinished, {f.name for f in files} | {i.file for p in parts for i in p.items})
+    write_whole(unfinished / MANIFEST, manifest.to_bytes())
+    discard(target)
+    unfinished.rename(target)
+    sync(target.parent)
+
+
+def _check_sizes(unfinished: Path, part: Part) -> None:
+    """Raise CheckpointError unless what a rank has written is seen here in its full length."""
+    ends: dict[str, int] = {}
+    for item in part.items:
+        ends[item.file] = max(ends.get(item.file, 0), item.start + item.length)
+    for name, nbytes in ends.items():
+        path = unfinished / name
+        found = path.stat().st_size if path.exists() else 0
+        if found < nbytes:
+            raise CheckpointError(
+                f"rank 0 sees {found:,} bytes of {nbytes:,} that rank {part.rank} has written to "
+                f"{path}; all ranks must write to one file system."
+            )
+
+
+def _remove_others(folder: Path, names: set[str]) -> None:
+    """Remove what an earlier attempt has left, which may have had more ranks."""
+    for path in folder.iterdir():
+        if path.name not in names:
+            path.unlink()
+
+
+def load(
+    state: dict[str, Any],
+    folder: str | os.PathLike[str],
+    *,
+    process_group: Any = None,
+    accept: Callable[[Mapping[str, Any]], None] = lambda info: None,
+    trusted: bool = False,
+) -> dict[str, Any]:
+    """Load what save() wrote, at any number of ranks; return its ``info``. Collective.
+
+    Every rank reads its part, after it has compared its digests. Where anything is damaged, on any
+    rank, all raise and nothing has changed. What is read must be there. A checkpoint may have more
+    than ``state``, but not more of a module or an optimizer than that has.
+
+    Args:
+        state: as of save(). Objects are loaded in place, values are replaced in this dict.
+        folder: the checkpoint.
+        process_group: as of save().
+        accept: is given the ``info`` that was saved, and raises if this is not to be loaded.
+        trusted: whether values may be of any class. Reading these runs code that is in the file.
+
+    Raises:
+        DamagedCheckpoint: files are not as they were written. It names them, and what lay there.
+        CheckpointError: there is no checkpoint, or it does not fit ``state``.
+    """
+    source = Path(folder).absolute()
+    ranks = Ranks(state, process_group, f"{source} is not loaded")
+    with ranks.call("checkpoint.load()", f"name = {source.name}"):
+        read, error = tried(lambda: _Loading(source, state, ranks.comm.rank, accept, trusted))
+        ranks.agree(error)
+        assert read is not None
+        state.update(read.finish())
+    return read.manifest.info
+
+
+class _Loading:
+    """One rank's reading of a checkpoint; built, it has verified and checked all that it needs."""
+
+    def __init__(
+        self,
+        source: Path,
+        state: Mapping[str, Any],
+        rank: int,
+        accept: Callable[[Mapping[str, Any]], None],
+        trusted: bool,
+    ) -> None:
+        self.manifest = Manifest.read(source)
+        accept(self.manifest.info)
+        parts = self.manifest.parts(source)
+        self._held = held = TrainingState(state)
+        self._checked, self._filled = held.to_check(), held.to_fill()
+        first = Reading(source, parts, self._checked, trusted=trusted)
+        self._rest = Reading(source, parts, self._filled)
+        faults = item_faults(source, [*first.items(parts), *self._rest.items(parts)])
+        if rank == 0:
+            metadata = next(file for file in self.manifest.files if file.name == METADATA)
+            _, damage = tried(lambda: self.manifest.read_file(source, metadata))
+            faults += damage.faults if isinstance(damage, DamagedCheckpoint) else []
+        if faults:
+            raise DamagedCheckpoint(faults)
+        first.read()
+        try:
+            held.check(self._checked)
+        except ValueError as error:
+            raise CheckpointError(f"{source} does not fit: {error}") from error
+        self._check_extra(source, parts, first.keys | self._rest.keys)
+
+    def _check_extra(self, source: Path, parts: list[Part], read: set[str]) -> None:
+        """Raise CheckpointError where a model or an optimizer would lose what was saved of it."""
+        saved = {item.key for part in parts for item in part.items} - read
+        prefixes = tuple(f"{key}." for key in self._held.whole_keys())
+        extra = sorted(key for key in saved if key.startswith(prefixes))
+        if extra:
+            raise CheckpointError(
+                f"{source} does not fit: it has {', '.join(extra[:3])} and {len(extra)} keys in "
+                "all for which there is no place here. Build the model and the optimizer that it "
+                "is of; torch.distributed.checkpoint.load() loads parts of it."
+            )
+
+    def finish(self) -> dict[str, Any]:
+        """Have everything take over what is read; return plain values. Collective."""
+        with torch.no_grad():
+            self._rest.read()
+            return self._held.take(self._checked, self._filled)

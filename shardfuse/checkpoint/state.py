@@ -1,0 +1,143 @@
+"""What a training loop has, modules, optimizers, values, as it is saved and loaded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardfuse.engine.parts import Parts
+from shardfuse.optim.base import ShardedOptimizer
+
+
+class TrainingState:
+    """The objects of one checkpoint by key, and how each is saved and loaded.
+
+    * A ShardedOptimizer gives its parts. Those of its parameters are taken for the module's.
+    * A module gives ``state_dict()``, unwrapped of DistributedDataParallel and torch.compile().
+    * Anything else with ``state_dict()`` and ``load_state_dict()`` gives that; the first rank's is
+      saved. So is any other value, which load() replaces in the caller's dict.
+
+    Args:
+        objects: {key: object}.
+    """
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self.objects = objects
+        self.parts: dict[str, Parts] = {}
+        for key, value in objects.items():
+            if isinstance(value, ShardedOptimizer):
+                value.synchronize()
+                self.parts[key] = value.parts()
+
+    def to_write(self) -> dict[str, Any]:
+        """Return nested dicts of what this rank writes, of which tensors alias what is live."""
+        written = self._params(to_write=True)
+        result = {}
+        for key, value in self.objects.items():
+            if key in self.parts:
+                result[key] = self.parts[key].to_write()
+            elif isinstance(value, nn.Module):
+                result[key] = _of_module(value, written)
+            else:
+                result[key] = value.state_dict() if hasattr(value, "state_dict") else value
+        return result
+
+    def to_check(self) -> dict[str, Any]:
+        """Return nested dicts of copies that are read first, and looked at before anything changes.
+
+        They are all that is not a tensor of a module or of an optimizer.
+        """
+        result: dict[str, Any] = {}
+        for key, value in self.objects.items():
+            if key in self.parts:
+                whole = self.parts[key].to_fill()
+                result[key] = {k: v for k, v in whole.items() if not _is_part(v)}
+            elif isinstance(value, nn.Module):
+                extra = _unwrapped(value).state_dict()
+                result[key] = {k: copy.deepcopy(v) for k, v in extra.items() if not _is_tensor(v)}
+            else:
+                own = value.state_dict() if hasattr(value, "state_dict") else value
+                result[key] = copy.deepcopy(own)
+        return result
+
+    def to_fill(self) -> dict[str, Any]:
+        """Return nested dicts of the tensors of modules and optimizers, which are live."""
+        filled = self._params(to_write=False)
+        result: dict[str, Any] = {}
+        for key, value in self.objects.items():
+            if key in self.parts:
+                whole = self.parts[key].to_fill()
+                result[key] = {k: v for k, v in whole.items() if _is_part(v)}
+            elif isinstance(value, nn.Module):
+                whole = _of_module(value, filled)
+                result[key] = {k: v for k, v in whole.items() if _is_tensor(v)}
+        return result
+
+    def whole_keys(self) -> list[str]:
+        """Return the keys of modules and optimizers, which are loaded whole or not at all."""
+        modules = [key for key, value in self.objects.items() if isinstance(value, nn.Module)]
+        return [*self.parts, *modules]
+
+    def check(self, checked: Mapping[str, Any]) -> None:
+        """Raise ValueError if what was read into to_check() does not fit the optimizers."""
+        for key, parts in self.parts.items():
+            parts.check(checked[key])
+
+    def take(self, checked: Mapping[str, Any], filled: Mapping[str, Any]) -> dict[str, Any]:
+        """Have all objects take over what was read; return the values that have no such method.
+
+        Collective: parameters go to all ranks.
+        """
+        values = {}
+        for key, value in self.objects.items():
+            if key in self.parts:
+                self.parts[key].publish()
+                self.parts[key].take({**filled[key], **checked[key]})
+            elif isinstance(value, nn.Module):
+                _set_extra_state(_unwrapped(value), checked[key])
+            elif hasattr(value, "load_state_dict"):
+                value.load_state_dict(checked[key])
+            else:
+                values[key] = checked[key]
+        return values
+
+    def _params(self, *, to_write: bool) -> dict[int, Tensor]:
+        """Return {id of a parameter: this rank's part of it} of all optimizers."""
+        lists = [parts.params(to_write=to_write) for parts in self.parts.values()]
+        return {id(param): part for pairs in lists for param, part in pairs}
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module that DistributedDataParallel or torch.compile() was given."""
+    while True:
+        is_ddp = isinstance(module, nn.parallel.DistributedDataParallel)
+        inner = getattr(module, "module" if is_ddp else "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner
+
+
+def _of_module(module: nn.Module, parts: Mapping[int, Tensor]) -> dict[str, Any]:
+    state = _unwrapped(module).state_dict(keep_vars=True)
+    return {name: parts.get(id(value), _plain(value)) for name, value in state.items()}
+
+
+def _plain(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _set_extra_state(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Give every submodule what its get_extra_state() had returned."""
+    if state:
+        module.load_state_dict(state, strict=False)

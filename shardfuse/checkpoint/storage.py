@@ -1,0 +1,306 @@
+"""One rank's part of a checkpoint, planned alone, in the format of torch.distributed.checkpoint.
+
+[Note: no planning collective] torch's own planners gather the plans of all ranks, to find out what
+is saved twice and where everything will lie. Here nothing is saved twice by construction: fragments
+do not overlap, and what all ranks have alike is the first one's to write. So each rank plans alone,
+through the same SavePlanner and StorageWriter, and what it has written it says in a file of its
+own. Loading plans alone in torch, too, once it knows what lies where.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+    _StoragePrefix,
+)
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from shardfuse.checkpoint.errors import CheckpointError
+from shardfuse.checkpoint.index import Item, Kind, Part
+from shardfuse.files import digests_in
+from shardfuse.fragments import FragmentTensor
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return the dtype that is called so, without "torch."."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Plans what this rank writes, without the others; see [Note: no planning collective]."""
+
+    def __init__(self, rank: int, copies: Copies | None = None) -> None:
+        super().__init__()
+        self._rank = rank
+        self._copies = copies
+        self._places: dict[Any, MetadataIndex] = {}
+        self._first: dict[MetadataIndex, MetadataIndex] = {}
+
+    def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        super().set_up_planner(state_dict, *args, **kwargs)
+        for key, value in self.state_dict.items():
+            # Of a class of torch's own: DTensor, ShardedTensor.
+            if hasattr(value, "placements") or hasattr(value, "local_shards"):
+                raise CheckpointError(
+                    f"{key} is a {type(value).__name__}, of which no rank knows here what others "
+                    "hold. Save it by torch.distributed.checkpoint.save()."
+                )
+        if self._rank > 0:
+            held = self.state_dict.items()
+            self.state_dict = {k: v for k, v in held if isinstance(v, FragmentTensor)}
+        for key, value in self.state_dict.items() if self._copies is not None else ():
+            if not isinstance(value, FragmentTensor):
+                self.state_dict[key] = copy.deepcopy(value)
+
+    def create_local_plan(self) -> Any:
+        plan = super().create_local_plan()
+        for item in plan.items:
+            if isinstance(self.state_dict[item.index.fqn], FragmentTensor):
+                live = self.lookup_object(item.index)
+                place = (live.data_ptr(), live.dtype, live.shape, live.stride())
+                first = self._places.setdefault(place, item.index)
+                self._first[item.index] = first
+                if self._copies is not None and first == item.index:
+                    self._copies.add(item.index, live)
+        return plan
+
+    def first_of(self, item: Any) -> MetadataIndex:
+        """Return the item that has the memory of ``item``: tied parameters are written once."""
+        index: MetadataIndex = item.index
+        return self._first.get(index, index)
+
+    def is_first(self, item: Any) -> bool:
+        """Return whether that is ``item``."""
+        return bool(self.first_of(item) == item.index)
+
+    def resolve_data(self, write_item: Any) -> Any:
+        is_part = isinstance(self.state_dict[write_item.index.fqn], FragmentTensor)
+        if self._copies is not None and is_part:
+            return self._copies.take(write_item.index)
+        return super().resolve_data(write_item)
+
+
+class _Writer(FileSystemWriter):
+    """Lets errors of the file system through as they are."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # torch's zip writer only reports that it is not where it should be.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
+class Copies:
+    """Fragments copied one by one as they are written, or all that are left, when they may change.
+
+    [Note: what may change] States and a rank's own part of the parameters stay as they are from one
+    step() to the next. So they need not be copied when a save begins: each is copied when its turn
+    to be written comes, and what has not had its turn when step() begins is copied then.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left: dict[MetadataIndex, Tensor] = {}
+        self._copied: dict[MetadataIndex, Tensor] = {}
+        self.most_nbytes = 0
+
+    def add(self, index: MetadataIndex, live: Tensor) -> None:
+        """Have a fragment copied."""
+        self._left[index] = live
+
+    def take(self, index: MetadataIndex) -> Tensor:
+        """Return the copy of a fragment, once."""
+        with self._lock:
+            if index in self._left:
+                self._copy(index)
+            return self._copied.pop(index)
+
+    def freeze(self) -> None:
+        """Copy all that is left; after this it may change."""
+        with self._lock:
+            for index in list(self._left):
+                self._copy(index)
+
+    def _copy(self, index: MetadataIndex) -> None:
+        self._copied[index] = self._left.pop(index).to("cpu", copy=True)
+        nbytes = sum(tensor.nbytes for tensor in self._copied.values())
+        self.most_nbytes = max(self.most_nbytes, nbytes)
+
+
+class PlannedPart:
+    """What ``rank`` writes of a nested ``state`` into ``folder``, planned when it is built.
+
+    Args:
+        folder: is created.
+        rank: names the file.
+        state: nested dicts of what is live.
+        copies: of its fragments; with these write() may run beside training, and everything else is
+            copied at once.
+
+    Raises:
+        CheckpointError: a value of a kind that cannot be saved.
+        OSError: the folder cannot be created.
+    """
+
+    def __init__(
+        self, folder: Path, rank: int, state: Mapping[str, Any], copies: Copies | None = None
+    ) -> None:
+        self._folder, self._rank = folder, rank
+        self._planner, self._writer = _SavePlanner(rank, copies), _Writer(folder)
+        self._writer.set_up_storage_writer(rank == 0)
+        self._planner.set_up_planner(dict(state), self._writer.storage_meta(), rank == 0)
+        plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
+        self._items = plan.items
+        plan = replace(plan, items=[item for item in plan.items if self._planner.is_first(item)])
+        self._plan = replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
+
+    def write(self) -> Part:
+        """Write it, and return what that was; OSError where the file system refuses."""
+        written = self._writer.write_data(self._planner.finish_plan(self._plan), self._planner)
+        written.wait()
+        part = Part(self._rank, paths={k: list(v) for k, v in self._planner.mappings.items()})
+        places = {result.index: result.storage_data for result in written.value()}
+        for planned in self._items:
+            data, key = planned.tensor_data, planned.index.fqn
+            info = places[self._planner.first_of(planned)]
+            offsets: tuple[int, ...] | None = None
+            sizes: tuple[int, ...] = ()
+            if data is not None:
+                offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+                dtype = str(data.properties.dtype).removeprefix("torch.")
+                part.kinds[key] = Kind(dtype, tuple(data.size))
+            item = Item(key, offsets, sizes, info.relative_path, info.offset, info.length, "")
+            part.items.append(item)
+        part.items.sort(key=lambda item: item.start)
+        part.items = _digested(self._folder, part.items)
+        return part
+
+
+def _digested(folder: Path, items: list[Item]) -> list[Item]:
+    """Return the items, which one file holds, with the digests of what has been written."""
+    if not items:
+        return []
+    ranges = [(item.start, item.length) for item in items]
+    digests = digests_in(folder / items[0].file, ranges)
+    return [item._replace(digest=found) for item, found in zip(items, digests, strict=True)]
+
+
+def metadata_of(parts: Iterable[Part]) -> Metadata:
+    """Return what torch.distributed.checkpoint has in ``.metadata``."""
+    kinds: dict[str, Any] = {}
+    storage: dict[MetadataIndex, Any] = {}
+    paths: dict[str, Any] = {}
+    for part in parts:
+        paths.update((key, tuple(path)) for key, path in part.paths.items())
+        for key, kind in part.kinds.items():
+            properties = TensorProperties(dtype=dtype_named(kind.dtype))
+            whole = TensorStorageMetadata(properties, torch.Size(kind.shape), [])
+            kinds.setdefault(key, whole)
+        for item in part.items:
+            if item.offsets is None:
+                index = MetadataIndex(item.key)
+                kinds[item.key] = BytesStorageMetadata()
+            else:
+                offsets, sizes = torch.Size(item.offsets), torch.Size(item.sizes)
+                index = MetadataIndex(item.key, offsets)
+                kinds[item.key].chunks.append(ChunkStorageMetadata(offsets, sizes))
+            storage[index] = _StorageInfo(item.file, item.start, item.length)
+    return Metadata(kinds, planner_data=paths, storage_data=storage, version="1.0.0")
+
+
+def pickled(metadata: Metadata) -> bytes:
+    """Return the contents of ``.metadata``."""
+    return pickle.dumps(metadata)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Loads values that are not tensors only if they are plain data, unless told otherwise."""
+
+    def __init__(self, trusted: bool) -> None:
+        super().__init__()
+        self._trusted = trusted
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        if not self._trusted:
+            try:
+                torch.load(value, weights_only=True)
+            except pickle.UnpicklingError as error:
+                raise CheckpointError(
+                    f"{read_item.storage_index.fqn} is more than plain data: loading it may run "
+                    f"code that whoever wrote the file has chosen. {str(error).splitlines()[0]} "
+                    "If you trust them, load with trusted=True."
+                ) from None
+            value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+class Reading:
+    """What this rank reads into a nested ``state``, planned when it is built.
+
+    Args:
+        folder: the checkpoint.
+        parts: what its ranks have written.
+        state: filled in place by read(): tensors are overwritten, other values replaced.
+        trusted: whether values may be of any class, which runs code of the file's.
+
+    Raises:
+        CheckpointError: the checkpoint lacks something that ``state`` has, or has it in another
+            shape.
+    """
+
+    keys: set[str]
+    """What it reads."""
+
+    def __init__(
+        self, folder: Path, parts: Iterable[Part], state: dict[str, Any], *, trusted: bool = False
+    ) -> None:
+        metadata = metadata_of(parts)
+        self._planner, self._reader = _LoadPlanner(trusted), FileSystemReader(folder)
+        self._reader.set_up_storage_reader(metadata, True)
+        self._planner.set_up_planner(state, metadata, True)
+        try:
+            plan = self._planner.create_local_plan()
+        except (RuntimeError, ValueError) as error:
+            raise CheckpointError(f"{folder} does not fit: {error}") from error
+        self._plan = self._planner.finish_plan(self._reader.prepare_local_plan(plan))
+        self.keys = set(self._planner.state_dict)
+
+    def items(self, parts: Iterable[Part]) -> list[Item]:
+        """Return what read() will read of ``parts``."""
+        wanted = {item.storage_index for item in self._plan.items}
+        return [
+            item
+            for part in parts
+            for item in part.items
+            if MetadataIndex(item.key, item.offsets) in wanted
+        ]
+
+    def read(self) -> None:
+        """Read the files into the state."""
+        self._reader.read_data(self._plan, self._planner).wait()

@@ -1,0 +1,118 @@
+"""What one rank saves and loads of an optimizer and its parameters, known without the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfuse.comm import Communicator
+from shardfuse.engine import sharded_io
+from shardfuse.engine.flat_state import FlatState
+from shardfuse.engine.state_io import Held, fragment_tensors
+from shardfuse.fragments import FragmentTensor, Piece, shaped_pieces
+from shardfuse.layout import Bucket, ParamSpec
+
+
+class Parts:
+    """An optimizer's state as shardfuse.checkpoint has it; its tensors alias the state.
+
+    Keys are those of sharded_state_dict(). But every value is on one rank alone: each fragment on
+    its owner, and the step of a parameter on the owner of its first fragment, because who updates a
+    part of a parameter has counted its updates. Of several copies, in a mesh, one has each bucket.
+
+    Args:
+        held: the optimizer.
+        take: its load_sharded_state_dict().
+    """
+
+    def __init__(self, held: Held, take: Callable[[Mapping[str, Any]], None]) -> None:
+        self._held = held
+        self._take = take
+
+    @property
+    def comm(self) -> Communicator:
+        """All ranks that share the optimizer, copies included."""
+        return self._held.comm.everyone
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        flats = self._held.flats
+        return flats[0].device if flats else torch.device("cpu")
+
+    @property
+    def specs(self) -> Sequence[ParamSpec]:
+        """All parameters in the order of their numbers."""
+        return self._held.layout.specs
+
+    def to_write(self) -> dict[str, Any]:
+        """Return what this rank writes of the optimizer. Local."""
+        held = self._held
+        result: dict[str, Any] = dict(sharded_io.aliases(held.flats, self._writes))
+        for state in held.flats:
+            buckets = [bucket for bucket in state.flat.buckets if self._writes(bucket)]
+            owned = [f for bucket in buckets for f in state.fragments[bucket.index]]
+            first = {fragment.param for fragment in owned if fragment.param_start == 0}
+            for slot in state.flat.slots:
+                is_mine = slot.param in first or (not slot.numel and self.comm.rank == 0)
+                step = torch.tensor(state.step_of(slot.param))
+                pieces = [Piece((), step)] if is_mine else []
+                key = f"state.{held.layout.specs[slot.param].name}.step"
+                result[key] = FragmentTensor((), step.dtype, step.device, pieces)
+        result["param_groups"] = sharded_io.saved_groups(held)
+        return result
+
+    def to_fill(self) -> dict[str, Any]:
+        """Return what take() takes once it is filled. Local."""
+        result: dict[str, Any] = dict(sharded_io.aliases(self._held.flats))
+        for spec in self._held.layout.specs:
+            result[f"state.{spec.name}.step"] = torch.tensor(0)
+        result["param_groups"] = sharded_io.saved_groups(self._held)
+        return result
+
+    def params(self, *, to_write: bool) -> list[tuple[Tensor, FragmentTensor]]:
+        """Return (parameter, this rank's part of it), empty parameters left out. Local.
+
+        What is to be written is on one rank alone; what is to be filled is all of this rank's part,
+        and reaches the others by publish().
+        """
+        has = self._writes if to_write else _always
+        return [pair for state in self._held.flats for pair in _param_parts(state, has)]
+
+    def check(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise ValueError if take() would, for what to_fill() has that is not a FragmentTensor."""
+        sharded_io.check(self._held, state_dict)
+
+    def take(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what to_fill() returned, filled. Local."""
+        self._take(state_dict)
+
+    def publish(self) -> None:
+        """Bring every rank's part of the parameters to all. Collective: one gather a bucket."""
+        for state in self._held.flats:
+            for bucket in state.flat.buckets:
+                whole = state.params_buffer.bucket(bucket)
+                part = state.params_buffer.shard(bucket, state.rank)
+                self._held.comm.all_gather(whole, part).wait()
+
+    def _writes(self, bucket: Bucket) -> bool:
+        copies = getattr(self._held.comm, "replicate", None)
+        return copies is None or bucket.index % copies.world_size == copies.rank
+
+
+def _always(bucket: Bucket) -> bool:
+    return True
+
+
+def _param_parts(
+    state: FlatState, has: Callable[[Bucket], bool]
+) -> list[tuple[Tensor, FragmentTensor]]:
+    def shard(bucket: Bucket) -> Tensor:
+        return state.params_buffer.shard(bucket, state.rank)
+
+    tensors = fragment_tensors(state, shard, shaped_pieces, has=has)
+    pairs = zip(state.params, tensors, strict=True)
+    return [(param, tensor) for param, tensor in pairs if param.numel()]

@@ -1,0 +1,72 @@
+"""One rank alone saves, loads, waits or fails in it: an error on both, by name, within seconds."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shardfuse import ShardedAdam
+from shardfuse.checkpoint import Checkpoints, folder, load, saving
+from tests.support.checkpoints import Job
+from tests.support.harness import run_procs
+
+pytestmark = pytest.mark.timeout(60)
+
+WORDS = {
+    "saves": "checkpoint.save()",
+    "loads": "Checkpoints.load_latest()",
+    "saves beside training": "checkpoint.async_save()",
+    "waits": "checkpoint.wait()",
+    "fails in load": "division by zero",
+    "fails in clean-up": "division by zero",
+}
+
+
+def fail(*_: Any) -> None:
+    raise ZeroDivisionError("division by zero")
+
+
+def act(case: str, path: Path, job: Job, checkpoints: Checkpoints, is_odd: bool) -> None:
+    if case == "saves beside training":
+        checkpoints.save(job.objects, 2, beside_training=is_odd)
+    elif case == "waits":
+        checkpoints.save(job.objects, 2, beside_training=True)
+        if is_odd:
+            checkpoints.wait()
+    elif case == "fails in load":
+        if is_odd:
+            saving._Loading.finish = fail  # type: ignore[method-assign,assignment]
+        load(job.objects, path / "step-1")
+    elif case == "fails in clean-up":
+        if is_odd:
+            folder.share_of_faults = fail  # type: ignore[assignment]
+        checkpoints.save(job.objects, 2)
+    elif is_odd and case == "saves":
+        checkpoints.save(job.objects, 2)
+    elif is_odd:
+        checkpoints.load_latest(job.objects)
+    job.train(1)
+
+
+def alone(case: str, collectives: str, path: Path) -> str:
+    """Return what this rank is told; both stay for a while, so that nothing else could tell."""
+    job, checkpoints = Job(ShardedAdam, {"collectives": collectives}), Checkpoints(path)
+    job.train(1)
+    checkpoints.save(job.objects, 1)
+    try:
+        act(case, path, job, checkpoints, dist.get_rank() == 1)
+    except Exception as error:
+        time.sleep(2.0)
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("collectives", ["auto", "native"])
+@pytest.mark.parametrize("case", WORDS)
+def test_one_rank_alone(case: str, collectives: str, tmp_path: Path) -> None:
+    for text in run_procs(2, alone, case, collectives, tmp_path, timeout=25):
+        assert WORDS[case] in text

@@ -1,0 +1,92 @@
+"""``python -m shardfuse inspect`` and ``verify``: what they print, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardfuse import ShardedAdam
+from shardfuse.__main__ import main
+from shardfuse.checkpoint import Checkpoints
+from tests.support.checkpoints import Job
+from tests.support.harness import run_threads
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fewer than two dimensions.*:UserWarning")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Return a folder of two checkpoints."""
+
+    def write() -> None:
+        job = Job(ShardedAdam)
+        for step in (1, 2):
+            job.train(1)
+            Checkpoints(tmp_path).save(job.objects, step, info={"note": "mine"})
+
+    run_threads(2, write)
+    return tmp_path
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def test_inspect(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table, or all of it as JSON."""
+    assert main(["inspect", str(run / "step-2")]) == 0
+    text = capsys.readouterr().out
+    assert "saved by 2 ranks" in text
+    assert "note: mine" in text
+    assert "optimizer.state.body.0.weight.exp_avg" in text
+    assert main(["inspect", "--json", str(run / "step-2")]) == 0
+    contents: dict[str, Any] = json.loads(capsys.readouterr().out)
+    held = {entry["key"]: entry for entry in contents["held"]}
+    assert held["model.body.0.weight"]["shape"] == [50, 40]
+    assert held["model.halved"]["dtype"] == "bfloat16"
+    assert held["optimizer.param_groups.0.lr"]["dtype"] == ""
+    assert sum(entry["nbytes"] for entry in held.values()) < contents["nbytes"]
+
+
+def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One checkpoint or all; 1 where any is damaged."""
+    assert main(["verify", str(run)]) == 0
+    assert capsys.readouterr().out.count(": whole") == 2
+    flip(run / "step-1" / "__1_0.distcp")
+    assert main(["verify", str(run / "step-2")]) == 0
+    assert main(["verify", str(run)]) == 1
+    text = capsys.readouterr().out
+    assert "step-1: DAMAGED" in text
+    assert "in __1_0.distcp of step-1 is damaged" in text
+    assert main(["verify", "--json", str(run)]) == 1
+    verdicts = json.loads(capsys.readouterr().out)
+    assert [bool(verdict["faults"]) for verdict in verdicts] == [False, True]
+
+
+@pytest.mark.parametrize("name", [".metadata", "manifest.json", "part-0.json"])
+def test_verify_reads_every_file(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also those that say what lies where."""
+    flip(run / "step-2" / name)
+    assert main(["verify", str(run / "step-2")]) == 1
+    assert name in capsys.readouterr().out
+
+
+def test_wrong_use(tmp_path: Path) -> None:
+    """A folder without a checkpoint, by the real command."""
+    for command in ("inspect", "verify"):
+        result = subprocess.run(
+            [sys.executable, "-m", "shardfuse", command, str(tmp_path / "nothing")],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert result.returncode == 2, result.stderr
+        assert "There is no checkpoint" in result.stderr
+        assert "Traceback" not in result.stderr

@@ -1,0 +1,111 @@
+"""Planning a checkpoint at scale: 10 billion parameters, one of 4,096 ranks, and no collective."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import nn
+
+from shardfuse.buffers import CombinedBuffers
+from shardfuse.checkpoint.state import TrainingState
+from shardfuse.checkpoint.storage import _SavePlanner
+from shardfuse.comm.base import SingleRank
+from shardfuse.engine.flat_state import FlatState
+from shardfuse.engine.parts import Parts
+from shardfuse.engine.state_io import Held
+from shardfuse.layout import FlatLayout, ParamSpec
+from shardfuse.rules.adam import AdamRule
+
+META = torch.device("meta")
+HIDDEN = 4096
+
+
+class OneOfMany(SingleRank):
+    """One rank of many, which must not be asked to communicate."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size  # type: ignore[misc]
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise AssertionError("a collective before the commit")
+
+    reduce_scatter = all_gather = all_reduce = broadcast = _refuse
+
+
+def gpt(num_layers: int) -> nn.Module:
+    """Return a model without memory, of 12 tensors a layer."""
+    h = HIDDEN
+    with META:
+        layers = [
+            nn.ModuleDict(
+                {
+                    "qkv": nn.Linear(h, 3 * h),
+                    "out": nn.Linear(h, h),
+                    "up": nn.Linear(h, 4 * h),
+                    "down": nn.Linear(4 * h, h),
+                    "norm1": nn.LayerNorm(h),
+                    "norm2": nn.LayerNorm(h),
+                }
+            )
+            for _ in range(num_layers)
+        ]
+        return nn.ModuleList([nn.Embedding(50304, h), *layers])
+
+
+def plan(model: nn.Module, rank: int, world_size: int, bucket_nbytes: int) -> list[Any]:
+    """Return what one rank would write, all of it planned from names and shapes."""
+    named = list(model.named_parameters())
+    specs = [ParamSpec(name, tuple(p.shape), p.stride(), "float32", "meta", 0) for name, p in named]
+    layout = FlatLayout.build(
+        specs, world_size=world_size, bucket_nbytes=bucket_nbytes, grain="element"
+    )
+    flats = []
+    for buffer in CombinedBuffers().add(layout.flats, META):
+        members = [slot.param for slot in buffer.flat.slots]
+        state = FlatState(
+            buffer,
+            [named[param][1] for param in members],
+            [specs[param] for param in members],
+            fragments=layout.fragments(buffer.flat, rank),
+            rank=rank,
+        )
+        state.allocate({"exp_avg": 0.0, "exp_avg_sq": 0.0})
+        flats.append(state)
+    groups = [{"params": [param for _, param in named], "lr": 0.1}]
+    held = Held(OneOfMany(rank, world_size), layout, flats, groups, AdamRule())
+    state = TrainingState({"model": model})
+    state.parts["optimizer"] = Parts(held, lambda state_dict: None)
+    state.objects = {"model": model, "optimizer": None}
+    planner = _SavePlanner(rank)
+    planner.set_up_planner(state.to_write(), None, rank == 0)
+    return list(planner.create_local_plan().items)
+
+
+@pytest.mark.parametrize("rank", [0, 4095])
+def test_ten_billion_on_four_thousand(rank: int) -> None:
+    """Every rank plans its part alone; the time is printed, and bounded at many times of it."""
+    model = gpt(48)
+    assert sum(param.numel() for param in model.parameters()) > 9.8e9
+    started = time.process_time()
+    items = plan(model, rank, 4096, 25 << 20)
+    print(f"{len(items)} items in {time.process_time() - started:.1f} s")
+    # The weight itself and two states, of about a 4096-th.
+    numel = sum(item.tensor_data.chunk.sizes.numel() for item in items if item.tensor_data)
+    assert numel == pytest.approx(3 * 9.87e9 / 4096, rel=0.02)
+
+
+def test_all_ranks_together_plan_everything_once() -> None:
+    """Of a small model: no element is missing, none is there twice."""
+    model = gpt(0)
+    found: dict[str, int] = {}
+    for rank in range(64):
+        for item in plan(model, rank, 64, 25 << 20):
+            if item.tensor_data and item.tensor_data.size:
+                count = item.tensor_data.chunk.sizes.numel()
+                found[item.index.fqn] = found.get(item.index.fqn, 0) + count
+    numel = 50304 * HIDDEN
+    keys = ["model.0.weight", "optimizer.state.0.weight.exp_avg"]
+    assert found == dict.fromkeys([*keys, "optimizer.state.0.weight.exp_avg_sq"], numel)
