@@ -22,14 +22,14 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from shardfuse.comm.base import PeerError
-from shardfuse.comm.calls import Call, compare
+from shardfuse.comm.calls import Call, compare, wait_for_each_other
 
 logger = logging.getLogger("shardfuse")
 
@@ -57,6 +57,7 @@ class Board:
     world_size: int
     num_communicators: int = 0
     num_between: int = 0  # reduce-scatters launched by a label, which may be under backward
+    _num_sending: int = 0  # how many of them are being launched or waited for at this moment
     epoch: int = 0  # how often the ranks have met again after an error
     _error: str | None = None  # what the last call that failed died of
     _closed: str | None = None  # why no call can be made any more
@@ -97,6 +98,15 @@ class Board:
         finally:
             self._depth = 0
             self.present.is_over = True
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Launch a reduce-scatter that has a label, or wait for it: more may follow."""
+        self._num_sending += 1
+        try:
+            yield
+        finally:
+            self._num_sending -= 1
 
     def _begin(self, name: str) -> None:
         last = self.present
@@ -162,14 +172,18 @@ class Board:
         with suppress(RuntimeError):  # the process that keeps the store may have ended
             self.store.compare_set(f"alarm/{self.present.number}", "", message[:_MAX_TEXT])
 
-    def look(self) -> None:
+    def look(self, still_waits: Callable[[], bool] = lambda: True) -> None:
         """Look for an alarm, tell the others what this rank does, and compare.
+
+        Args:
+            still_waits: whether this rank is where it was when the look began; another thread than
+                the one that waits may look.
 
         Raises:
             PeerError: a rank failed, or does something else than this one.
         """
         try:
-            found = self._find_alarm() or self._find_difference()
+            found = self._find_alarm() or self._find_difference(still_waits)
         except RuntimeError:
             return  # the store is gone; whoever waits will learn that from its own transport
         if found is not None:
@@ -189,7 +203,7 @@ class Board:
         text = self._error
         if text is None:
             with suppress(RuntimeError):
-                text = self._find_alarm() or self._find_difference()
+                text = self._find_alarm() or self._find_difference(lambda: False)
         if text is None:
             text = f"the connection to another rank failed: {error}{self._absent()}"
             self.alarm(f"failed in {self.present.name}: {text}")
@@ -267,9 +281,10 @@ class Board:
                 return text if text.endswith(".") else f"{text}."
         return None
 
-    def _find_difference(self) -> str | None:
+    def _find_difference(self, still_waits: Callable[[], bool]) -> str | None:
         """Tell others what this rank does; return how a neighbour's doings differ from that."""
-        mine = [{**call.describe(), "num_between": self.num_between} for call in self._calls]
+        sent = {"num_between": self.num_between, "is_sending": self._num_sending > 0}
+        mine = [{**call.describe(), **sent} for call in self._calls]
         text = json.dumps(mine)
         if text != self._told:
             self.store.set(f"doing/{self.rank}", text)
@@ -280,6 +295,9 @@ class Board:
                 continue
             theirs = json.loads(_text(self.store.get(f"doing/{rank}")))
             difference = compare(self.rank, mine, rank, theirs)
+            if difference is None and still_waits():
+                difference = wait_for_each_other(self.rank, mine[-1], rank, theirs[-1])
+                difference = difference if still_waits() else None
             if difference is not None:
                 self.alarm(f"stopped: {difference}")
                 return difference

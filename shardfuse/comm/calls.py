@@ -65,9 +65,6 @@ def compare(
     rank: int, mine: list[dict[str, Any]], other: int, theirs: list[dict[str, Any]]
 ) -> str | None:
     """Return the first thing that two ranks do differently; None if that cannot be told yet."""
-    waiting = _wait_for_each_other(rank, mine[-1], other, theirs[-1])
-    if waiting is not None:
-        return waiting
     by_number = {call["number"]: call for call in theirs}
     for call in mine:
         match = by_number.get(call["number"])
@@ -92,18 +89,22 @@ def compare(
     return None
 
 
-def _wait_for_each_other(
+def wait_for_each_other(
     rank: int, mine: dict[str, Any], other: int, theirs: dict[str, Any]
 ) -> str | None:
-    """Return that one rank sends under backward what the other, in a call by now, will not."""
-    for first, call, second, before in ((rank, mine, other, theirs), (other, theirs, rank, mine)):
-        is_in_call = not call["is_over"] and len(call["lines"]) > 0
-        is_behind = before["is_over"] and before["number"] == call["number"] - 1
-        if is_in_call and is_behind and before["num_between"] > call["num_between"]:
-            return (
-                f"rank {first} is in {call['name']} while rank {second} is under backward and has "
-                "sent more gradients. Run as many backward() on every rank before each call."
-            )
+    """Return that the other sends under backward what this rank, in a call by now, will not.
+
+    Only the rank in the call can tell, while it waits there: what it knows of itself is new, while
+    ``theirs`` may be old. In a step() that sends gradients itself, as where a rank had no backward,
+    it may well come later to each of them than a rank under backward: more will follow.
+    """
+    is_in_call = not mine["is_over"] and len(mine["lines"]) > 0 and not mine["is_sending"]
+    is_behind = theirs["is_over"] and theirs["number"] == mine["number"] - 1
+    if is_in_call and is_behind and theirs["num_between"] > mine["num_between"]:
+        return (
+            f"rank {rank} is in {mine['name']} while rank {other} is under backward and has "
+            "sent more gradients. Run as many backward() on every rank before each call."
+        )
     return None
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from shardfuse.comm.base import Handle, Parts
@@ -28,15 +31,28 @@ class Staging:
 
 
 class PartsInFlight:
-    """A reduce-scatter whose parts are there once ``handle`` was waited for."""
+    """A reduce-scatter whose parts are there once ``handle`` was waited for.
 
-    def __init__(self, handle: Handle, parts: Parts) -> None:
+    Args:
+        handle: of what moves the parts.
+        parts: where they arrive.
+        while_waiting: what is entered during the wait.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        parts: Parts,
+        while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._handle = handle
         self._parts = parts
+        self._while_waiting = while_waiting
 
     def wait(self) -> Parts:
         """Return the parts."""
-        self._handle.wait()
+        with self._while_waiting():
+            self._handle.wait()
         return self._parts
 
 

@@ -114,9 +114,10 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
             mark = self._board.present.note("reduce_scatter", input.numel(), input.dtype)
         else:
             mark = self._mark("reduce_scatter", input, label)
-            self._board.num_between += 1
-        handle = self._move(mark, theirs, out_of, keeps_input=True)
-        return PartsInFlight(handle, (parts[self.rank], *theirs))
+        sending = self._sending(label)
+        with sending():
+            handle = self._move(mark, theirs, out_of, keeps_input=True)
+        return PartsInFlight(handle, (parts[self.rank], *theirs), sending)
 
     def expect(self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0) -> None:
         if self._open_mailbox() is not None:
