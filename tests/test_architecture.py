@@ -43,6 +43,7 @@ ONLY_IN: dict[str, set[str]] = {
         "checkpoint.storage",
         "fragments",
         "optim.torch_like",
+        "training.attempts",
     },
     "torch.distributed.checkpoint": {"checkpoint.storage", "fragments"},
     "torch_npu": set(),

@@ -31,6 +31,7 @@ from shardfuse.checkpoint.storage import (
     metadata_of,
     pickled,
 )
+from shardfuse.comm import Communicator
 from shardfuse.files import discard, sync, write_whole
 
 
@@ -60,13 +61,15 @@ class Save:
         self._planned, self._error = tried(lambda: self._plan(state, copies))
 
     def _plan(self, state: Mapping[str, Any], copies: Copies | None) -> PlannedPart:
-        held = TrainingState(state)
+        rank = self.ranks.comm.rank
+        held = TrainingState(state, rank)
         self._params = {
             key: [ParamNote(spec.name, list(spec.shape), list(spec.stride)) for spec in parts.specs]
             for key, parts in held.parts.items()
         }
         self._unfinished.mkdir(parents=True, exist_ok=True)
-        return PlannedPart(self._unfinished, self.ranks.comm.rank, held.to_write(), copies)
+        own = held.own_keys()
+        return PlannedPart(self._unfinished, rank, held.to_write(), copies, own)
 
     def write(self) -> tuple[int, Exception | None]:
         """Write this rank's part; return a word for it, or what went wrong. Local."""
@@ -215,7 +218,7 @@ def load(
     source = Path(folder).absolute()
     ranks = Ranks(state, process_group, f"{source} is not loaded")
     with ranks.call("checkpoint.load()", f"name = {source.name}"):
-        read, error = tried(lambda: _Loading(source, state, ranks.comm.rank, accept, trusted))
+        read, error = tried(lambda: _Loading(source, state, ranks.comm, accept, trusted))
         ranks.agree(error)
         assert read is not None
         state.update(read.finish())
@@ -229,19 +232,20 @@ class _Loading:
         self,
         source: Path,
         state: Mapping[str, Any],
-        rank: int,
+        comm: Communicator,
         accept: Callable[[Mapping[str, Any]], None],
         trusted: bool,
     ) -> None:
         self.manifest = Manifest.read(source)
         accept(self.manifest.info)
         parts = self.manifest.parts(source)
-        self._held = held = TrainingState(state)
+        self._held = held = TrainingState(state, comm.rank)
+        held.expect(self.manifest.world_size, comm.world_size)
         self._checked, self._filled = held.to_check(), held.to_fill()
         first = Reading(source, parts, self._checked, trusted=trusted)
         self._rest = Reading(source, parts, self._filled)
         faults = item_faults(source, [*first.items(parts), *self._rest.items(parts)])
-        if rank == 0:
+        if comm.rank == 0:
             metadata = next(file for file in self.manifest.files if file.name == METADATA)
             _, damage = tried(lambda: self.manifest.read_file(source, metadata))
             faults += damage.faults if isinstance(damage, DamagedCheckpoint) else []

@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from shardfuse.checkpoint.errors import CheckpointError
 from shardfuse.engine.parts import Parts
 from shardfuse.optim.base import ShardedOptimizer
+
+
+class PerRank:
+    """What every rank has its own of, such as the position of a data loader.
+
+    Every rank's is saved, and each gets its own back.
+
+    Args:
+        value: with state_dict() and load_state_dict(); the former returns plain data of any form.
+        on_resize: is called in place of load_state_dict() where a checkpoint of another number of
+            ranks is loaded, with (the number then, the number now). None: that is an error.
+    """
+
+    def __init__(self, value: Any, *, on_resize: Callable[[int, int], None] | None = None) -> None:
+        self.value = value
+        self.on_resize = on_resize
 
 
 class TrainingState:
@@ -17,15 +34,19 @@ class TrainingState:
 
     * A ShardedOptimizer gives its parts. Those of its parameters are taken for the module's.
     * A module gives ``state_dict()``, unwrapped of DistributedDataParallel and torch.compile().
+    * A PerRank gives that of its value on this rank.
     * Anything else with ``state_dict()`` and ``load_state_dict()`` gives that; the first rank's is
       saved. So is any other value, which load() replaces in the caller's dict.
 
     Args:
         objects: {key: object}.
+        rank: of this process, among those that save or load together.
     """
 
-    def __init__(self, objects: Mapping[str, Any]) -> None:
+    def __init__(self, objects: Mapping[str, Any], rank: int) -> None:
         self.objects = objects
+        self._own = f"rank-{rank}"
+        self._resized: tuple[int, int] | None = None
         self.parts: dict[str, Parts] = {}
         for key, value in objects.items():
             if isinstance(value, ShardedOptimizer):
@@ -41,9 +62,28 @@ class TrainingState:
                 result[key] = self.parts[key].to_write()
             elif isinstance(value, nn.Module):
                 result[key] = _of_module(value, written)
+            elif isinstance(value, PerRank):
+                # In a tuple, which torch's planners take for one value.
+                result[key] = {self._own: (value.value.state_dict(),)}
             else:
                 result[key] = value.state_dict() if hasattr(value, "state_dict") else value
         return result
+
+    def expect(self, saved: int, present: int) -> None:
+        """Be ready for a checkpoint of ``saved`` ranks at ``present`` ranks.
+
+        Raises:
+            CheckpointError: they differ, and a PerRank cannot be loaded then.
+        """
+        if saved == present:
+            return
+        self._resized = (saved, present)
+        for key in self.own_keys():
+            if self.objects[key].on_resize is None:
+                raise CheckpointError(
+                    f"each of {saved} ranks saved its own {key!r}, and there are {present} now. "
+                    f"Load at {saved} ranks, or say PerRank(..., on_resize=...)."
+                )
 
     def to_check(self) -> dict[str, Any]:
         """Return nested dicts of copies that are read first, and looked at before anything changes.
@@ -58,6 +98,8 @@ class TrainingState:
             elif isinstance(value, nn.Module):
                 extra = _unwrapped(value).state_dict()
                 result[key] = {k: copy.deepcopy(v) for k, v in extra.items() if not _is_tensor(v)}
+            elif isinstance(value, PerRank):
+                result[key] = {} if self._resized else {self._own: (None,)}
             else:
                 own = value.state_dict() if hasattr(value, "state_dict") else value
                 result[key] = copy.deepcopy(own)
@@ -75,6 +117,16 @@ class TrainingState:
                 whole = _of_module(value, filled)
                 result[key] = {k: v for k, v in whole.items() if _is_tensor(v)}
         return result
+
+    def _take_own(self, value: PerRank, checked: Mapping[str, Any]) -> None:
+        if self._resized is None:
+            value.value.load_state_dict(checked[self._own][0])
+        elif value.on_resize is not None:
+            value.on_resize(*self._resized)
+
+    def own_keys(self) -> list[str]:
+        """Return the keys of what every rank has its own of."""
+        return [key for key, value in self.objects.items() if isinstance(value, PerRank)]
 
     def whole_keys(self) -> list[str]:
         """Return the keys of modules and optimizers, which are loaded whole or not at all."""
@@ -98,6 +150,8 @@ class TrainingState:
                 self.parts[key].take({**filled[key], **checked[key]})
             elif isinstance(value, nn.Module):
                 _set_extra_state(_unwrapped(value), checked[key])
+            elif isinstance(value, PerRank):
+                self._take_own(value, checked[key])
             elif hasattr(value, "load_state_dict"):
                 value.load_state_dict(checked[key])
             else:

@@ -52,9 +52,10 @@ def dtype_named(name: str) -> torch.dtype:
 class _SavePlanner(DefaultSavePlanner):
     """Plans what this rank writes, without the others; see [Note: no planning collective]."""
 
-    def __init__(self, rank: int, copies: Copies | None = None) -> None:
+    def __init__(self, rank: int, copies: Copies | None, own: Iterable[str]) -> None:
         super().__init__()
         self._rank = rank
+        self._own = tuple(f"{key}." for key in own)
         self._copies = copies
         self._places: dict[Any, MetadataIndex] = {}
         self._first: dict[MetadataIndex, MetadataIndex] = {}
@@ -70,7 +71,9 @@ class _SavePlanner(DefaultSavePlanner):
                 )
         if self._rank > 0:
             held = self.state_dict.items()
-            self.state_dict = {k: v for k, v in held if isinstance(v, FragmentTensor)}
+            self.state_dict = {
+                k: v for k, v in held if isinstance(v, FragmentTensor) or k.startswith(self._own)
+            }
         for key, value in self.state_dict.items() if self._copies is not None else ():
             if not isinstance(value, FragmentTensor):
                 self.state_dict[key] = copy.deepcopy(value)
@@ -162,6 +165,7 @@ class PlannedPart:
         state: nested dicts of what is live.
         copies: of its fragments; with these write() may run beside training, and everything else is
             copied at once.
+        own: keys of what this rank writes although it is no fragment, whichever rank it is.
 
     Raises:
         CheckpointError: a value of a kind that cannot be saved.
@@ -169,10 +173,15 @@ class PlannedPart:
     """
 
     def __init__(
-        self, folder: Path, rank: int, state: Mapping[str, Any], copies: Copies | None = None
+        self,
+        folder: Path,
+        rank: int,
+        state: Mapping[str, Any],
+        copies: Copies | None = None,
+        own: Iterable[str] = (),
     ) -> None:
         self._folder, self._rank = folder, rank
-        self._planner, self._writer = _SavePlanner(rank, copies), _Writer(folder)
+        self._planner, self._writer = _SavePlanner(rank, copies, own), _Writer(folder)
         self._writer.set_up_storage_writer(rank == 0)
         self._planner.set_up_planner(dict(state), self._writer.storage_meta(), rank == 0)
         plan = self._writer.prepare_local_plan(self._planner.create_local_plan())

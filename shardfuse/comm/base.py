@@ -99,7 +99,10 @@ class Communicator(Protocol):
         """
 
     def tell(self, topic: str, text: str) -> None:
-        """Leave a text for the other ranks. Local, and slow: through the group's store."""
+        """Leave a text for the other ranks, who can read it from when this returns.
+
+        Local, and slow: through the group's store.
+        """
 
     def told(self, topic: str) -> list[str | None]:
         """Return what each rank has told of ``topic`` so far; None where nothing. Local."""

@@ -23,7 +23,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -56,7 +56,7 @@ class Board:
     rank: int
     world_size: int
     num_communicators: int = 0
-    num_between: int = 0  # reduce-scatters launched by a label, which may be under backward
+    num_between: int = 0  # reduce-scatters with a label, launched under backward or in a call
     _num_sending: int = 0  # how many of them are being launched or waited for at this moment
     epoch: int = 0  # how often the ranks have met again after an error
     _error: str | None = None  # what the last call that failed died of
@@ -99,9 +99,16 @@ class Board:
             self._depth = 0
             self.present.is_over = True
 
+    def begin_sending(self, label: str | None) -> Callable[[], AbstractContextManager[None]]:
+        """Count a reduce-scatter; return what is entered while it is launched or waited for."""
+        if label is None:
+            return nullcontext
+        # It may be between two calls here, and in one elsewhere.
+        self.num_between += 1
+        return self._sending
+
     @contextmanager
-    def sending(self) -> Iterator[None]:
-        """Launch a reduce-scatter that has a label, or wait for it: more may follow."""
+    def _sending(self) -> Iterator[None]:
         self._num_sending += 1
         try:
             yield
@@ -152,14 +159,20 @@ class Board:
         )
 
     def tell(self, topic: str, text: str) -> None:
-        """Leave a text for the other ranks."""
+        """Leave a text for the other ranks; they can read it from when this returns."""
         with suppress(RuntimeError):
             self.store.set(f"told/{topic}/{self.rank}", text)
+            self.store.add(f"told/{topic}", 1)  # unlike set(), it waits for an answer
 
     def told(self, topic: str) -> list[str | None]:
-        """Return what each rank has told of ``topic``; None where nothing."""
+        """Return what each rank has told of ``topic``; None where nothing.
+
+        While nobody has told anything, that is one question to the store.
+        """
         keys = [f"told/{topic}/{rank}" for rank in range(self.world_size)]
         try:
+            if not self.store.check([f"told/{topic}"]):
+                return [None] * self.world_size
             return [_text(self.store.get(k)) if self.store.check([k]) else None for k in keys]
         except RuntimeError:
             return [None] * self.world_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -292,7 +292,7 @@ class ProcessGroupCommunicator:
             into = self._receive_into(slot, numel, input)
         if label is None:
             self._note("reduce_scatter" if is_summed else "all_to_all", input)
-        sending = self._sending(label)
+        sending = self._board.begin_sending(label)
         function = reduce_scatter_single if is_summed else dist.all_to_all_single
         handle = WorkHandle(
             self._watch, [self._launch(function, into, input, async_op=True)], into, input
@@ -302,14 +302,6 @@ class ProcessGroupCommunicator:
         parts = into.chunk(self.world_size)
         order = [(self.rank - distance) % len(parts) for distance in range(len(parts))]
         return PartsInFlight(handle, tuple(parts[rank] for rank in order), sending)
-
-    def _sending(self, label: str | None) -> Callable[[], AbstractContextManager[None]]:
-        """Count a reduce-scatter; return what is entered while it is launched or waited for."""
-        if label is None:
-            return nullcontext
-        # It may be between two calls here, and in one elsewhere.
-        self._board.num_between += 1
-        return self._board.sending
 
     def expect(self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0) -> None:
         """Do nothing: backends make room for what arrives by themselves."""

@@ -143,7 +143,7 @@ def test_a_lock_is_one_s_own_until_it_is_let_go(tmp_path: Path) -> None:
 
 
 def test_a_file_system_without_locks_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The run goes on: where there are no locks nobody could run at all otherwise."""
 
@@ -153,7 +153,7 @@ def test_a_file_system_without_locks_is_told(
     monkeypatch.setattr(fcntl, "flock", flock)
     with RunLock() as lock:
         lock.take(tmp_path)
-    assert "no locks on this file system (No locks available)" in capsys.readouterr().out
+    assert "no locks on this file system (No locks available)" in caplog.text
 
 
 def test_a_numbered_directory_that_another_job_took_is_left_to_it(tmp_path: Path) -> None:

@@ -76,10 +76,10 @@ def plan(model: nn.Module, rank: int, world_size: int, bucket_nbytes: int) -> li
         flats.append(state)
     groups = [{"params": [param for _, param in named], "lr": 0.1}]
     held = Held(OneOfMany(rank, world_size), layout, flats, groups, AdamRule())
-    state = TrainingState({"model": model})
+    state = TrainingState({"model": model}, 0)
     state.parts["optimizer"] = Parts(held, lambda state_dict: None)
     state.objects = {"model": model, "optimizer": None}
-    planner = _SavePlanner(rank)
+    planner = _SavePlanner(rank, None, ())
     planner.set_up_planner(state.to_write(), None, rank == 0)
     return list(planner.create_local_plan().items)
 

@@ -15,12 +15,11 @@ import torch.distributed as dist
 from torch.distributed import Store
 from torch.distributed.rendezvous import rendezvous
 
-from pretraining.attempts import fresh_part
 from pretraining.errors import UsageError
 from pretraining.launch import Launch
+from shardfuse.training.attempts import START_LIMIT, fresh_part
 
 _PREPARATION_LIMIT = timedelta(days=1)
-_START_LIMIT = timedelta(minutes=10)
 _LEAST_ANSWER_LIMIT = timedelta(minutes=10)
 _GOODBYE_LIMIT = timedelta(seconds=10)
 _MOST_RANKS_NAMED = 8
@@ -67,7 +66,10 @@ class Ranks:
         self._last_summed: torch.Tensor | None = None
         if launch.is_distributed:
             store, _, _ = next(iter(rendezvous("env://")))
-            self._store = fresh_part(store, launch.rank, launch.world_size, _START_LIMIT)
+            try:
+                self._store = fresh_part(store, launch.rank, launch.world_size, START_LIMIT)
+            except TimeoutError as error:
+                raise UsageError(str(error)) from error
 
     def once(self, build: Callable[[], T]) -> T:
         """Return on every rank what `build` returns on rank 0, which is of JSON's types."""

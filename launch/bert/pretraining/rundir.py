@@ -6,98 +6,31 @@ runs/bert-001/
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import json
-import os
-import socket
-import time
 from pathlib import Path
-from types import TracebackType
 
 from pretraining.errors import UsageError
+from shardfuse.training.lock import LOCK_FILE, FolderInUse, FolderLock
 
 CONFIG_FILE = "config.json"
-LOCK_FILE = ".lock"
-
-_HELD = (errno.EAGAIN, errno.EACCES)
-_POLL_S = 0.2
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
-class RunLock:
-    """Keeps a second job out of a run directory.
-
-    The operating system releases it when the process ends, however it does, so none is ever stale.
-    Over NFS it holds between hosts.
-    """
-
-    def __init__(self) -> None:
-        self._descriptor: int | None = None
+class RunLock(FolderLock):
+    """Keeps a second job out of a run directory; raises `UsageError` naming who has it."""
 
     def __enter__(self) -> RunLock:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._release()
-
-    def _release(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def take(self, folder: Path, patience_s: float = 0.0) -> None:
-        """Lock `folder`, for which another job has so long to end, and leave word of it there.
-
-        Raises as `try_out` does.
-        """
-        deadline = time.monotonic() + patience_s
-        while True:
-            try:
-                self.try_out(folder)
-                break
-            except UsageError:
-                if time.monotonic() > deadline:
-                    raise
-                self._release()
-                time.sleep(_POLL_S)
-        assert self._descriptor is not None
-        owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps(owner).encode(), 0)
-
     def try_out(self, folder: Path) -> None:
-        """Lock `folder`; raises `UsageError` naming the process that has it, `OSError`."""
-        self._descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in _HELD:
-                raise UsageError(
-                    f"--run-dir {folder} is in use by {_owner(self._descriptor)}; "
-                    "wait for that job to end, or name another folder"
-                ) from error
-            if error.errno not in _NO_LOCKS:
-                raise
-            print(
-                f"{folder}: no locks on this file system ({error.strerror}): see to it that no "
-                "other job is given the same --run-dir",
-                flush=True,
-            )
+            super().try_out(folder)
+        except FolderInUse as error:
+            raise RunInUse(
+                f"--run-dir {error}; wait for that job to end, or name another folder"
+            ) from error
 
 
-def _owner(descriptor: int) -> str:
-    try:
-        owner = json.loads(os.pread(descriptor, 4096, 0))
-        return f"process {owner['pid']} on {owner['host']} since {owner['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        # It has taken the lock this moment.
-        return "another job"
+class RunInUse(UsageError, FolderInUse):
+    """Another process has the lock."""
 
 
 def check_unused(folder: Path) -> None:

@@ -114,7 +114,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
             mark = self._board.present.note("reduce_scatter", input.numel(), input.dtype)
         else:
             mark = self._mark("reduce_scatter", input, label)
-        sending = self._sending(label)
+        sending = self._board.begin_sending(label)
         with sending():
             handle = self._move(mark, theirs, out_of, keeps_input=True)
         return PartsInFlight(handle, (parts[self.rank], *theirs), sending)

@@ -10,13 +10,19 @@ the attempt does not tell them apart everywhere: it is each agent's own.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import time
 from datetime import timedelta
+from typing import Any
 
-from torch.distributed import PrefixStore, Store
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
-from pretraining.errors import UsageError
+START_LIMIT = timedelta(minutes=10)
+"""How long ranks wait for each other when they start."""
 
 _LEAD = "shardfuse/lead"
 _POLL_S = 0.01
@@ -28,7 +34,8 @@ def fresh_part(store: Store, rank: int, world_size: int, limit: timedelta) -> St
     Rank 0 draws a name. Others answer under the name that they find, which may be of an attempt
     before; it is right only once their own answer, which nobody else can know, comes back.
 
-    Raises `UsageError` where they do not come.
+    Raises:
+        TimeoutError: they do not come within ``limit``.
     """
     own = secrets.token_hex(8)
     if rank == 0:
@@ -37,7 +44,7 @@ def fresh_part(store: Store, rank: int, world_size: int, limit: timedelta) -> St
         try:
             store.wait(keys, limit)
         except RuntimeError as error:
-            raise UsageError(f"not all of {world_size} ranks have started") from error
+            raise TimeoutError(f"not all of {world_size} ranks have started") from error
         answers = [store.get(key).decode() for key in keys]
         for key in keys:
             store.delete_key(key)
@@ -54,4 +61,29 @@ def fresh_part(store: Store, rank: int, world_size: int, limit: timedelta) -> St
             if store.check([go]) and own in json.loads(store.get(go)):
                 return PrefixStore(name, store)
         time.sleep(_POLL_S)
-    raise UsageError("rank 0 has not started")
+    raise TimeoutError("rank 0 has not started")
+
+
+def init_process_group(backend: str | None = None, **options: Any) -> None:
+    """Call torch.distributed.init_process_group() for ranks that a launcher may have restarted.
+
+    They come by environment variables (torchrun, or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT),
+    and use a part of the launcher's store that no attempt before them has written to; see
+    [Note: stale keys]. Without RANK in the environment nothing is done: one process has no group.
+
+    Args:
+        backend: None is that of this machine's accelerator, or gloo.
+        options: more of torch.distributed.init_process_group(), such as ``timeout``.
+
+    Raises:
+        TimeoutError: not all ranks start within ten minutes.
+    """
+    if not dist.is_torchelastic_launched() and "RANK" not in os.environ:
+        return
+    store, rank, world_size = next(iter(rendezvous("env://")))
+    if backend is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = torch.device("cpu") if accelerator is None else accelerator
+        backend = dist.get_default_backend_for_device(device)
+    store = fresh_part(store, rank, world_size, START_LIMIT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)

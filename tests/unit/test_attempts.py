@@ -8,9 +8,9 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from pretraining.attempts import fresh_part
-from pretraining.errors import UsageError
 from torch.distributed import HashStore, Store
+
+from shardfuse.training.attempts import fresh_part
 
 LIMIT = timedelta(seconds=20)
 
@@ -47,5 +47,5 @@ def test_every_attempt_has_a_part_of_its_own(first: int) -> None:
 def test_ranks_that_do_not_come() -> None:
     """An error after the limit, on either side."""
     for rank, text in ((0, "not all of 2 ranks have started"), (1, "rank 0 has not started")):
-        with pytest.raises(UsageError, match=text):
+        with pytest.raises(TimeoutError, match=text):
             fresh_part(HashStore(), rank, 2, timedelta(seconds=0.2))

@@ -1,0 +1,218 @@
+"""A loop over steps that saves, stops when told to, and goes on where it was when started again.
+
+[Note: one step to save after] Ranks are told to stop at different moments, some never. They agree
+without a collective: a rank that is told after step s leaves word in the store, "after step s + 2",
+before it begins the next. Everyone looks there after each step, and finds it in time: whoever has
+finished step s + 2 has used gradients of that rank's step s + 1 at least, which came after the
+word. On accelerators a host runs ahead of its device, and waits here for the step before the last.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+
+from shardfuse.checkpoint import CheckpointError, Checkpoints, PerRank
+from shardfuse.checkpoint.ranks import Ranks, tried
+from shardfuse.training.lock import FolderInUse, FolderLock
+from shardfuse.training.random_state import RandomState
+
+logger = logging.getLogger("shardfuse")
+
+_PATIENCE_S = 20.0
+"""How long a job before this one has to end."""
+
+_LEAD = 2
+_RANDOM = "random"
+
+
+class Job:
+    """A training run that the same line starts, and starts again after whatever has ended it.
+
+    A context manager. Entering it locks the folder and loads the newest whole checkpoint there, if
+    there is one, at whatever number of ranks that was saved; each is collective.
+
+    * Every ``save_every`` steps, after the last one, and when told to stop, it saves.
+    * One of ``signals`` on any rank stops all ranks two steps later, after the same step.
+    * The random numbers of every rank go on as they were; at another number of ranks they begin
+      anew, which a warning tells.
+
+    Args:
+        folder: of this run's checkpoints alone, in a file system that all ranks see.
+        state: {key: ShardedOptimizer, module, object with state_dict(), PerRank, or value}, as of
+            shardfuse.checkpoint.save(). Values are replaced in this dict when it is loaded.
+        save_every: finished steps between two saves.
+        keep: whole checkpoints that are left after a save.
+        beside_training: write while training goes on, as async_save() does.
+        signals: what stops it; Slurm sends one by ``--signal``. They are taken in the main thread.
+        process_group: of the ranks, where ``state`` has no ShardedOptimizer.
+
+    Raises:
+        ValueError: ``save_every`` or ``keep`` is less than 1.
+    """
+
+    step: int
+    """How many steps are finished."""
+
+    is_stopped: bool
+    """Whether it was told to stop before all steps were done; everything is saved then."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        state: dict[str, Any],
+        *,
+        save_every: int,
+        keep: int = 2,
+        beside_training: bool = False,
+        signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
+        process_group: Any = None,
+    ) -> None:
+        if save_every < 1:
+            raise ValueError(f"Invalid save_every: {save_every}. Must be >= 1.")
+        self.step, self.is_stopped = 0, False
+        self.checkpoints = Checkpoints(folder, keep=keep, process_group=process_group)
+        self._state, self._save_every, self._beside_training = state, save_every, beside_training
+        self._group = process_group
+        self._lock, self._signals = FolderLock(), Signals(signals)
+        self._ends: list[torch.Event] = []  # of steps that the device may not have finished
+
+    def __enter__(self) -> Job:
+        folder = self.checkpoints.folder
+        ranks = Ranks(self._state, self._group, f"{folder} is not used")
+        with ranks.call("entering a Job"):
+            error = tried(self._take_folder)[1] if ranks.comm.rank == 0 else None
+            ranks.agree(error)
+        self._stop = StopTogether(ranks, str(folder))
+        saved = self._saved()
+        self.step = self.checkpoints.load_latest(saved) or 0
+        for key in self._state:
+            self._state[key] = saved[key]
+        self._signals.take()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._signals.give_back()
+        self._lock.release()
+
+    def steps(self, num_steps: int) -> Iterator[int]:
+        """Yield the number of each step that is left of ``num_steps``, counted from 0. Collective.
+
+        The body of the loop makes one step() of the optimizer. After it comes what is due: a save,
+        and the end.
+
+        Raises:
+            CheckpointError: on all ranks, where one cannot write.
+        """
+        saved_at = self.step
+        while self.step < num_steps and not self.is_stopped:
+            yield self.step
+            self.step += 1
+            self._keep_step_with_device()
+            is_stop = self._stop.is_after(self.step, self._signals.is_noted)
+            self.is_stopped = is_stop and self.step < num_steps
+            if self.step % self._save_every == 0 and self.step < num_steps and not is_stop:
+                self._save(beside_training=self._beside_training)
+                saved_at = self.step
+        if self.step != saved_at:
+            self._save(beside_training=False)
+        self.checkpoints.wait()
+
+    def _take_folder(self) -> None:
+        folder = self.checkpoints.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.take(folder, _PATIENCE_S)
+        except FolderInUse as error:
+            text = f"{error}; wait for that job to end, or name another folder."
+            raise CheckpointError(text) from error
+
+    def _saved(self) -> dict[str, Any]:
+        """Return what a checkpoint has: the state, and the random numbers."""
+        random = PerRank(RandomState(), on_resize=_tell_new_numbers)
+        return {_RANDOM: random, **self._state}
+
+    def _save(self, *, beside_training: bool) -> None:
+        self.checkpoints.save(self._saved(), self.step, beside_training=beside_training)
+
+    def _keep_step_with_device(self) -> None:
+        """Wait until an accelerator has finished the step before the last. Not run on hardware."""
+        if torch.accelerator.current_accelerator(check_available=True) is None:
+            return
+        end = torch.Event()
+        end.record()
+        self._ends.append(end)
+        if len(self._ends) > 1:
+            self._ends.pop(0).synchronize()
+
+
+def _tell_new_numbers(saved: int, present: int) -> None:
+    logger.warning(
+        "The checkpoint is of %d ranks, and there are %d: random numbers begin anew here.",
+        saved,
+        present,
+    )
+
+
+class StopTogether:
+    """After which step all ranks stop; see [Note: one step to save after].
+
+    Args:
+        ranks: who stops.
+        name: of what stops; the same on all ranks.
+    """
+
+    def __init__(self, ranks: Ranks, name: str) -> None:
+        self._comm = ranks.comm
+        self._topic = f"stop of {Path(name).name}"
+        self._own: int | None = None
+
+    def is_after(self, step: int, is_asked: bool) -> bool:
+        """Return whether ``step`` is the last; ``is_asked``: this rank was told to stop. Local."""
+        if is_asked and self._own is None:
+            self._own = step + _LEAD
+            self._comm.tell(self._topic, str(self._own))
+        told = [int(text) for text in self._comm.told(self._topic) if text is not None]
+        ends = told if self._own is None else [*told, self._own]
+        return any(end <= step for end in ends)
+
+
+class Signals:
+    """Notes signals while they are taken.
+
+    Args:
+        numbers: of the signals.
+    """
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.is_noted = False
+        self._numbers = numbers
+        self._previous: Mapping[int, Any] = {}
+
+    def take(self) -> None:
+        """Have the signals noted, if this is the main thread: Python allows it nowhere else."""
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._note) for number in self._numbers}
+
+    def give_back(self) -> None:
+        """Put the earlier handlers back."""
+        for number, handler in self._previous.items():
+            with suppress(ValueError, TypeError):  # another thread; a handler that is not Python's
+                signal.signal(number, handler)
+        self._previous = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.is_noted = True

@@ -1,0 +1,260 @@
+"""shardfuse.training: a job that is stopped, killed and started again by the same line."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardfuse import ShardedAdamW
+from shardfuse.checkpoint import CheckpointError, PerRank
+from shardfuse.checkpoint.ranks import Ranks
+from shardfuse.training import FolderLock, Job, RandomState
+from shardfuse.training import job as job_module
+from shardfuse.training.job import StopTogether
+from tests.support.harness import run_procs
+from tests.support.runs import assert_bitwise
+
+pytestmark = pytest.mark.timeout(120)
+
+NUM_STEPS = 12
+REPOSITORY = Path(__file__).parents[2]
+
+
+class Loader:
+    """Every rank draws its own numbers, one after the other."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a form that grows with the position."""
+        return {"seen": list(range(self.position))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = len(state["seen"])
+
+    def draw(self) -> Tensor:
+        self.position += 1 + dist.get_rank()
+        return torch.full((64,), float(self.position))
+
+
+def train(
+    folder: str,
+    stop_at: int | None = None,
+    on_resize: Any = None,
+    **options: Any,
+) -> tuple[int, bool, list[Tensor]]:
+    """Train, with random numbers of every rank; rank 1 is told to stop in one step."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    random.seed(rank)
+    model, loader = nn.Linear(64, 8), Loader()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.25)
+    optimizer = ShardedAdamW(model.named_parameters(), lr=0.01, sharding={"kernel": "eager"})
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "loader": PerRank(loader, on_resize=on_resize),
+        "note": "none",
+    }
+    with Job(folder, state, save_every=5, **options) as job:
+        for step in job.steps(NUM_STEPS):
+            noise = torch.randn(4, 64) * random.random()
+            model(noise + loader.draw()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == stop_at and rank == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    return job.step, job.is_stopped, [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("beside_training", [False, True])
+def test_a_job_that_is_stopped_ends_as_if_it_had_not_been(
+    beside_training: bool, tmp_path: Path
+) -> None:
+    """One rank is told in step 3 and 4; all stop after the same one, and go on bit for bit."""
+    options = {"beside_training": beside_training}
+    expected = run_procs(2, train, str(tmp_path / "whole"))
+    for stop_at, last in ((3, 6), (7, 10), (10, NUM_STEPS)):
+        for step, is_stopped, _ in run_procs(2, _train, str(tmp_path / "cut"), stop_at, options):
+            assert (step, is_stopped) == (last, last < NUM_STEPS)
+    again = run_procs(2, train, str(tmp_path / "cut"))
+    for found, other in zip(again, expected, strict=True):
+        assert found[:2] == (NUM_STEPS, False)
+        assert_bitwise(found[2], other[2])
+    assert (tmp_path / "cut" / "latest").read_text() == f"step-{NUM_STEPS}"
+
+
+def _train(folder: str, stop_at: int, options: dict[str, Any]) -> Any:
+    return train(folder, stop_at, **options)
+
+
+def train_resized(folder: str, has_hook: bool) -> tuple[str, list[tuple[int, int]], list[str]]:
+    told: list[tuple[int, int]] = []
+    warned: list[str] = []
+    job_module.logger.warning = lambda text, *args: warned.append(text % args)  # type: ignore[method-assign,assignment]
+    hook = (lambda saved, present: told.append((saved, present))) if has_hook else None
+    try:
+        train(folder, on_resize=hook)
+    except CheckpointError as error:
+        return str(error), told, warned
+    return "", told, warned
+
+
+def test_another_number_of_ranks(tmp_path: Path) -> None:
+    """What every rank has its own of is not handed to others: a hook is called, or all raise."""
+    run_procs(2, train, str(tmp_path), 3)
+    for text, told, _ in run_procs(3, train_resized, str(tmp_path), False):
+        assert "each of 2 ranks saved its own 'loader', and there are 3" in text
+        assert "on_resize" in text
+        assert told == []
+    for text, told, warned in run_procs(3, train_resized, str(tmp_path), True):
+        assert (text, told) == ("", [(2, 3)])
+        assert any("random numbers begin anew" in line for line in warned)
+
+
+def enter(folder: str) -> str:
+    job_module._PATIENCE_S = 0.1  # type: ignore[misc]
+    try:
+        train(folder)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_second_job_is_kept_out(tmp_path: Path) -> None:
+    """On all ranks, in words that name the process; and it changes nothing."""
+    with FolderLock() as lock:
+        lock.take(tmp_path)
+        for text in run_procs(2, enter, str(tmp_path)):
+            assert f"is in use by process {os.getpid()}" in text
+        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    assert run_procs(2, enter, str(tmp_path)) == ["", ""]
+
+
+def stop_at_random(seed: int) -> list[int]:
+    """Return after which step this rank stops, of several runs."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    own, ends = random.Random(100 * seed + rank), []
+    ranks = Ranks({}, None, "")
+    for run in range(12):
+        stop = StopTogether(ranks, f"run {run}")
+        told_at = own.choice([own.randrange(6), 10**6]) if rank else own.randrange(6)
+        for step in range(1, 100):
+            time.sleep(own.choice([0.0, 0.0, 0.001, 0.004]))
+            dist.all_reduce(torch.ones(world_size))  # what step() waits for
+            if stop.is_after(step, is_asked=step > told_at):
+                ends.append(step)
+                break
+    return ends
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_all_stop_after_the_same_step(seed: int) -> None:
+    """Whoever is told, whenever, and however late some of them look."""
+    first, *others = run_procs(3, stop_at_random, seed)
+    assert len(first) == 12
+    assert all(ends == first for ends in others)
+
+
+def test_one_process_needs_no_group(tmp_path: Path) -> None:
+    """A save at every step and after the last; the value that was saved comes back."""
+    model = nn.Linear(4, 2)
+    optimizer = ShardedAdamW(model.named_parameters(), lr=0.5)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "seen": 0}
+    for first, last in ((0, 3), (3, 5), (5, 5)):
+        state["seen"] = 0
+        with Job(tmp_path, state, save_every=1) as job:
+            assert (job.step, state["seen"]) == (first, first)
+            for step in job.steps(last):
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                state["seen"] = step + 1
+    assert job.checkpoints.steps() == [5, 4]
+    with pytest.raises(ValueError, match="save_every"):
+        Job(tmp_path, state, save_every=0)
+
+
+def test_random_numbers_go_on() -> None:
+    numpy = pytest.importorskip("numpy")
+    states = RandomState()
+
+    def draw() -> list[float]:
+        return [float(torch.rand(())), random.random(), float(numpy.random.rand())]
+
+    draw()
+    saved = states.state_dict()
+    expected = draw()
+    states.load_state_dict(saved)
+    assert draw() == expected
+
+
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from shardfuse import ShardedAdamW
+from shardfuse.training import Job, init_process_group
+
+init_process_group()
+rank, folder, kills = dist.get_rank(), Path(sys.argv[1]), sys.argv[2:]
+torch.manual_seed(rank)
+model = torch.nn.Linear(64, 8)
+with torch.no_grad():
+    for param in model.parameters():
+        param.fill_(0.25)
+optimizer = ShardedAdamW(model.named_parameters(), lr=0.01, sharding={"kernel": "eager"})
+with Job(folder, {"model": model, "optimizer": optimizer}, save_every=2) as job:
+    for step in job.steps(12):
+        if f"{step}/{rank}" in kills and not (folder / f"killed {step}").exists():
+            (folder / f"killed {step}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+if rank == 0:
+    optimizer.synchronize()
+    torch.save(model.state_dict(), folder / "last.pt")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun_restarts_it(tmp_path: Path) -> None:
+    """A rank is killed, and in the restarted run the other one; the same line goes on each time."""
+    script = tmp_path / "job.py"
+    script.write_text(SCRIPT)
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    results = []
+    for name, kills in (("whole", []), ("killed", ["5/1", "9/0"])):
+        folder = tmp_path / name
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", "2", "--max-restarts", "2", "--monitor-interval", "0.2"]
+        result = subprocess.run(
+            [*command, str(script), str(folder), *kills],
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=100,
+        )
+        assert result.returncode == 0, result.stderr
+        results.append(torch.load(folder / "last.pt"))
+    assert len(list((tmp_path / "killed").glob("killed *"))) == 2
+    assert_bitwise(list(results[1].values()), list(results[0].values()))
