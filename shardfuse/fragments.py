@@ -9,7 +9,8 @@ overlaps.
 ``optimizer.state_dict()`` returns, and do not say what they were asked for: with
 ``full_state_dict`` whole tensors, else this rank's parts. They gather ShardedTensors and DTensors,
 which cannot have the bounds of our fragments. ``asked_by_torch`` therefore looks for their frame on
-the stack, which tells a collective call of theirs from a user's, too.
+the stack, which tells a collective call of theirs from a user's, too. ``is_stateful_of_torch`` does
+the same for ``torch.distributed.checkpoint.save({"optimizer": optimizer})``, and load().
 """
 
 from __future__ import annotations
@@ -98,6 +99,16 @@ def asked_by_torch() -> Asked | None:
             return Asked(info.full_state_dict, info.cpu_offload)
         frame = frame.f_back
     return None
+
+
+def is_stateful_of_torch() -> bool:
+    """Return whether the method that calls this was called by torch's save() or load() themselves.
+
+    See [Note: whom torch asks].
+    """
+    caller = sys._getframe(2)
+    asks = ("state_dict_saver", "state_dict_loader")
+    return caller.f_globals.get("__name__") in [f"torch.distributed.checkpoint.{n}" for n in asks]
 
 
 def boxes(

@@ -15,7 +15,7 @@ from shardfuse.engine.flat_state import FlatState
 from shardfuse.engine.parts import Parts
 from shardfuse.engine.state_view import StateView
 from shardfuse.engine.terms import Terms
-from shardfuse.fragments import asked_by_torch
+from shardfuse.fragments import FragmentTensor, asked_by_torch, is_stateful_of_torch
 from shardfuse.layout import FlatLayout
 from shardfuse.optim.foreign import Foreign
 from shardfuse.rules import UpdateRule
@@ -74,14 +74,17 @@ class StatefulOptimizer(torch.optim.Optimizer):
         With one rank, or before the first step, this needs no other call. With several ranks
         consolidate_state_dict() has to be called first, on all of them, or step() does so every
         ``ShardConfig.consolidate_every`` calls; this method itself never communicates. The
-        exception are the functions of torch.distributed.checkpoint.state_dict, which are collective
-        and get whole or sharded states, as they were asked for.
+        exception is torch.distributed.checkpoint, which is collective: the functions of its module
+        state_dict get whole or sharded states, as they were asked for, and save() and load() of
+        the optimizer itself, among the values of their dict, get sharded_state_dict().
 
         Hooks of register_state_dict_pre_hook() and _post_hook() are called as by torch.
 
         Raises:
             RuntimeError: the state is not consolidated on this rank.
         """
+        if self._foreign is None and is_stateful_of_torch():
+            return self.sharded_state_dict()
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         state_dict = self._collect()
@@ -180,8 +183,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Load torch's ordinary state dict, saved at any world size. Local: on every rank.
 
         Takes over hyper-parameters, steps and this rank's part of the states, without casting them
-        to the parameters' dtype. Dicts of the torch optimizer of the same name are accepted.
-        Parameters that were re-allocated are taken back first, as by rebind().
+        to the parameters' dtype. Dicts of the torch optimizer of the same name are accepted, and
+        what torch.distributed.checkpoint.load() of the optimizer itself has filled. Parameters that
+        were re-allocated are taken back first, as by rebind().
 
         Hooks of register_load_state_dict_pre_hook() and _post_hook() are called as by torch.
 
@@ -190,6 +194,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
             TypeError: a parameter has another device, dtype or shape now; nothing is loaded.
         """
         state_dict = dict(state_dict)
+        if any(isinstance(value, FragmentTensor) for value in state_dict.values()):
+            self.load_sharded_state_dict(state_dict)
+            return
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             if changed is not None:

@@ -21,7 +21,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from shardfuse import ShardedAdamW, ShardedBertAdam, ShardedLamb, ShardedRMSpropTF, ShardedSGD
+from shardfuse import (
+    ShardedAdamW,
+    ShardedBertAdam,
+    ShardedLamb,
+    ShardedRMSpropTF,
+    ShardedSGD,
+    checkpoint,
+)
 from shardfuse.fragments import FragmentTensor, boxes
 from tests.support.harness import run_procs, run_threads
 from tests.support.runs import assert_bitwise
@@ -192,6 +199,39 @@ def test_other_world_sizes(name: str, saved_at: int, loaded_at: int, tmp_path: P
     run_procs(saved_at, save, name, str(tmp_path))
     expected = run_threads(1, straight, name)[0]
     for result in run_procs(loaded_at, load, name, str(tmp_path)):
+        assert_bitwise(result, expected)
+
+
+def save_itself(name: str, folder: str, how: str) -> None:
+    model, optimizer = build(name)
+    train(model, optimizer, range(3))
+    state = {"model": model, "optimizer": optimizer}
+    if how == "ours":
+        checkpoint.save(state, folder)
+    else:
+        dcp.save(state, checkpoint_id=folder)
+
+
+def load_itself(name: str, folder: str) -> list[Tensor]:
+    model, optimizer = build(name)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    train(model, optimizer, range(3, 6))
+    return values(model)
+
+
+@pytest.mark.parametrize(("saved_at", "loaded_at"), [(2, 3), (3, 1)])
+@pytest.mark.parametrize("name", ["adamw-bf16", "bert"])
+@pytest.mark.parametrize("how", ["torch's", "ours"])
+def test_save_and_load_of_the_optimizer_itself(
+    how: str, name: str, saved_at: int, loaded_at: int, tmp_path: Path
+) -> None:
+    """torch's save() and load() of {"optimizer": optimizer}, also of what ours has saved."""
+    run_procs(saved_at, save_itself, name, str(tmp_path / "saved"), how)
+    expected = run_threads(1, straight, name)[0]
+    for result in run_procs(loaded_at, load_itself, name, str(tmp_path / "saved")):
         assert_bitwise(result, expected)
 
 
