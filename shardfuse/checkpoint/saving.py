@@ -31,6 +31,7 @@ from shardfuse.checkpoint.storage import (
     metadata_of,
     pickled,
 )
+from shardfuse.checkpoint.whole import whole_beside
 from shardfuse.files import discard, sync, write_whole
 
 
@@ -194,6 +195,7 @@ def load(
     process_group: Any = None,
     accept: Callable[[Mapping[str, Any]], None] = lambda info: None,
     trusted: bool = False,
+    look_beside: bool = True,
 ) -> dict[str, Any]:
     """Load what save() wrote, at any number of ranks; return its ``info``. Collective.
 
@@ -207,6 +209,8 @@ def load(
         process_group: as of save().
         accept: is given the ``info`` that was saved, and raises if this is not to be loaded.
         trusted: whether values may be of any class. Reading these runs code that is in the file.
+        look_beside: whether an error of damage names the newest whole checkpoint of the same run,
+            which all ranks read for that, each its share.
 
     Raises:
         DamagedCheckpoint: files are not as they were written. It names them, and what lay there.
@@ -216,7 +220,11 @@ def load(
     ranks = Ranks(state, process_group, f"{source} is not loaded")
     with ranks.call("checkpoint.load()", f"name = {source.name}"):
         read, error = tried(lambda: _Loading(source, state, ranks.comm.rank, accept, trusted))
-        ranks.agree(error)
+        try:
+            ranks.agree(error)
+        except DamagedCheckpoint as damage:
+            advice = whole_beside(ranks, source) if look_beside else ""
+            raise DamagedCheckpoint(damage.faults, advice) from error
         assert read is not None
         state.update(read.finish())
     return read.manifest.info
