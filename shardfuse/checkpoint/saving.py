@@ -247,8 +247,11 @@ class _Loading:
         self._held = held = TrainingState(state)
         self._checked, self._filled = held.to_check(), held.to_fill()
         first = Reading(source, parts, self._checked, trusted=trusted)
-        self._rest = Reading(source, parts, self._filled)
-        faults = item_faults(source, [*first.items(parts), *self._rest.items(parts)])
+        self._saved = {item.key for part in parts for item in part.items}
+        self._rest = Reading(source, parts, held.to_read(self._filled, self._saved))
+        self._last = Reading(source, parts, held.to_read_after(self._saved))
+        readings = (first, self._rest, self._last)
+        faults = item_faults(source, {item for r in readings for item in r.items(parts)})
         if rank == 0:
             metadata = next(file for file in self.manifest.files if file.name == METADATA)
             _, damage = tried(lambda: self.manifest.read_file(source, metadata))
@@ -260,13 +263,12 @@ class _Loading:
             held.check(self._checked)
         except ValueError as error:
             raise CheckpointError(f"{source} does not fit: {error}") from error
-        self._check_extra(source, parts, first.keys | self._rest.keys)
+        self._check_extra(source, {key for reading in readings for key in reading.keys})
 
-    def _check_extra(self, source: Path, parts: list[Part], read: set[str]) -> None:
+    def _check_extra(self, source: Path, read: set[str]) -> None:
         """Raise CheckpointError where a model or an optimizer would lose what was saved of it."""
-        saved = {item.key for part in parts for item in part.items} - read
         prefixes = tuple(f"{key}." for key in self._held.whole_keys())
-        extra = sorted(key for key in saved if key.startswith(prefixes))
+        extra = sorted(key for key in self._saved - read if key.startswith(prefixes))
         if extra:
             raise CheckpointError(
                 f"{source} does not fit: it has {', '.join(extra[:3])} and {len(extra)} keys in "
@@ -278,4 +280,6 @@ class _Loading:
         """Have everything take over what is read; return plain values. Collective."""
         with torch.no_grad():
             self._rest.read()
+            self._held.fill_lacking(self._saved)
+            self._last.read()
             return self._held.take(self._checked, self._filled)

@@ -55,6 +55,7 @@ class Job:
         seed: of the first values, which a checkpoint replaces.
         num_micro: how often backward() is called for a step, all but the last time in no_sync();
             0: gradients are set by hand.
+        dtype: of all parameters; None: most are fp32, one is bf16.
     """
 
     def __init__(
@@ -63,8 +64,9 @@ class Job:
         sharding: dict[str, Any] | None = None,
         seed: int = 0,
         num_micro: int = 0,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self.model = Everything(seed)
+        self.model = Everything(seed).to(dtype)
         named = {n: p for n, p in self.model.named_parameters() if n != "outside"}
         late = [(name, named.pop(name)) for name in ("late", "frozen")]
         groups = [
