@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from shardfuse.checkpoint.asynchronous import AsyncSave, async_save
-from shardfuse.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from shardfuse.checkpoint.index import MANIFEST, METADATA, Manifest, item_faults
+from shardfuse.checkpoint.errors import DamagedCheckpoint
+from shardfuse.checkpoint.index import MANIFEST
 from shardfuse.checkpoint.ranks import Ranks, tried
 from shardfuse.checkpoint.saving import load, save
+from shardfuse.checkpoint.whole import NAME, is_whole, steps_in, told_steps
 from shardfuse.files import discard, write_whole
 
 logger = logging.getLogger("shardfuse")
 
 LATEST = "latest"
 
-_NAME = re.compile(r"step-(\d+)")
 _NO_STEP = (1 << 24) - 1
 
 
@@ -56,10 +55,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps of the checkpoints that are there, whole or not, the newest first."""
-        if not self.folder.is_dir():
-            return []
-        found = [_NAME.fullmatch(path.name) for path in self.folder.iterdir()]
-        return sorted((int(match[1]) for match in found if match), reverse=True)
+        return steps_in(self.folder)
 
     def save(
         self,
@@ -131,7 +127,7 @@ class Checkpoints:
             self._remove_older(ranks, newest)
 
     def _remove_older(self, ranks: Ranks, newest: int) -> None:
-        older = [step for step in self._told_steps(ranks) if step != newest]
+        older = [step for step in told_steps(ranks, self.folder) if step != newest]
         num_whole, error = 1, None
         for step in older:
             if step > newest:
@@ -139,8 +135,7 @@ class Checkpoints:
             else:
                 act = functools.partial(discard, self.path(step))
             if step < newest and num_whole < self._keep:
-                faults = share_of_faults(self.path(step), ranks.comm.rank, ranks.comm.world_size)
-                num_whole += all(ranks.words(0 if faults else 1))
+                num_whole += is_whole(ranks, self.path(step))
             elif ranks.comm.rank == 0 and error is None:
                 error = tried(act)[1]
         ranks.agree(error)
@@ -149,12 +144,6 @@ class Checkpoints:
         rest = self.folder / f"superseded-step-{step}"
         discard(rest)
         self.path(step).rename(rest)
-
-    def _told_steps(self, ranks: Ranks) -> list[int]:
-        """Return steps() of the first rank, on all ranks. Collective."""
-        mine = self.steps() if ranks.comm.rank == 0 else []
-        count = ranks.words(len(mine))[0]
-        return [ranks.words(mine[i] if mine else 0)[0] for i in range(count)]
 
     def load_latest(
         self,
@@ -181,7 +170,7 @@ class Checkpoints:
         with ranks.call("Checkpoints.load_latest()"):
             if ranks.comm.rank == 0:
                 self._finish_replacing()
-            steps = self._told_steps(ranks)
+            steps = told_steps(ranks, self.folder)
             named = ranks.words(self._named() if ranks.comm.rank == 0 else 0)[0]
         if named and [named - 1] != steps[:1]:
             is_step = named < _NO_STEP
@@ -194,6 +183,7 @@ class Checkpoints:
                     process_group=self._group,
                     accept=accept,
                     trusted=trusted,
+                    look_beside=False,
                 )
             except DamagedCheckpoint as damage:
                 faults += damage.faults[:1]
@@ -212,27 +202,5 @@ class Checkpoints:
             text = (self.folder / LATEST).read_text(errors="replace").strip()
         except FileNotFoundError:
             return 0
-        match = _NAME.fullmatch(text)
+        match = NAME.fullmatch(text)
         return min(int(match[1]) + 1, _NO_STEP) if match else _NO_STEP
-
-
-def share_of_faults(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
-    """Return what is damaged in one rank's share of a checkpoint's files. Local.
-
-    The first rank's share has the manifest and ``.metadata``; together all shares have every byte.
-    """
-    try:
-        manifest = Manifest.read(folder)
-        files = [file for file in manifest.files if file.name != METADATA]
-        if rank == 0:
-            manifest.read_file(folder, next(f for f in manifest.files if f.name == METADATA))
-        own = Manifest(manifest.world_size, files[rank::world_size], {}).parts(folder)
-    except DamagedCheckpoint as damage:
-        return damage.faults
-    except CheckpointError as error:
-        return [str(error)]
-    return item_faults(folder, _all_items(own))
-
-
-def _all_items(parts: Sequence[Any]) -> list[Any]:
-    return [item for part in parts for item in part.items]

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from shardfuse.checkpoint.errors import CheckpointError
-from shardfuse.checkpoint.folder import Checkpoints, share_of_faults
+from shardfuse.checkpoint.folder import Checkpoints
 from shardfuse.checkpoint.index import Kind, Manifest, Part
+from shardfuse.checkpoint.whole import share_of_faults
 
 _NUM_SHOWN = 30
 

@@ -31,6 +31,7 @@ from shardfuse.checkpoint.storage import (
     metadata_of,
     pickled,
 )
+from shardfuse.checkpoint.whole import whole_beside
 from shardfuse.comm import Communicator
 from shardfuse.files import discard, sync, write_whole
 
@@ -197,6 +198,7 @@ def load(
     process_group: Any = None,
     accept: Callable[[Mapping[str, Any]], None] = lambda info: None,
     trusted: bool = False,
+    look_beside: bool = True,
 ) -> dict[str, Any]:
     """Load what save() wrote, at any number of ranks; return its ``info``. Collective.
 
@@ -210,6 +212,8 @@ def load(
         process_group: as of save().
         accept: is given the ``info`` that was saved, and raises if this is not to be loaded.
         trusted: whether values may be of any class. Reading these runs code that is in the file.
+        look_beside: whether an error of damage names the newest whole checkpoint of the same run,
+            which all ranks read for that, each its share.
 
     Raises:
         DamagedCheckpoint: files are not as they were written. It names them, and what lay there.
@@ -219,7 +223,11 @@ def load(
     ranks = Ranks(state, process_group, f"{source} is not loaded")
     with ranks.call("checkpoint.load()", f"name = {source.name}"):
         read, error = tried(lambda: _Loading(source, state, ranks.comm, accept, trusted))
-        ranks.agree(error)
+        try:
+            ranks.agree(error)
+        except DamagedCheckpoint as damage:
+            advice = whole_beside(ranks, source) if look_beside else ""
+            raise DamagedCheckpoint(damage.faults, advice) from error
         assert read is not None
         state.update(read.finish())
     return read.manifest.info
@@ -243,8 +251,11 @@ class _Loading:
         held.expect(self.manifest.world_size, comm.world_size)
         self._checked, self._filled = held.to_check(), held.to_fill()
         first = Reading(source, parts, self._checked, trusted=trusted)
-        self._rest = Reading(source, parts, self._filled)
-        faults = item_faults(source, [*first.items(parts), *self._rest.items(parts)])
+        self._saved = {item.key for part in parts for item in part.items}
+        self._rest = Reading(source, parts, held.to_read(self._filled, self._saved))
+        self._last = Reading(source, parts, held.to_read_after(self._saved))
+        readings = (first, self._rest, self._last)
+        faults = item_faults(source, {item for r in readings for item in r.items(parts)})
         if comm.rank == 0:
             metadata = next(file for file in self.manifest.files if file.name == METADATA)
             _, damage = tried(lambda: self.manifest.read_file(source, metadata))
@@ -256,13 +267,12 @@ class _Loading:
             held.check(self._checked)
         except ValueError as error:
             raise CheckpointError(f"{source} does not fit: {error}") from error
-        self._check_extra(source, parts, first.keys | self._rest.keys)
+        self._check_extra(source, {key for reading in readings for key in reading.keys})
 
-    def _check_extra(self, source: Path, parts: list[Part], read: set[str]) -> None:
+    def _check_extra(self, source: Path, read: set[str]) -> None:
         """Raise CheckpointError where a model or an optimizer would lose what was saved of it."""
-        saved = {item.key for part in parts for item in part.items} - read
         prefixes = tuple(f"{key}." for key in self._held.whole_keys())
-        extra = sorted(key for key in saved if key.startswith(prefixes))
+        extra = sorted(key for key in self._saved - read if key.startswith(prefixes))
         if extra:
             raise CheckpointError(
                 f"{source} does not fit: it has {', '.join(extra[:3])} and {len(extra)} keys in "
@@ -274,4 +284,6 @@ class _Loading:
         """Have everything take over what is read; return plain values. Collective."""
         with torch.no_grad():
             self._rest.read()
+            self._held.fill_lacking(self._saved)
+            self._last.read()
             return self._held.take(self._checked, self._filled)

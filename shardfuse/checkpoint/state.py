@@ -1,9 +1,15 @@
-"""What a training loop has, modules, optimizers, values, as it is saved and loaded."""
+"""What a training loop has, modules, optimizers, values, as it is saved and loaded.
+
+[Note: other masters] A checkpoint may be of a model in another precision, or of other params on the
+wire. Where it has masters of parameters that are fp32 here, these become the parameters. Where it
+lacks masters, the model's saved values are taken, which are not rounded if they were fp32 there;
+without a model in what is loaded, those that the parameters have. Differences that it lacks are 0.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -127,6 +133,52 @@ class TrainingState:
     def own_keys(self) -> list[str]:
         """Return the keys of what every rank has its own of."""
         return [key for key, value in self.objects.items() if isinstance(value, PerRank)]
+
+    def to_read(self, filled: Mapping[str, Any], saved: Collection[str]) -> dict[str, Any]:
+        """Return what of ``filled`` is among the ``saved`` keys, or must be.
+
+        See [Note: other masters].
+        """
+        lacking = set()
+        for key, parts in self.parts.items():
+            names = [*parts.errors(), *(master.key for master in parts.masters())]
+            lacking |= {f"{key}.{name}" for name in names} - set(saved)
+        return {
+            key: {name: v for name, v in values.items() if f"{key}.{name}" not in lacking}
+            for key, values in filled.items()
+        }
+
+    def to_read_after(self, saved: Collection[str]) -> dict[str, Any]:
+        """Return nested dicts of tensors that are read at last, from keys of other ones.
+
+        See [Note: other masters].
+        """
+        modules = {key: v for key, v in self.objects.items() if isinstance(v, nn.Module)}
+        places = {
+            id(value): (key, name)
+            for key, module in modules.items()
+            for name, value in _unwrapped(module).state_dict(keep_vars=True).items()
+        }
+        result: dict[str, Any] = {}
+        for key, parts in self.parts.items():
+            for master in parts.masters():
+                is_saved = f"{key}.{master.key}" in saved
+                if is_saved and not master.is_kept:
+                    result.setdefault(key, {})[master.key] = master.place
+                elif not is_saved and master.is_kept and id(master.param) in places:
+                    other, name = places[id(master.param)]
+                    result.setdefault(other, {})[name] = master.place
+        return result
+
+    def fill_lacking(self, saved: Collection[str]) -> None:
+        """Give masters and differences that are not saved the values that parameters have."""
+        for key, parts in self.parts.items():
+            for name, error in parts.errors().items():
+                if f"{key}.{name}" not in saved:
+                    error.zero_()
+            for master in parts.masters():
+                if master.is_kept and f"{key}.{master.key}" not in saved:
+                    master.place.copy_(master.own)
 
     def whole_keys(self) -> list[str]:
         """Return the keys of modules and optimizers, which are loaded whole or not at all."""

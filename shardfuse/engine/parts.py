@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,9 +12,20 @@ from torch import Tensor
 from shardfuse.comm import Communicator
 from shardfuse.engine import sharded_io
 from shardfuse.engine.flat_state import FlatState
-from shardfuse.engine.state_io import Held, fragment_tensors
-from shardfuse.fragments import FragmentTensor, Piece, shaped_pieces
+from shardfuse.engine.param_wires import ERROR, MASTER, MASTER_DTYPE
+from shardfuse.engine.state_io import Held, arenas_of, fragment_tensors
+from shardfuse.fragments import FragmentTensor, Piece, flat_pieces, shaped_pieces
 from shardfuse.layout import Bucket, ParamSpec
+
+
+class Master(NamedTuple):
+    """Where this rank has its part of a parameter in fp32."""
+
+    param: Tensor
+    key: str  # of a master in to_fill()
+    is_kept: bool  # beside the parameter, which is or travels in low precision
+    place: FragmentTensor  # of the parameter's shape where it is kept, else (numel,)
+    own: FragmentTensor  # this rank's part of the parameter itself
 
 
 class Parts:
@@ -82,6 +94,28 @@ class Parts:
         has = self._writes if to_write else _always
         return [pair for state in self._held.flats for pair in _param_parts(state, has)]
 
+    def masters(self) -> list[Master]:
+        """Return where parameters are in fp32, empty ones and frozen low precision left out."""
+        found = []
+        for state in self._held.flats:
+            arena = arenas_of(state).get(MASTER)
+            if arena is not None:
+                places = fragment_tensors(state, arena.segment, shaped_pieces)
+            elif state.params_buffer.data.dtype == MASTER_DTYPE:
+                places = fragment_tensors(state, functools.partial(_shard, state), flat_pieces)
+            else:
+                continue
+            names = [f"state.{spec.name}.{MASTER}" for spec in state.specs if spec.numel]
+            kept = [place for place in places if place.numel()]
+            for name, place, pair in zip(names, kept, _param_parts(state, _always), strict=True):
+                found.append(Master(pair[0], name, arena is not None, place, pair[1]))
+        return found
+
+    def errors(self) -> dict[str, FragmentTensor]:
+        """Return what parameters lack of their values, by its key in to_fill()."""
+        pairs = sharded_io.aliases(self._held.flats)
+        return {key: tensor for key, tensor in pairs if key.rpartition(".")[2] == ERROR}
+
     def check(self, state_dict: Mapping[str, Any]) -> None:
         """Raise ValueError if take() would, for what to_fill() has that is not a FragmentTensor."""
         sharded_io.check(self._held, state_dict)
@@ -107,12 +141,14 @@ def _always(bucket: Bucket) -> bool:
     return True
 
 
+def _shard(state: FlatState, bucket: Bucket) -> Tensor:
+    return state.params_buffer.shard(bucket, state.rank)
+
+
 def _param_parts(
     state: FlatState, has: Callable[[Bucket], bool]
 ) -> list[tuple[Tensor, FragmentTensor]]:
-    def shard(bucket: Bucket) -> Tensor:
-        return state.params_buffer.shard(bucket, state.rank)
-
-    tensors = fragment_tensors(state, shard, shaped_pieces, has=has)
+    segment = functools.partial(_shard, state)
+    tensors = fragment_tensors(state, segment, shaped_pieces, has=has)
     pairs = zip(state.params, tensors, strict=True)
     return [(param, tensor) for param, tensor in pairs if param.numel()]

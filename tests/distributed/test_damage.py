@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardfuse import ShardedAdamW, ShardedSGD
-from shardfuse.checkpoint import CheckpointError, Checkpoints, DamagedCheckpoint, load, save
+from shardfuse.checkpoint import CheckpointError, Checkpoints, DamagedCheckpoint, load, save, saving
 from shardfuse.comm.base import PeerError
 from tests.support.checkpoints import Job, assert_same
 from tests.support.harness import run_procs, run_threads
@@ -49,12 +49,12 @@ def copied(written: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(written, tmp_path / "copied"))
 
 
-def attempt(folder: Path) -> tuple[str, bool]:
+def attempt(folder: Path, **options: Any) -> tuple[str, bool]:
     """Load on this rank: return the error's text, and whether everything is as before."""
     job = Job(ShardedAdamW, seed=1)
     before = job.values()
     try:
-        load(job.objects, folder)
+        load(job.objects, folder, **options)
     except DamagedCheckpoint as damage:
         assert_same(job.values(), before)
         return str(damage), True
@@ -83,7 +83,7 @@ def test_any_bit_and_any_end(copied: Path, chunk: int) -> None:
     for _ in range(25):
         path = rng.choice(files)
         mend = damage(path, rng)
-        for text, is_unchanged in run_threads(2, lambda: attempt(folder)):
+        for text, is_unchanged in run_threads(2, lambda: attempt(folder, look_beside=False)):
             assert is_unchanged
             assert path.name in text, (path, text)
             if path.suffix == ".distcp":
@@ -91,6 +91,31 @@ def test_any_bit_and_any_end(copied: Path, chunk: int) -> None:
                 assert re.search(r"(optimizer|model|scheduler|scaler|step|list)\S* .*in __", text)
         mend()
     assert [text for text, _ in run_threads(2, lambda: attempt(folder))] == ["", ""]
+
+
+def test_the_error_names_the_newest_whole_one(copied: Path) -> None:
+    """Of the run; the damaged one is not it, nor is one that is damaged too. All ranks tell it."""
+    damage(copied / "step-3" / "__1_0.distcp", random.Random(0))
+    shutil.copytree(copied / "step-3", copied / "step-4")
+    for text, is_unchanged in run_threads(2, lambda: attempt(copied / "step-3")):
+        assert is_unchanged
+        assert "step-3" in text
+        assert f"The newest whole checkpoint beside it is {copied / 'step-2'}." in text
+    alone = copied / "alone"
+    shutil.copytree(copied / "step-3", alone)
+    for text, _ in run_threads(2, lambda: attempt(alone)):
+        assert "alone" in text
+        assert "beside" not in text
+    damage(copied / "step-2" / ".metadata", random.Random(0))
+    for text, _ in run_threads(2, lambda: attempt(copied / "step-3")):
+        assert text.endswith("No other checkpoint beside it is whole.")
+
+
+def test_looking_for_it_is_left_to_load(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """load_latest() finds the newest whole one by loading it, and reads nothing twice."""
+    damage(copied / "step-3" / "__0_0.distcp", random.Random(3))
+    monkeypatch.setattr(saving, "whole_beside", lambda *_: pytest.fail("read twice"))
+    assert [step for step, _ in run_threads(2, lambda: resume(copied))] == [2, 2]
 
 
 def resume(folder: Path) -> tuple[int | None, dict[str, Any]]:

@@ -77,6 +77,36 @@ def test_two_to_three_to_one_four_two(name: str, tmp_path: Path) -> None:
                 assert_same(went_on, end)
 
 
+ACCUMULATED: dict[str, dict[str, Any]] = {
+    "overlap": {"overlap_grad_sync": True, "overlap_param_sync": True},
+    "stage 2": {"stage": 2},
+}
+
+
+@pytest.mark.parametrize("way", ACCUMULATED)
+@pytest.mark.parametrize("name", ["ShardedAdamW", "ShardedLamb", "bert_schedule"])
+def test_accumulated_gradients(name: str, way: str, tmp_path: Path) -> None:
+    """Three steps and three are six, of three backward() each; nothing else tells them apart."""
+
+    def train(from_step: int, to_step: int) -> dict[str, Any]:
+        job = Job(BUILDS[name], ACCUMULATED[way], seed=from_step, num_micro=3)
+        state = job.objects
+        if from_step:
+            load(state, tmp_path / "a")
+            job.step = state["step"]
+        job.train(to_step - job.step)
+        if to_step == 3:
+            save(job.objects, tmp_path / "a")
+        return job.values()
+
+    straight = run_threads(2, lambda: train(0, 6))
+    half = run_threads(2, lambda: train(0, 3))
+    key = "model.body.0.weight"
+    assert not torch.equal(half[0][key], straight[0][key])
+    for found, expected in zip(run_threads(2, lambda: train(3, 6)), straight, strict=True):
+        assert_same(found, expected)
+
+
 SHARDINGS: dict[str, dict[str, Any]] = {
     "larger buckets": {"bucket_cap_mb": 1.0},
     "stage 2": {"stage": 2},

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -52,12 +53,20 @@ class Job:
         build: an optimizer of (groups, sharding=...).
         sharding: more of its configuration.
         seed: of the first values, which a checkpoint replaces.
+        num_micro: how often backward() is called for a step, all but the last time in no_sync();
+            0: gradients are set by hand.
+        dtype: of all parameters; None: most are fp32, one is bf16.
     """
 
     def __init__(
-        self, build: Callable[..., Any], sharding: dict[str, Any] | None = None, seed: int = 0
+        self,
+        build: Callable[..., Any],
+        sharding: dict[str, Any] | None = None,
+        seed: int = 0,
+        num_micro: int = 0,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self.model = Everything(seed)
+        self.model = Everything(seed).to(dtype)
         named = {n: p for n, p in self.model.named_parameters() if n != "outside"}
         late = [(name, named.pop(name)) for name in ("late", "frozen")]
         groups = [
@@ -68,6 +77,7 @@ class Job:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
         self.scaler = ShardedGradScaler("cpu", init_scale=4.0, growth_interval=2)
         self.step = 0
+        self._num_micro = num_micro
 
     @property
     def objects(self) -> dict[str, Any]:
@@ -83,14 +93,14 @@ class Job:
 
     def train(self, num_steps: int) -> None:
         """Take steps by integer-valued gradients, of which the mean is the same at every world."""
-        scale = float(dist.get_world_size()) if dist.get_rank() == 0 else 0.0
         for _ in range(num_steps):
             generator = torch.Generator().manual_seed(self.step)
-            self.scaler.scale(torch.ones(()))  # as a loss would be
-            for name, param in self.model.named_parameters():
-                if param.requires_grad and not (name == "late" and self.step < 2):
-                    grad = torch.randint(-4, 5, param.shape, generator=generator)
-                    param.grad = (grad * scale * self.scaler.get_scale()).to(param.dtype)
+            if self._num_micro:
+                self._accumulate(generator)
+            else:
+                self.scaler.scale(torch.ones(()))  # as a loss would be
+                for param, grad in self._grads(generator):
+                    param.grad = (grad * self.scaler.get_scale()).to(param.dtype)
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.optimizer.zero_grad()
@@ -98,6 +108,22 @@ class Job:
             self.step += 1
             self.model.counter += 1
             self.model.noted = {"seen": self.step}
+
+    def _grads(self, generator: torch.Generator) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield parameters and their gradients, which the first rank has for all."""
+        scale = float(dist.get_world_size()) if dist.get_rank() == 0 else 0.0
+        for name, param in self.model.named_parameters():
+            if param.requires_grad and not (name == "late" and self.step < 2):
+                yield param, torch.randint(-4, 5, param.shape, generator=generator) * scale
+
+    def _accumulate(self, generator: torch.Generator) -> None:
+        """Make gradients by backward(), each time others."""
+        for micro in range(self._num_micro):
+            is_last = micro == self._num_micro - 1
+            with nullcontext() if is_last else self.optimizer.no_sync():
+                grads = self._grads(generator)
+                loss = sum((param * grad.to(param.dtype)).sum().float() for param, grad in grads)
+                self.scaler.scale(loss).backward()
 
     def values(self) -> dict[str, Any]:
         """Return copies of everything, by key, whole."""
