@@ -25,7 +25,7 @@ MASTER = "param"
 ERROR = "param_error"
 """State key of what a parameter lacks of its value, where differences travel."""
 
-_CHECK_NBYTES = 8
+CHECK_NBYTES = 8
 
 
 class DifferentParams(RuntimeError):
@@ -171,7 +171,7 @@ class DifferenceWire(ParamWire):
             start += size
 
     def _part_nbytes(self, bucket: Bucket) -> int:
-        return self._quantizer.nbytes(bucket.shard_numel) + _CHECK_NBYTES
+        return self._quantizer.nbytes(bucket.shard_numel) + CHECK_NBYTES
 
     @property
     def keeps_arena(self) -> bool:
@@ -204,7 +204,7 @@ class DifferenceWire(ParamWire):
         if self.arena is None:
             return
         value, shard, part = self.arena.segment(bucket), self._shard(bucket), self.part(bucket)
-        codes, check = part[:-_CHECK_NBYTES], part[-_CHECK_NBYTES:]
+        codes, check = part[:-CHECK_NBYTES], part[-CHECK_NBYTES:]
         check.copy_(_checksum(shard))
         self._quantizer.encode(value - shard, codes)
         self._quantizer.add(codes, shard)
@@ -226,10 +226,10 @@ class DifferenceWire(ParamWire):
         shards = [self._params.shard(bucket, rank) for rank in range(len(parts))]
         others = [rank for rank in range(len(parts)) if rank != self._rank]
         for rank in others:
-            if not torch.equal(parts[rank][-_CHECK_NBYTES:], _checksum(shards[rank])):
+            if not torch.equal(parts[rank][-CHECK_NBYTES:], _checksum(shards[rank])):
                 raise DifferentParams(bucket)
         for rank in others:
-            self._quantizer.add(parts[rank][:-_CHECK_NBYTES], shards[rank])
+            self._quantizer.add(parts[rank][:-CHECK_NBYTES], shards[rank])
 
 
 def _checksum(values: Tensor) -> Tensor:

@@ -33,6 +33,9 @@ from shardfuse.grads.flights import Collect, Flights, Launch
 from shardfuse.grads.order import Sender, in_order_of_backward
 from shardfuse.grads.protocol import UnderBackward
 
+NUM_COUNTS = 3
+"""What ranks compare when they step, beside a number for each bucket."""
+
 
 class Rounds:
     """Decides when buckets leave; see [Note: taken].
@@ -170,7 +173,7 @@ class Rounds:
         device = self._flats()[0].arena.data.device
         total = torch.tensor(mine, dtype=torch.float32, device=device)
         self._comm.everyone.all_reduce(total, "max").wait()
-        num_rounds, most, least, *late = total.tolist()
+        (num_rounds, most, least), late = total[:NUM_COUNTS].tolist(), total[NUM_COUNTS:].tolist()
         if most != -least:
             raise RuntimeError(
                 "Ranks have cleared gradients that were under way at different times, so that "

@@ -1,0 +1,7 @@
+"""What a training run will hold and send, computed before there is a single device."""
+
+from shardfuse.plan.budget import Budget, Collective, plan
+from shardfuse.plan.models import shapes_of
+from shardfuse.plan.timing import Speeds, Times, predict
+
+__all__ = ["Budget", "Collective", "Speeds", "Times", "plan", "predict", "shapes_of"]

@@ -1,0 +1,333 @@
+"""Bytes that each rank holds and sends, from the same layout that the optimizers use.
+
+Nothing is measured and nothing is allocated: a layout is integers, and what a rule needs per
+element is learnt from a tiny optimizer; see probe.py. Activations, the framework's own memory and
+temporaries of autograd are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from shardfuse.comm.base import Progress, bucket_nbytes, overlapped
+from shardfuse.config import ShardConfig
+from shardfuse.engine.param_wires import CHECK_NBYTES
+from shardfuse.grads.flights import num_under_way
+from shardfuse.grads.rounds import NUM_COUNTS
+from shardfuse.grads.sends import IN_FLIGHT
+from shardfuse.layout import FlatLayout, ParamSpec, dense_stride, round_up
+from shardfuse.plan.models import NamedShape, count
+from shardfuse.plan.probe import Traits, probe
+from shardfuse.quantize import BlockQuantizer
+
+Axis = Literal["shard", "replicate", "all"]
+
+_MASTER_NBYTES = 4
+
+
+@dataclass(frozen=True)
+class Collective:
+    """All collectives of one kind that a step makes on one axis.
+
+    Attributes:
+        payload_nbytes: of the whole tensors, padding included.
+        sent_nbytes: what one rank sends; it receives as much.
+    """
+
+    kind: str
+    axis: Axis
+    number: int
+    payload_nbytes: int
+    sent_nbytes: int
+
+
+@dataclass(frozen=True)
+class BucketCost:
+    """What one bucket takes, in bytes that one rank sends; in the order of backward.
+
+    Attributes:
+        share: of the model's elements.
+        reduce: gradients, along both axes.
+        gather: parameters.
+        update: bytes that the update of this rank's shard reads and writes in its memory.
+        whole_update: those of an update of the whole bucket, from one sum.
+    """
+
+    share: float
+    reduce: float
+    gather: float
+    update: float
+    whole_update: float
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one rank holds and what a step sends.
+
+    Attributes:
+        num_params, numel: tensors and elements of the model.
+        num_shards, num_replicas: ranks along the shard axis and along the replicate axis.
+        padded_numel: elements of the flat buffers.
+        memory: bytes of one rank by part, longest held.
+        published: bytes of one rank by the formulas of the ZeRO paper (arXiv 1910.02054, section
+            3), with what this optimizer holds for each element in place of its K.
+        overlaps: whether gradients leave under backward, and parameters arrive under forward.
+        needs_all: whether no parameter is updated before all gradients have arrived.
+    """
+
+    num_params: int
+    numel: int
+    num_shards: int
+    num_replicas: int
+    padded_numel: int
+    num_buckets: int
+    bucket_nbytes: int
+    memory: dict[str, int]
+    published: dict[str, int]
+    collectives: tuple[Collective, ...]
+    buckets: tuple[BucketCost, ...]
+    overlaps: tuple[bool, bool]
+    needs_all: bool
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.num_shards * self.num_replicas
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes that one rank holds."""
+        return sum(self.memory.values())
+
+
+def plan(
+    shapes: Sequence[NamedShape],
+    build: Callable[..., Any],
+    *,
+    world_size: int,
+    num_replicas: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device: str = "npu",
+    sharding: ShardConfig | None = None,
+    progress: Progress | None = None,
+) -> Budget:
+    """Return the budget of training parameters of ``shapes`` on so many ranks.
+
+    Args:
+        shapes: (name, shape) of each parameter, in the order of registration.
+        build: returns the optimizer for (params, sharding=...), such as ``ShardedLamb``.
+        world_size: all ranks.
+        num_replicas: rows of a mesh; 1: all ranks shard.
+        dtype: of the parameters.
+        device: where they lie: "npu", "cuda" or "cpu", which decides where slots start.
+        sharding: as of the optimizer; its process group and mesh are not looked at.
+        progress: how collectives move there; None: "in order" on accelerators, and gloo's sockets
+            on the CPU.
+
+    Raises:
+        ValueError: ``world_size`` is no multiple of ``num_replicas``, or less than 1.
+    """
+    if world_size < 1 or num_replicas < 1 or world_size % num_replicas:
+        raise ValueError(
+            f"Invalid world_size: {world_size} ranks in {num_replicas} rows. Give a multiple."
+        )
+    config = sharding or ShardConfig()
+    how: Progress = progress or ("in any order" if device == "cpu" else "in order")
+    costs = _Costs(shapes, build, world_size // num_replicas, num_replicas, dtype, config, how)
+    return costs.budget(device)
+
+
+class _Costs:
+    """Everything that follows from shapes and configuration."""
+
+    def __init__(
+        self,
+        shapes: Sequence[NamedShape],
+        build: Callable[..., Any],
+        num_shards: int,
+        num_replicas: int,
+        dtype: torch.dtype,
+        config: ShardConfig,
+        progress: Progress,
+    ) -> None:
+        self.shapes, self.dtype, self.config, self.progress = shapes, dtype, config, progress
+        self.shards, self.replicas = num_shards, num_replicas
+        self.traits: Traits = probe(build, dtype, config)
+        is_sent = num_shards > 1
+        self.overlaps_grads = is_sent and (
+            config.stage == 2 or progress in overlapped(config.overlap_grad_sync)
+        )
+        self.overlaps_params = is_sent and progress in overlapped(config.overlap_param_sync)
+
+    def budget(self, device: str) -> Budget:
+        layout = self._layout(device)
+        self.layout = layout
+        numel, padded = count(self.shapes), sum(flat.numel for flat in layout.flats)
+        return Budget(
+            num_params=len(self.shapes),
+            numel=numel,
+            num_shards=self.shards,
+            num_replicas=self.replicas,
+            padded_numel=padded,
+            num_buckets=len(layout.buckets),
+            bucket_nbytes=max(b.numel for b in layout.buckets) * self.dtype.itemsize,
+            memory=self._memory(padded),
+            published=self._published(numel),
+            collectives=tuple(self._collectives()),
+            buckets=tuple(self._bucket(bucket.numel, padded) for bucket in layout.buckets),
+            overlaps=(self.overlaps_grads, self.overlaps_params),
+            needs_all=len(self.traits.all_reduces) > 0,
+        )
+
+    def _layout(self, device: str) -> FlatLayout:
+        name = str(self.dtype).removeprefix("torch.")
+        specs = []
+        for param, shape in self.shapes:
+            stride = dense_stride(shape, torch.empty(shape, device="meta").stride())
+            specs.append(ParamSpec(param, shape, stride, name, device, 0))
+        cap = bucket_nbytes(self.config.bucket_cap_mb, self.progress)
+        return FlatLayout.build(
+            specs, world_size=self.shards, bucket_nbytes=cap, grain=self.traits.grain
+        )
+
+    # Memory
+
+    def _memory(self, padded: int) -> dict[str, int]:
+        traits, item = self.traits, self.dtype.itemsize
+        shard = padded // self.shards
+        memory = {"parameters": padded * item}
+        if traits.param_itemsize > item and self.shards > 1:
+            sizes = [bucket.numel for bucket in self.layout.buckets]
+            memory["what parameters travel in"] = sum(map(self._param_nbytes, sizes))
+        if self.config.stage == 2 and self.shards > 1:
+            memory["gradients, this rank's shard"] = shard * _MASTER_NBYTES
+        else:
+            memory["gradients"] = padded * item
+        if traits.keeps_reduced:
+            memory["reduced gradients that a step keeps"] = shard * _MASTER_NBYTES
+        memory["optimizer states and masters"] = round(shard * traits.state_itemsize)
+        if self.shards > 1:
+            memory |= self._staging()
+        return {name: nbytes for name, nbytes in memory.items() if nbytes}
+
+    def _staging(self) -> dict[str, int]:
+        """Return what is kept to send from and to receive into, which later steps use again."""
+        numels = [bucket.numel for bucket in self.layout.buckets]
+        largest, num = max(numels), len(numels)
+        if self.config.stage == 2:
+            num_received = num_sent = num_under_way(numels)
+        elif self.overlaps_grads:
+            num_received, num_sent = num + 1, num
+        else:
+            num_received, num_sent = min(IN_FLIGHT, num), min(IN_FLIGHT + 1, num)
+        sent = self._grad_nbytes(largest)
+        received = sent * self._received_share()
+        is_cast = self.config.stage == 2 or sent != largest * self.dtype.itemsize
+        staging = {"gradients that arrive": round(num_received * received)}
+        if is_cast:
+            staging["gradients that leave"] = num_sent * sent
+        if self.replicas > 1:
+            part = round_up(largest // self.shards, self.replicas) * self._grad_itemsize()
+            staging["sums over rows"] = num_received * 4 * part
+        return staging
+
+    def _received_share(self) -> float:
+        """Return the part of a bucket that a rank receives into memory of the communicator."""
+        if self.progress != "in order":
+            return (self.shards - 1) / self.shards
+        return 1.0 if self._adds_up_parts() else 1 / self.shards
+
+    def _adds_up_parts(self) -> bool:
+        """Return whether a rank gets all ranks' parts, and not what a backend has added up."""
+        low = self.config.grad_sync_dtype or self.config.grad_sync_bits
+        return self.progress != "in order" or low not in (None, torch.float32)
+
+    # What travels
+
+    def _grad_itemsize(self) -> int:
+        dtype = self.config.grad_sync_dtype or self.dtype
+        return dtype.itemsize
+
+    def _grad_nbytes(self, numel: int) -> int:
+        """Return the bytes of a bucket of gradients as it travels."""
+        if self.config.grad_sync_bits is not None:
+            return self.shards * BlockQuantizer(self.config.grad_sync_bits).nbytes(
+                numel // self.shards
+            )
+        return numel * self._grad_itemsize()
+
+    def _param_nbytes(self, numel: int) -> int:
+        """Return the bytes of a bucket of parameters as it travels."""
+        config = self.config
+        if self.dtype != torch.float32:
+            return numel * self.dtype.itemsize
+        if config.param_sync_bits is not None:
+            part = BlockQuantizer(config.param_sync_bits).nbytes(numel // self.shards)
+            return self.shards * (part + CHECK_NBYTES)
+        return numel * (config.param_sync_dtype or self.dtype).itemsize
+
+    def _bucket(self, numel: int, padded: int) -> BucketCost:
+        outside = (self.shards - 1) / self.shards
+        reduce = self._grad_nbytes(numel) * outside
+        reduce += self._along_columns(numel)
+        touched = 2 * self.traits.state_itemsize + 2 * self.traits.param_itemsize
+        parts = (
+            self.shards * self._grad_itemsize() if self._adds_up_parts() else self.dtype.itemsize
+        )
+        return BucketCost(
+            share=numel / padded,
+            reduce=reduce,
+            gather=self._param_nbytes(numel) * outside,
+            update=numel / self.shards * (touched + parts),
+            whole_update=numel * (touched + self.dtype.itemsize),
+        )
+
+    def _along_columns(self, numel: int) -> float:
+        """Return what a rank sends to sum a bucket over rows: pieces, and copies of the sums."""
+        part = round_up(numel // self.shards, self.replicas) * self._grad_itemsize()
+        return 2 * part * (self.replicas - 1) / self.replicas
+
+    def _collectives(self) -> list[Collective]:
+        if self.shards * self.replicas == 1:
+            return []
+        numels = [bucket.numel for bucket in self.layout.buckets]
+        outside = (self.shards - 1) / self.shards
+        found = []
+
+        def add(kind: str, axis: Axis, number: int, payload: float, sent: float) -> None:
+            found.append(Collective(kind, axis, number, round(payload), round(sent)))
+
+        if self.shards > 1:
+            nbytes = sum(map(self._grad_nbytes, numels))
+            add("reduce-scatter of gradients", "shard", len(numels), nbytes, nbytes * outside)
+        if self.replicas > 1:
+            sent = sum(map(self._along_columns, numels))
+            payload = sent * self.replicas / (self.replicas - 1)
+            add("sums over rows", "replicate", 2 * len(numels), payload, sent)
+        if self.shards > 1:
+            nbytes = sum(map(self._param_nbytes, numels))
+            add("all-gather of parameters", "shard", len(numels), nbytes, nbytes * outside)
+        small = [fixed + slope * len(self.shapes) for fixed, slope in self.traits.all_reduces]
+        if self.overlaps_grads:
+            # Which buckets have changed since they left, or have been sent less often.
+            small.append(len(numels) + (NUM_COUNTS if self.config.stage == 2 else 0))
+        if small:
+            total = 4 * sum(small)
+            every = self.shards * self.replicas
+            add("small all-reduces", "all", len(small), total, 2 * total * (every - 1) / every)
+        return found
+
+    def _published(self, numel: int) -> dict[str, int]:
+        """Return the ZeRO paper's bytes: parameters, gradients, and K for what an update needs."""
+        item, ranks = self.dtype.itemsize, self.shards * self.replicas
+        k = self.traits.state_itemsize
+        return {
+            "replicated (DDP)": round(numel * (2 * item + k)),
+            "ZeRO-1": round(numel * (2 * item + k / ranks)),
+            "ZeRO-2": round(numel * (item + (item + k) / ranks)),
+            "ZeRO-3": round(numel * (2 * item + k) / ranks),
+        }

@@ -1,0 +1,103 @@
+"""``python -m shardfuse plan``: options, and what is printed."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from pathlib import Path
+
+import torch
+
+from shardfuse import optim
+from shardfuse.config import ShardConfig
+from shardfuse.plan.budget import Budget, plan
+from shardfuse.plan.models import count, shapes_of
+from shardfuse.plan.report import describe, draw, to_json
+from shardfuse.plan.timing import Speeds, Times, predict
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_OPTIMIZERS = {
+    "adadelta": optim.ShardedAdadelta,
+    "adam": optim.ShardedAdam,
+    "adamp": optim.ShardedAdamP,
+    "adamw": optim.ShardedAdamW,
+    "bertadam": functools.partial(optim.ShardedBertAdam, lr=1e-4),
+    "lamb": optim.ShardedLamb,
+    "rmsprop": optim.ShardedRMSprop,
+    "rmsproptf": optim.ShardedRMSpropTF,
+    "sgd": functools.partial(optim.ShardedSGD, lr=0.1),
+}
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    command.add_argument(
+        "--model",
+        required=True,
+        help="bert-tiny to bert-large; a number of parameters, such as 10b; package.module:callable",
+    )
+    command.add_argument("--world-size", type=int, required=True, help="ranks in all")
+    command.add_argument("--replicas", type=int, default=1, help="rows of a mesh")
+    command.add_argument("--optimizer", choices=sorted(_OPTIMIZERS), default="adamw")
+    command.add_argument(
+        "--options", type=json.loads, default={}, metavar="JSON", help="of the optimizer"
+    )
+    command.add_argument(
+        "--sharding", type=json.loads, default={}, metavar="JSON", help="as in ShardConfig"
+    )
+    command.add_argument("--dtype", choices=sorted(_DTYPES), default="fp32", help="of parameters")
+    command.add_argument("--device", choices=["npu", "cuda", "cpu"], default="npu")
+    times = command.add_argument_group("times, where forward and backward are given")
+    times.add_argument("--forward-ms", type=float, help="of all micro-batches of a step")
+    times.add_argument("--backward-ms", type=float)
+    times.add_argument(
+        "--tokens", type=float, help="of one rank's batch, with --tflops in place of the above"
+    )
+    times.add_argument("--tflops", type=float, help="that a rank reaches; 6 for each token and weight")
+    times.add_argument("--link-gbit", type=float, default=100.0, help="each way (%(default)s)")
+    times.add_argument("--latency-us", type=float, default=20.0, help="%(default)s")
+    times.add_argument("--memory-gb", type=float, default=1000.0, help="GB a second (%(default)s)")
+    command.add_argument("--json", action="store_true", help="for scripts")
+    command.add_argument("--png", type=Path, metavar="FILE", help="draw the memory")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan.
+
+    Raises:
+        ValueError, TypeError: options that make no plan.
+    """
+    shapes = shapes_of(arguments.model)
+    build = functools.partial(_OPTIMIZERS[arguments.optimizer], **arguments.options)
+    budget = plan(
+        shapes,
+        build,
+        world_size=arguments.world_size,
+        num_replicas=arguments.replicas,
+        dtype=_DTYPES[arguments.dtype],
+        device=arguments.device,
+        sharding=ShardConfig.of(arguments.sharding),
+    )
+    times = _times(arguments, budget, count(shapes))
+    if arguments.png is not None:
+        draw(budget, arguments.png)
+    print(json.dumps(to_json(budget, times)) if arguments.json else describe(budget, times))
+    return 0
+
+
+def _times(arguments: argparse.Namespace, budget: Budget, numel: int) -> Times | None:
+    forward_ms, backward_ms = arguments.forward_ms, arguments.backward_ms
+    if arguments.tokens is not None and arguments.tflops is not None:
+        # Two for each weight and token forward, four backward (arXiv 2001.08361, section 2.1).
+        forward_ms = 2 * numel * arguments.tokens / arguments.tflops / 1e9
+        backward_ms = 2 * forward_ms
+    if forward_ms is None or backward_ms is None:
+        return None
+    speeds = Speeds(
+        link=arguments.link_gbit * 1e9 / 8,
+        latency_s=arguments.latency_us * 1e-6,
+        memory=arguments.memory_gb * 1e9,
+    )
+    return predict(budget, speeds, forward_ms / 1e3, backward_ms / 1e3)

@@ -1,0 +1,142 @@
+"""How long a step takes where a link and a memory have given speeds: a model, and no measurement.
+
+[Note: what is modelled] Backward makes gradients at an even pace, in the order of the buckets. A
+link carries one bucket at a time, each as soon as it is complete. Where a rule needs no norms, a
+bucket is updated when it has arrived; gathers leave in the order of forward once all are updated.
+Forward runs as far as its parameters have arrived. Steps follow each other; the last of six counts.
+Left out: that sockets take time of the cores that compute, and everything that is not named here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardfuse.plan.budget import BucketCost, Budget
+
+_NUM_STEPS = 6
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Of a rank.
+
+    Attributes:
+        link: bytes per second that it can send, and receive at the same time.
+        latency_s: of each collective.
+        memory: bytes per second that an update reads and writes.
+    """
+
+    link: float
+    latency_s: float = 20e-6
+    memory: float = 10e9
+
+    def __post_init__(self) -> None:
+        for name in ("link", "memory"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"Invalid {name}: {getattr(self, name)}. Must be > 0 bytes/s.")
+        if self.latency_s < 0:
+            raise ValueError(f"Invalid latency_s: {self.latency_s}. Must be >= 0.")
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step.
+
+    Attributes:
+        compute: forward and backward.
+        traffic: all bytes of a step one after another.
+        step, without_overlap: ours, as configured and with nothing under anything.
+        ddp: replicated, gradients all-reduced under backward, everything updated everywhere.
+    """
+
+    compute: float
+    traffic: float
+    step: float
+    without_overlap: float
+    ddp: float
+
+    @property
+    def exposed(self) -> float:
+        """What a step takes longer than compute."""
+        return self.step - self.compute
+
+
+def predict(budget: Budget, speeds: Speeds, forward_s: float, backward_s: float) -> Times:
+    """Return the times of a step whose forward and backward take so long; see the module's note."""
+    buckets = budget.buckets
+    one = _Steps(buckets, speeds, forward_s, backward_s, needs_all=budget.needs_all)
+    ranks = budget.world_size
+    whole = [
+        BucketCost(
+            share=bucket.share,
+            reduce=2 * bucket.share * budget.numel * _itemsize(budget) * (ranks - 1) / ranks,
+            gather=0.0,
+            update=bucket.whole_update,
+            whole_update=bucket.whole_update,
+        )
+        for bucket in buckets
+    ]
+    replicated = _Steps(whole, speeds, forward_s, backward_s, needs_all=True)
+    return Times(
+        compute=forward_s + backward_s,
+        traffic=sum(one.seconds(b.reduce) + one.seconds(b.gather) for b in buckets),
+        step=one.step(*budget.overlaps),
+        without_overlap=one.step(False, False),
+        ddp=replicated.step(True, False),
+    )
+
+
+def _itemsize(budget: Budget) -> float:
+    return budget.memory["parameters"] / budget.padded_numel
+
+
+class _Steps:
+    """A clock for compute and one for the link."""
+
+    def __init__(
+        self,
+        buckets: tuple[BucketCost, ...] | list[BucketCost],
+        speeds: Speeds,
+        forward_s: float,
+        backward_s: float,
+        *,
+        needs_all: bool,
+    ) -> None:
+        self._buckets, self._speeds, self._needs_all = buckets, speeds, needs_all
+        self._forward_s, self._backward_s = forward_s, backward_s
+
+    def seconds(self, nbytes: float) -> float:
+        """Return how long the link is busy with a collective."""
+        return nbytes / self._speeds.link + self._speeds.latency_s if nbytes else 0.0
+
+    def step(self, overlaps_grads: bool, overlaps_params: bool) -> float:
+        """Return the seconds of a step in a row of steps."""
+        now = link = before = 0.0
+        arrived = [0.0] * len(self._buckets)
+        for _ in range(_NUM_STEPS):
+            before = now
+            for bucket, at in zip(reversed(self._buckets), reversed(arrived), strict=True):
+                now = max(now, at) + self._forward_s * bucket.share
+            ready = []
+            for bucket in self._buckets:
+                now += self._backward_s * bucket.share
+                ready.append(now)
+            now, link = self._reduce(now, link, ready if overlaps_grads else [now] * len(ready))
+            for index in reversed(range(len(self._buckets))):
+                link = max(link, now) + self.seconds(self._buckets[index].gather)
+                arrived[index] = link
+            if not overlaps_params:
+                now = max(now, link)
+        return now - before
+
+    def _reduce(self, now: float, link: float, ready: list[float]) -> tuple[float, float]:
+        """Return when all buckets are updated, and when the link has nothing left."""
+        arrived = []
+        for bucket, at in zip(self._buckets, ready, strict=True):
+            link = max(link, at) + self.seconds(bucket.reduce)
+            arrived.append(link)
+        if self._needs_all and arrived:
+            now = max(now, arrived[-1])
+        for bucket, at in zip(self._buckets, arrived, strict=True):
+            now = max(now, at) + bucket.update / self._speeds.memory
+        return now, link
