@@ -117,7 +117,10 @@ def _import(arguments: argparse.Namespace) -> int:
     if given.keys() & others:
         raise CheckpointError(f"import {arguments.kind} takes no --{min(given.keys() & others)}.")
     if "names" in given:
-        given["names"] = json.loads(given["names"].read_text())
+        try:
+            given["names"] = json.loads(given["names"].read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"--names {given['names']} is no file of JSON: {error}") from None
     torch.save(read(arguments.source, trusted=arguments.trusted, **given), arguments.to)
     return 0
 

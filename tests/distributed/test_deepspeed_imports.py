@@ -35,8 +35,8 @@ END = 7
 
 
 def job_of(stage: int, mode: str, name: str = "AdamW", **options: Any) -> Job:
-    """Return a job of DeepSpeed's own choice of torch's Adam, the same at every world size."""
-    adam = {"torch_adam": True, "adam_w_mode": name == "AdamW"}
+    """Return a job of torch's Adam or ours, the same at every world size."""
+    adam = {} if name.startswith("Sharded") else {"torch_adam": True, "adam_w_mode": "W" in name}
     return Job(
         name=name,
         params={"lr": 0.05, "weight_decay": 0.1, **adam},
@@ -59,8 +59,8 @@ JOBS = {
     "2-round-robin": job_of(2, "bf16", zero={"round_robin_gradients": True}),
     "2-fp16": job_of(2, "fp16", extra=DYNAMIC),
     "wrapped-bf16": job_of(1, "bf16", extra={"data_types": {"grad_accum_dtype": "fp32"}}),
+    "ours-1-bf16": job_of(1, "bf16", name="ShardedAdamW"),
 }
-TRAINED = [entry.role == "used" for entry in runs.ENTRIES]
 NAMES = split_by_group(runs.ENTRIES, [entry.name for entry in runs.ENTRIES])
 
 
@@ -120,7 +120,7 @@ def go_on(key: str, folder: Path, state: dict[str, Any]) -> list[Tensor]:
     file = torch.load(folder / key / "middle" / "mp_rank_00_model_states.pt", weights_only=True)
     model.load_state_dict(file["module"])
     lr = 0.05 if "elastic" in key else 7.0  # elsewhere it is the file's
-    optimizer = getattr(shardfuse, f"Sharded{job.name}")(
+    optimizer = getattr(shardfuse, "Sharded" + job.name.removeprefix("Sharded"))(
         model.groups(), lr=lr, weight_decay=0.1, sharding={"kernel": "eager"}
     )
     optimizer.load_state_dict(state)

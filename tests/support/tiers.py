@@ -50,6 +50,8 @@ FAST = re.compile(
             r"test_resharding\.py::test_two_to_three.*\[(ShardedAdamW|ShardedLamb)\]",
             r"test_damage\.py::test_(no_whole|a_damaged|nothing_is_run)",
             r"test_save_beside_training\.py::test_(the_state_of_the_call\[adam|never)",
+            r"^tests/unit/test_(imports|deepspeed_files)\.py",
+            r"^tests/distributed/test_imports\.py::test_torch\[adamw",
         ]
     )
 )

@@ -28,7 +28,7 @@ class ModelStates:
         dtypes: of what the module holds.
         world_size: number of ranks that wrote the checkpoint; None: the file does not say.
         is_round_robin: whether round_robin_gradients has changed their order.
-        needs_names: whether their order is another than that of the optimizer's groups.
+        is_cut: whether there are more such files, as with tensor parallelism and pipelines.
     """
 
     path: Path
@@ -36,7 +36,7 @@ class ModelStates:
     dtypes: dict[str, torch.dtype]
     world_size: int | None
     is_round_robin: bool
-    needs_names: bool
+    is_cut: bool
 
     @classmethod
     def read(cls, folder: Path, *, trusted: bool) -> ModelStates:
@@ -68,7 +68,7 @@ class ModelStates:
             {name: value.dtype for name, value in module.items() if isinstance(value, Tensor)},
             held.get("dp_world_size"),
             round_robin,
-            round_robin or (folder / "mp_rank_01_model_states.pt").exists(),
+            (folder / "mp_rank_01_model_states.pt").exists(),
         )
 
     def is_low(self, name: str) -> bool:
@@ -87,7 +87,7 @@ def arranged(
     Raises:
         CheckpointError: names are needed, or do not fit.
     """
-    if names is None and model.needs_names:
+    if names is None and (model.is_round_robin or model.is_cut):
         raise CheckpointError(
             f"{model.path.parent} does not have parameters in the order of the optimizer's groups "
             "(round_robin_gradients, or several files of the module). Give names= (--names): a "

@@ -96,7 +96,7 @@ def plain(value: Any) -> Any:
 
 # What fused optimizers keep in groups, and what alone is here; value: the key's remedy.
 _SWITCHES = {
-    "bias_correction": "ShardedLamb(bias_correction=False) takes it from its constructor",
+    "bias_correction": "no Adam here leaves it out",
     "grad_averaging": "no optimizer here leaves (1 - beta1) out",
 }
 
@@ -113,8 +113,8 @@ def group_of(group: Mapping[str, Any], where: str, *, drop: Sequence[str] = ()) 
     for key, remedy in _SWITCHES.items():
         if key not in drop and not plain(group.get(key, True)):
             raise CheckpointError(
-                f"{where} has {key}={group[key]!r}: states would be taken for others than they "
-                f"are; {remedy}."
+                f"{where} has {key}={group[key]!r}: {remedy}, and training would go on otherwise. "
+                "Import nothing, and begin with fresh states."
             )
     left_out = {"params", "param_names", "step", *_SWITCHES, *drop}
     return {key: plain(value) for key, value in group.items() if key not in left_out}

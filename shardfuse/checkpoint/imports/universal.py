@@ -8,8 +8,11 @@ checkpoint/universal_checkpoint.py of deepspeed 0.19.8. DeepSpeed itself is not 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from shardfuse.checkpoint.errors import CheckpointError
 from shardfuse.checkpoint.imports.files import part_of, read_file
@@ -58,16 +61,33 @@ def read_deepspeed_universal(
         )
     entries = {}
     for group, shapes in zip(groups, model.shapes, strict=True):
-        for name, size in shapes.items():
+        for name in shapes:
             entries[name] = _entry(zero / name, steps_in(group), model.is_low(name), trusted)
-            for key, tensor in entries[name].items():
-                if key != "step" and tensor.shape != size and not model.needs_names:
-                    raise CheckpointError(
-                        f"{zero / name / key}.pt has shape {tuple(tensor.shape)}, the parameter "
-                        f"has {tuple(size)} in {model.path}."
-                    )
+        _check_group({name: entries[name] for name in shapes}, shapes, zero, model)
     options = [group_of(g, f"Group {i} in {common_path}") for i, g in enumerate(groups)]
     return arranged(entries, options, model, names)
+
+
+def _check_group(
+    entries: Mapping[str, Mapping[str, Any]],
+    shapes: Mapping[str, torch.Size],
+    zero: Path,
+    model: ModelStates,
+) -> None:
+    """Raise CheckpointError where a parameter lacks a file, or has a tensor of another shape."""
+    keys = {key for entry in entries.values() for key in entry if key not in ("step", MASTER)}
+    for name, entry in entries.items():
+        for key in sorted(keys):
+            if key not in entry:
+                raise CheckpointError(
+                    f"{zero / name} has no {key}.pt, which others have. Convert it anew."
+                )
+            # With tensor parallelism the module's file has a part.
+            if not model.is_cut and entry[key].shape != shapes[name]:
+                raise CheckpointError(
+                    f"{zero / name / key}.pt has shape {tuple(entry[key].shape)}, the parameter "
+                    f"has {tuple(shapes[name])} in {model.path}."
+                )
 
 
 def _refuse_round_robin(model: ModelStates) -> None:
