@@ -1,4 +1,4 @@
-"""``python -m shardfuse COMMAND``: look at checkpoints."""
+"""``python -m shardfuse COMMAND``: plan a run, look at checkpoints, and convert them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,51 @@ def _parser() -> argparse.ArgumentParser:
         "--optimizer", type=Path, metavar="FILE", help="torch.optim's format, for torch.load()"
     )
     command.set_defaults(run=_export)
+    _add_import(commands)
+    _add_plan(commands)
     return parser
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from shardfuse.plan.command import add_options
+
+    text = "compute what ranks will hold and send, and how long a step takes; needs no device"
+    command = commands.add_parser("plan", help=text, description=text)
+    add_options(command)
+    command.set_defaults(run=_plan)
+
+
+def _add_import(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "write the optimizer state that another library has saved in torch.optim's format"
+    command = commands.add_parser("import", help=text, description=text)
+    command.add_argument("kind", choices=_KINDS)
+    command.add_argument("source", type=Path, help="a file; of DeepSpeed, a folder")
+    command.add_argument(
+        "--to", type=Path, metavar="FILE", required=True, help="for torch.load(); is replaced"
+    )
+    command.add_argument("--key", help="where in the file, such as optimizer_states.0")
+    command.add_argument("--tag", help="of DeepSpeed's checkpoint; the latest, if left out")
+    command.add_argument(
+        "--names", type=Path, metavar="FILE", help="JSON: lists of each group's parameter names"
+    )
+    command.add_argument(
+        "--trusted", action="store_true", help="unpickle objects, which runs what the file says"
+    )
+    command.set_defaults(run=_import)
+
+
+_KINDS = ("torch", "zero-redundancy", "apex", "deepspeed", "deepspeed-universal")
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    """Return 2 for options that make no plan."""
+    from shardfuse.plan.command import run
+
+    try:
+        return run(arguments)
+    except (ValueError, TypeError) as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -80,6 +124,25 @@ def _export(arguments: argparse.Namespace) -> int:
         write_model(read_model(arguments.folder), arguments.model)
     if arguments.optimizer is not None:
         torch.save(read_optimizer(arguments.folder), arguments.optimizer)
+    return 0
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from shardfuse.checkpoint import CheckpointError, imports
+
+    read = getattr(imports, f"read_{arguments.kind.replace('-', '_')}")
+    others = {"key"} if arguments.kind.startswith("deepspeed") else {"tag", "names"}
+    given = {n: v for n in ("key", "tag", "names") if (v := getattr(arguments, n)) is not None}
+    if given.keys() & others:
+        raise CheckpointError(f"import {arguments.kind} takes no --{min(given.keys() & others)}.")
+    if "names" in given:
+        try:
+            given["names"] = json.loads(given["names"].read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"--names {given['names']} is no file of JSON: {error}") from None
+    torch.save(read(arguments.source, trusted=arguments.trusted, **given), arguments.to)
     return 0
 
 

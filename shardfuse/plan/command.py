@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +20,7 @@ from shardfuse.plan.timing import Speeds, Times, predict
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-_OPTIMIZERS = {
+_OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adadelta": optim.ShardedAdadelta,
     "adam": optim.ShardedAdam,
     "adamp": optim.ShardedAdamP,
@@ -36,7 +38,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--model",
         required=True,
-        help="bert-tiny to bert-large; a number of parameters, such as 10b; package.module:callable",
+        help="bert-tiny to bert-large; a number of elements, such as 10b; package.module:callable",
     )
     command.add_argument("--world-size", type=int, required=True, help="ranks in all")
     command.add_argument("--replicas", type=int, default=1, help="rows of a mesh")
@@ -55,7 +57,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
     times.add_argument(
         "--tokens", type=float, help="of one rank's batch, with --tflops in place of the above"
     )
-    times.add_argument("--tflops", type=float, help="that a rank reaches; 6 for each token and weight")
+    times.add_argument(
+        "--tflops", type=float, help="that a rank reaches; 6 for each token and weight"
+    )
     times.add_argument("--link-gbit", type=float, default=100.0, help="each way (%(default)s)")
     times.add_argument("--latency-us", type=float, default=20.0, help="%(default)s")
     times.add_argument("--memory-gb", type=float, default=1000.0, help="GB a second (%(default)s)")

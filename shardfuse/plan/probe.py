@@ -98,17 +98,17 @@ def _build(
 ) -> Any:
     """Return an optimizer of so many parameters, alone with a Tally."""
     params = [(f"p{i}", nn.Parameter(torch.ones(_NUMEL, dtype=dtype))) for i in range(num_params)]
-    tally = Tally(_WORLD_SIZE, "in order")
     own = replace(
         config,
-        process_group=tally,
+        process_group="alone",  # at first, for errors to be those of one rank
         mesh=None,
         kernel="eager",
         overlap_grad_sync=False,
         overlap_param_sync=False,
         consolidate_every=0,
     )
-    return build(params, sharding=own)
+    build(params, sharding=own)
+    return build(params, sharding=replace(own, process_group=Tally(_WORLD_SIZE, "in order")))
 
 
 def _keeps_more_than_gradients(optimizer: Any, dtype: torch.dtype) -> bool:

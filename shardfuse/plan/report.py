@@ -35,8 +35,8 @@ def _head(budget: Budget) -> Iterator[str]:
     yield f"{budget.numel:,} elements in {budget.num_params:,} parameters on {ranks}"
     padding = budget.padded_numel - budget.numel
     yield (
-        f"{budget.num_buckets:,} buckets of at most {budget.bucket_nbytes / _MIB:,.1f} MiB; padding "
-        f"{padding:,} elements ({padding / budget.numel:.2%})"
+        f"{budget.num_buckets:,} buckets of at most {budget.bucket_nbytes / _MIB:,.1f} MiB; "
+        f"padding {padding:,} elements ({padding / budget.numel:.2%})"
     )
 
 
@@ -55,10 +55,10 @@ def _table(rows: Sequence[tuple[str, int]]) -> Iterator[str]:
 
 
 def _traffic(budget: Budget) -> Iterator[str]:
-    yield "Collectives of a step                    axis      number   payload MiB   sent MiB a rank"
+    yield "Collectives of a step                  axis       number   payload MiB   sent MiB a rank"
     for call in budget.collectives:
         payload, sent = call.payload_nbytes / _MIB, call.sent_nbytes / _MIB
-        yield f"  {call.kind:<37}  {call.axis:<9}{call.number:>7,}{payload:>14,.2f}{sent:>18,.2f}"
+        yield f"  {call.kind:<35}  {call.axis:<9}{call.number:>8,}{payload:>14,.2f}{sent:>18,.2f}"
     if not budget.collectives:
         yield "  none: one rank"
 

@@ -50,6 +50,8 @@ FAST = re.compile(
             r"test_resharding\.py::test_two_to_three.*\[(ShardedAdamW|ShardedLamb)\]",
             r"test_damage\.py::test_(no_whole|a_damaged|nothing_is_run)",
             r"test_save_beside_training\.py::test_(the_state_of_the_call\[adam|never)",
+            r"^tests/unit/test_(imports|deepspeed_files)\.py",
+            r"^tests/distributed/test_imports\.py::test_torch\[adamw",
         ]
     )
 )
@@ -115,6 +117,11 @@ EXHAUSTIVE = re.compile(
             r"test_export\.py::test_peak_memory",
             r"test_torch_state_dict\.py::test_save_and_load_of.*(torch's-(bert|adamw-bf16-3)|ours-(adamw|bert-2))",
             r"test_job\.py::test_torchrun_restarts_it",
+            # Plans against real ranks, but for one of each kind.
+            r"test_plan\.py::test_memory.*\[adamw-(stage 1-4|stage 2-2|no over|native-4|native, |bf16|few)",
+            r"test_plan\.py::test_memory.*\[lamb-(stage|no over|native-|native, stage 2-4|bf16 wires-4|few bits-4)",
+            r"test_plan\.py::test_every_kind.*\[(adamw|amsgrad|lamb|sgd|bert-dtype0|lamb-global-norm-dtype1)",
+            r"test_plan_times\.py::.*(stage 2|no overlap|200mbit-DDP|1gbit-shardfuse lamb)",
             r"test_checkpoint_alone\.py::.*\[(?!(saves|fails in load)-auto)",
             r"test_save_beside_training\.py::test_the_state_of_the_call\[lamb",
             # Whole jobs by their real commands, of which the default has one of each kind.

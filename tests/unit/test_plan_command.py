@@ -1,0 +1,120 @@
+"""python -m shardfuse plan: its table, JSON and picture, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForPreTraining
+
+from shardfuse import ShardedAdam, ShardedLamb
+from shardfuse.__main__ import main
+from shardfuse.plan import Speeds, plan, predict, shapes_of
+from shardfuse.plan.models import count, shapes_in
+
+
+def planned(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    assert main(["plan", *options, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_bert_is_that_of_transformers() -> None:
+    """Names, shapes and order, so that buckets are the same."""
+    config = BertConfig(
+        hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=512
+    )
+    with torch.device("meta"):
+        model = BertForPreTraining(config)
+    assert shapes_of("bert-tiny") == shapes_in(model)
+    assert count(shapes_of("bert-large")) == 336_226_108
+
+
+def small() -> nn.Module:
+    """Return a model for the import path."""
+    return nn.Sequential(nn.Linear(100, 200), nn.Linear(200, 3))
+
+
+def test_a_model_by_import_path(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, "--model", f"{__name__}:small", "--world-size", "2")
+    assert (found["num_params"], found["numel"]) == (4, 100 * 200 + 200 + 600 + 3)
+
+
+def test_ten_billion_on_four_thousand(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a mesh, too: sums over rows are 2 (R - 1) / R of a shard in and out of each rank."""
+    options = ("--model", "10b", "--world-size", "4096", "--dtype", "bf16")
+    flat, mesh = planned(capsys, *options), planned(capsys, *options, "--replicas", "8")
+    for found, shards in ((flat, 4096), (mesh, 512)):
+        assert found["numel"] == pytest.approx(10e9, rel=0.01)
+        assert found["num_shards"] == shards
+        states = found["memory"]["optimizer states and masters"]
+        assert states == pytest.approx(12 * found["numel"] / shards, rel=0.01)
+    kinds = {call["kind"]: call for call in mesh["collectives"]}
+    assert kinds["sums over rows"]["axis"] == "replicate"
+    whole = kinds["reduce-scatter of gradients"]["payload_nbytes"]
+    assert kinds["sums over rows"]["sent_nbytes"] == pytest.approx(
+        2 * whole / 512 * 7 / 8, rel=0.01
+    )
+
+
+def test_published_formulas(capsys: pytest.CaptureFixture[str]) -> None:
+    """2 + 2 + 12 bytes for mixed precision and Adam, as in the paper's figure 1: 120 GB of 7.5b."""
+    options = ("--model", "7.5b", "--world-size", "64", "--dtype", "bf16")
+    found = planned(capsys, *options)
+    gb = {name: nbytes / found["numel"] * 7.5 for name, nbytes in found["published"].items()}
+    assert gb == {
+        "replicated (DDP)": pytest.approx(120),
+        "ZeRO-1": pytest.approx(31.4, abs=0.05),
+        "ZeRO-2": pytest.approx(16.6, abs=0.05),
+        "ZeRO-3": pytest.approx(1.9, abs=0.05),
+    }
+
+
+def test_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", "bert-tiny", "--world-size", "8", "--optimizer", "lamb"]
+    times = ["--forward-ms", "10", "--backward-ms", "20"]
+    assert main(["plan", *options, *times, "--png", str(tmp_path / "plan.png")]) == 0
+    text = capsys.readouterr().out
+    for word in ("8 ranks", "ZeRO-2", "all-gather of parameters", "exposed", "padding"):
+        assert word in text
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["plan", *options]) == 0
+    assert "Seconds" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "bert-huge"], "Invalid model: 'bert-huge'"),
+        (["--model", "nowhere:build"], "No module named 'nowhere'"),
+        (["--replicas", "3"], "8 ranks in 3 rows"),
+        (["--sharding", '{"stage": 7}'], "stage"),
+        (["--sharding", '{"stge": 1}'], "stge"),
+        (["--options", '{"lr": -1}'], "learning rate: -1"),
+        (["--forward-ms", "1", "--backward-ms", "1", "--link-gbit", "0"], "Invalid link"),
+    ],
+)
+def test_wrong_options(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2, and one line that says which."""
+    assert main(["plan", "--model", "bert-tiny", "--world-size", "8", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_times_follow_the_speeds() -> None:
+    """Nothing is hidden at first; all but the ends is where the link is fast enough."""
+    shapes = shapes_of("bert-small")
+    for build in (ShardedAdam, ShardedLamb):
+        budget = plan(shapes, build, world_size=4, device="cpu")
+        assert budget.overlaps == (True, True)
+        slow, fast = (predict(budget, Speeds(link=s), 0.1, 0.2) for s in (1e8, 1e10))
+        assert slow.step == pytest.approx(max(slow.traffic, slow.compute), rel=0.25)
+        assert fast.exposed < 0.15 * fast.compute
+        for times in (slow, fast):
+            assert times.compute <= times.step <= times.without_overlap
+            assert times.step >= times.traffic * 0.99
