@@ -7,7 +7,8 @@ from pathlib import Path
 
 from shardfuse.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from shardfuse.checkpoint.index import METADATA, Manifest, item_faults
-from shardfuse.checkpoint.ranks import Ranks, tried
+from shardfuse.checkpoint.ranks import Ranks
+from shardfuse.files import describe
 
 NAME = re.compile(r"step-(\d+)")
 """What the folder of a run's checkpoint is called."""
@@ -23,8 +24,7 @@ def steps_in(folder: Path) -> list[int]:
 
 def told_steps(ranks: Ranks, folder: Path) -> list[int]:
     """Return steps_in() of the first rank, on all ranks. Collective."""
-    found = tried(lambda: steps_in(folder))[0] if ranks.comm.rank == 0 else []
-    mine = found or []
+    mine = steps_in(folder) if ranks.comm.rank == 0 else []
     count = ranks.words(len(mine))[0]
     return [ranks.words(mine[i] if mine else 0)[0] for i in range(count)]
 
@@ -34,9 +34,8 @@ def is_whole(ranks: Ranks, folder: Path) -> bool:
 
     Every rank reads its share.
     """
-    comm = ranks.comm
-    faults, error = tried(lambda: share_of_faults(folder, comm.rank, comm.world_size))
-    return all(ranks.words(0 if faults or error else 1))
+    faults = share_of_faults(folder, ranks.comm.rank, ranks.comm.world_size)
+    return all(ranks.words(0 if faults else 1))
 
 
 def whole_beside(ranks: Ranks, folder: Path) -> str:
@@ -68,4 +67,6 @@ def share_of_faults(folder: Path, rank: int = 0, world_size: int = 1) -> list[st
         return damage.faults
     except CheckpointError as error:
         return [str(error)]
+    except OSError as error:
+        return [f"{folder.name} cannot be read: {describe(error)}"]
     return item_faults(folder, [item for part in own for item in part.items])

@@ -147,16 +147,19 @@ def test_universal_checkpoints(saved: Saved) -> None:
     """Save at 2 ranks at stage 1 or 2, convert, load at 3 and at 2, go on."""
     folder, expected = saved
     keys = ["ShardedLamb-1-fp32", "ShardedLamb-2-bf16"]
+    converting = []
     for key in keys:
         path = Path(folder) / key
         command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
         command += ["--input_folder", str(path / "middle")]
         command += ["--output_folder", str(path / "universal"), "--inject_missing_state"]
         command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-        result = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=TIMEOUT
+        converting.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
-        assert result.returncode == 0, result.stdout + result.stderr
+    for process in converting:
+        said, _ = process.communicate(timeout=TIMEOUT)
+        assert process.returncode == 0, said
     for world_size in (2, 3):
         for found in run_procs(world_size, resume, folder, keys, True, timeout=TIMEOUT):
             for key in keys:

@@ -23,7 +23,7 @@ MOMENTS = {
     "replacing": ("shardfuse.checkpoint.saving", "discard"),
     "naming": ("shardfuse.checkpoint.folder", "write_whole"),
     "clean-up": ("shardfuse.checkpoint.folder", "discard"),
-    "looking": ("shardfuse.checkpoint.folder", "share_of_faults"),
+    "looking": ("shardfuse.checkpoint.whole", "share_of_faults"),
     "loading": ("shardfuse.checkpoint.saving", "_Loading"),
     "reading": ("shardfuse.checkpoint.storage", "metadata_of"),
 }
@@ -46,7 +46,7 @@ def at(moment: str, number: int, is_after: bool) -> None:
             _die()
         return result
 
-    for name_of_module in ("saving", "folder", "storage"):
+    for name_of_module in ("saving", "folder", "storage", "whole"):
         holder = importlib.import_module(f"shardfuse.checkpoint.{name_of_module}")
         if getattr(holder, name, None) is original and holder.__name__ == module:
             setattr(holder, name, wrapped)

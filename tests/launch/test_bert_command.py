@@ -25,7 +25,7 @@ def test_a_killed_rank_ends_the_job_and_resume_continues_it(
 
     The resumed command then trains to the end and leaves the curve, the metrics and the summary.
     """
-    options = [*SMALL, "--steps", "120", "--save-every", "5", "--run-dir", "run"]
+    options = [*SMALL, "--steps", "60", "--save-every", "5", "--run-dir", "run"]
     run_dir = tmp_path / "run"
     process = jobs.start_command(tmp_path, [*inputs, *options], 2)
     jobs.wait_until(
@@ -36,13 +36,13 @@ def test_a_killed_rank_ends_the_job_and_resume_continues_it(
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 1, stdout + stderr
     saved_step = int((run_dir / "checkpoints" / "latest").read_text().removeprefix("step-"))
-    assert 5 <= saved_step < 120
+    assert 5 <= saved_step < 60
     assert not (run_dir / "loss.png").exists()
 
     resumed = jobs.start_command(tmp_path, ["--resume", "--run-dir", "run"], 2)
     stdout, stderr = resumed.communicate(timeout=180)
     assert resumed.returncode == 0, stdout + stderr
-    assert f"steps {saved_step} to 120" in stdout
+    assert f"steps {saved_step} to 60" in stdout
     whole = tmp_path / "whole"
     whole.mkdir()
     jobs.run(whole, [*inputs, *options], 2, timeout=180)

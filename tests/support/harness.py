@@ -47,6 +47,10 @@ GRACE_S = 2.0
 PRELOADED = ["torch.distributed", "torch._dynamo", "shardfuse", "pytest", "tests.support.harness"]
 
 
+STAYING: list[BaseException] = []
+"""Errors whose frames a rank of run_procs() keeps, and so its connections, until all have ended."""
+
+
 class RanksFailedError(AssertionError):
     """At least one rank raised or did not finish; the message holds every traceback."""
 

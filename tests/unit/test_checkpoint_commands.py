@@ -78,15 +78,17 @@ def test_verify_reads_every_file(run: Path, name: str, capsys: pytest.CaptureFix
     assert name in capsys.readouterr().out
 
 
-def test_wrong_use(tmp_path: Path) -> None:
-    """A folder without a checkpoint, by the real command."""
-    for command in ("inspect", "verify"):
-        result = subprocess.run(
-            [sys.executable, "-m", "shardfuse", command, str(tmp_path / "nothing")],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert result.returncode == 2, result.stderr
-        assert "There is no checkpoint" in result.stderr
-        assert "Traceback" not in result.stderr
+def test_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder without a checkpoint; one command as a process of its own."""
+    folder = str(tmp_path / "nothing")
+    assert main(["inspect", folder]) == 2
+    assert "There is no checkpoint" in capsys.readouterr().err
+    result = subprocess.run(
+        [sys.executable, "-m", "shardfuse", "verify", folder],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 2, result.stderr
+    assert "There is no checkpoint" in result.stderr
+    assert "Traceback" not in result.stderr
