@@ -119,6 +119,61 @@ def of_model(**values: Any) -> Callable[[Path], None]:
     return lambda folder: edit(folder / MODEL, lambda file: file.update(values))
 
 
+def without_step(file: Any) -> None:
+    for states in file["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+        del states["step"]
+
+
+def to_elastic(file: Any) -> None:
+    held = file["optimizer_state_dict"]
+    states = held["base_optimizer_state"]["state"][0]
+    lean = len(held["single_partition_of_fp32_groups"][0])
+    held["base_optimizer_state"] = [
+        {key: value[:lean] for key, value in states.items() if key != "step"}
+    ]
+    held["base_optimizer_state_step"] = 2
+
+
+def to_fused(file: Any) -> None:
+    without_step(file)
+    group = file["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]
+    group.update(step=2, bias_correction=True)
+
+
+@pytest.mark.parametrize("change", [to_elastic, to_fused])
+def test_steps_that_lie_elsewhere(change: Callable[[Any], None], saved: Path) -> None:
+    """With elastic_checkpoint beside the states, which are cut; with FusedAdam in the group."""
+    expected = read_deepspeed(saved)
+    for rank in range(2):
+        edit(saved / rank_file(rank), change)
+    found = read_deepspeed(saved)
+    for number, entry in expected["state"].items():
+        assert entry.keys() == found["state"][number].keys()
+        assert all(torch.equal(found["state"][number][key], entry[key]) for key in entry)
+    options = {"lr": 0.5} if change is to_fused else {}
+    others = {"param_names": ["a", "b"], "params": [0, 1]}
+    assert found["param_groups"] == [{**options, **others}]
+
+
+def test_padding_between_parameters(saved: Path) -> None:
+    """param_alignment_paddings lie behind each parameter."""
+    of_optimizer(param_alignment_paddings=[[1, 0]])(saved)
+    found = read_deepspeed(saved)["state"]
+    assert torch.equal(found[0]["exp_avg"], torch.arange(15.0).view(3, 5))
+    assert torch.equal(found[1]["exp_avg"], torch.arange(16.0, 23.0))
+
+
+def test_without_states(saved: Path) -> None:
+    """SGD without momentum, of which masters alone are left."""
+    base = {"state": {}, "param_groups": [{"lr": 0.5, "params": [0]}]}
+    of_optimizer(base_optimizer_state=base)(saved)
+    assert read_deepspeed(saved)["state"] == {}
+    edit(saved / MODEL, lambda m: m["module"].update(b=torch.zeros(7, dtype=torch.float16)))
+    found = read_deepspeed(saved)["state"]
+    assert found.keys() == {1}
+    assert torch.equal(found[1]["param"], torch.arange(15.0, 22.0))
+
+
 def another_step(folder: Path) -> None:
     def change(file: Any) -> None:
         file["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["step"] = 3

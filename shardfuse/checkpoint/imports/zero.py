@@ -159,8 +159,7 @@ def _check_ranks(ranks: Sequence[_Rank], model: ModelStates, folder: Path) -> No
         if not len(rank.held[_FP32]) == len(_states(rank)) == num_groups:
             raise CheckpointError(
                 f"{rank.path} has {len(rank.held[_FP32])} groups, and {len(_states(rank))} with "
-                f"states; {model.path} has {num_groups}. They are of different saves, or no step "
-                "was taken before they were saved."
+                f"states; {model.path} has {num_groups}. They are of different saves."
             )
         steps[rank.path.name] = [str(_step_of(rank, index)) for index in range(num_groups)]
     if len({tuple(step) for step in steps.values()}) > 1:
@@ -172,10 +171,9 @@ def _states(rank: _Rank) -> list[Mapping[str, Any]]:
     if not isinstance(rank.base, Mapping):
         return list(rank.base)  # elastic_checkpoint
     return [
-        rank.base["state"][param]
+        rank.base["state"].get(param, {})
         for group in rank.base["param_groups"]
         for param in group["params"]
-        if param in rank.base["state"]
     ]
 
 
