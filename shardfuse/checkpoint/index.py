@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,6 +54,10 @@ class Kind(NamedTuple):
     shape: tuple[int, ...]
 
 
+def _kinds(content: Mapping[str, Any]) -> dict[str, Kind]:
+    return {key: Kind(dtype, tuple(shape)) for key, (dtype, shape) in content.items()}
+
+
 @dataclass
 class Part:
     """What one rank has written."""
@@ -62,6 +66,7 @@ class Part:
     items: list[Item] = field(default_factory=list)
     kinds: dict[str, Kind] = field(default_factory=dict)
     paths: dict[str, Place] = field(default_factory=dict)  # of keys in the nested state
+    counts: dict[str, int] = field(default_factory=dict)  # integers of no dimension: steps
 
     @property
     def name(self) -> str:
@@ -80,8 +85,8 @@ class Part:
             Item(key, None if offsets is None else tuple(offsets), tuple(sizes), *rest)
             for key, offsets, sizes, *rest in content["items"]
         ]
-        kinds = {key: Kind(dtype, tuple(shape)) for key, (dtype, shape) in content["kinds"].items()}
-        return cls(content["rank"], items, kinds, content["paths"])
+        kinds = _kinds(content["kinds"])
+        return cls(content["rank"], items, kinds, content["paths"], content.get("counts", {}))
 
 
 class File(NamedTuple):
@@ -115,6 +120,12 @@ class Manifest:
     """What the user noted: values that JSON has."""
     params: dict[str, list[ParamNote]] = field(default_factory=dict)
     """Of each optimizer, by its key: its parameters in the order of their numbers."""
+    layouts: dict[str, Any] = field(default_factory=dict)
+    """Of each optimizer, by its key: Parts.geometry()."""
+    kinds: dict[str, Kind] = field(default_factory=dict)
+    """Of all parts."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Of all parts."""
 
     def to_bytes(self) -> bytes:
         """Return the contents of its file."""
@@ -144,7 +155,12 @@ class Manifest:
             )
         files = [File(*file) for file in content["files"]]
         params = {key: [ParamNote(*n) for n in notes] for key, notes in content["params"].items()}
-        return cls(content["world_size"], files, content["info"], params)
+        held = cls(content["world_size"], files, content["info"], params)
+        # Not there in the first ones of this format: then all parts are read.
+        held.layouts = content.get("layouts", {})
+        held.counts = content.get("counts", {})
+        held.kinds = _kinds(content.get("kinds", {}))
+        return held
 
     def read_file(self, folder: Path, file: File) -> bytes:
         """Return the contents of one of its files; DamagedCheckpoint where they are others."""
@@ -159,15 +175,16 @@ class Manifest:
             raise DamagedCheckpoint([f"{name} is damaged"])
         return data
 
-    def parts(self, folder: Path) -> list[Part]:
-        """Return what every rank has written.
+    def parts(self, folder: Path, ranks: Collection[int] | None = None) -> list[Part]:
+        """Return what ``ranks`` have written; None: all.
 
         Raises:
             DamagedCheckpoint: some are damaged; all of these are named.
         """
         parts, faults = [], []
+        names = None if ranks is None else {Part(rank).name for rank in ranks}
         for file in self.files:
-            if file.name == METADATA:
+            if file.name == METADATA or (names is not None and file.name not in names):
                 continue
             try:
                 data = self.read_file(folder, file)

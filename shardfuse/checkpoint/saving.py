@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import zlib
@@ -22,6 +23,7 @@ from shardfuse.checkpoint.index import (
     coverage_faults,
     item_faults,
 )
+from shardfuse.checkpoint.places import ranks_needed
 from shardfuse.checkpoint.ranks import Ranks, tried
 from shardfuse.checkpoint.state import TrainingState
 from shardfuse.checkpoint.storage import (
@@ -59,6 +61,7 @@ class Save:
         self._unfinished = self.target.with_name(f".{self.target.name}.unfinished")
         self._info = dict(info or {})
         self._params: dict[str, list[ParamNote]] = {}
+        self._layouts: dict[str, Any] = {}
         self._planned, self._error = tried(lambda: self._plan(state, copies))
 
     def _plan(self, state: Mapping[str, Any], copies: Copies | None) -> PlannedPart:
@@ -68,6 +71,7 @@ class Save:
             key: [ParamNote(spec.name, list(spec.shape), list(spec.stride)) for spec in parts.specs]
             for key, parts in held.parts.items()
         }
+        self._layouts = {key: parts.geometry() for key, parts in held.parts.items()}
         self._unfinished.mkdir(parents=True, exist_ok=True)
         own = held.own_keys()
         return PlannedPart(self._unfinished, rank, held.to_write(), copies, own)
@@ -83,7 +87,7 @@ class Save:
 
     def publish(self, words: list[int], then: Callable[[], None]) -> Exception | None:
         """Make a checkpoint of all parts, by their words; return what goes wrong. Of one rank."""
-        manifest = Manifest(len(words), [], self._info, self._params)
+        manifest = Manifest(len(words), [], self._info, self._params, self._layouts)
         error = tried(lambda: _publish(self._unfinished, self.target, words, manifest))[1]
         return tried(then)[1] if error is None else error
 
@@ -159,6 +163,8 @@ def _publish(unfinished: Path, target: Path, words: list[int], manifest: Manifes
     faults = coverage_faults(parts)
     if faults:
         raise CheckpointError(f"{'; '.join(faults[:5])}: ranks have saved different things.")
+    manifest.kinds = {key: kind for part in parts for key, kind in part.kinds.items()}
+    manifest.counts = {key: count for part in parts for key, count in part.counts.items()}
     metadata = pickled(metadata_of(parts))
     write_whole(unfinished / METADATA, metadata)
     files.append(File.of(METADATA, metadata))
@@ -246,28 +252,50 @@ class _Loading:
     ) -> None:
         self.manifest = Manifest.read(source)
         accept(self.manifest.info)
-        parts = self.manifest.parts(source)
         self._held = held = TrainingState(state, comm.rank)
         held.expect(self.manifest.world_size, comm.world_size)
         self._checked, self._filled = held.to_check(), held.to_fill()
-        first = Reading(source, parts, self._checked, trusted=trusted)
-        self._saved = {item.key for part in parts for item in part.items}
-        self._rest = Reading(source, parts, held.to_read(self._filled, self._saved))
-        self._last = Reading(source, parts, held.to_read_after(self._saved))
-        readings = (first, self._rest, self._last)
-        faults = item_faults(source, {item for r in readings for item in r.items(parts)})
+        counts = held.split_counts(self._checked, self.manifest.counts)
+        parts = self._planned(source, comm.rank, trusted)
+        readings = (self._first, self._rest, self._last)
+        items = {item for reading in readings for item in reading.items(parts)}
+        items |= {item for part in parts for item in part.items if item.key in part.counts}
+        faults = item_faults(source, items)
         if comm.rank == 0:
             metadata = next(file for file in self.manifest.files if file.name == METADATA)
             _, damage = tried(lambda: self.manifest.read_file(source, metadata))
             faults += damage.faults if isinstance(damage, DamagedCheckpoint) else []
         if faults:
             raise DamagedCheckpoint(faults)
-        first.read()
+        self._first.read()
+        for key, values in counts.items():
+            self._checked[key] |= values
         try:
             held.check(self._checked)
         except ValueError as error:
             raise CheckpointError(f"{source} does not fit: {error}") from error
-        self._check_extra(source, {key for reading in readings for key in reading.keys})
+        read = {f"{key}.{name}" for key, values in counts.items() for name in values}
+        self._check_extra(source, read.union(*(reading.keys for reading in readings)))
+
+    def _planned(self, source: Path, rank: int, trusted: bool) -> list[Part]:
+        """Plan what is read; return the indices for that. See [Note: few indices]."""
+        manifest, held = self.manifest, self._held
+        ranks = ranks_needed(manifest.layouts, manifest.world_size, held.parts, rank)
+        for only in (ranks, None) if manifest.kinds else (None,):
+            parts = manifest.parts(source, only)
+            self._saved = {item.key for part in parts for item in part.items} | {*manifest.kinds}
+            plan = functools.partial(Reading, source, parts, kinds=manifest.kinds)
+            try:
+                self._first = plan(self._checked, trusted=trusted)
+                self._rest = plan(held.to_read(self._filled, self._saved))
+                self._last = plan(held.to_read_after(self._saved))
+            except CheckpointError:
+                if only is None:
+                    raise
+                continue
+            if all(r.is_complete for r in (self._first, self._rest, self._last)):
+                break
+        return parts
 
     def _check_extra(self, source: Path, read: set[str]) -> None:
         """Raise CheckpointError where a model or an optimizer would lose what was saved of it."""

@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardfuse.checkpoint.errors import CheckpointError
@@ -110,6 +111,18 @@ class TrainingState:
                 own = value.state_dict() if hasattr(value, "state_dict") else value
                 result[key] = copy.deepcopy(own)
         return result
+
+    def split_counts(
+        self, checked: dict[str, Any], counts: Mapping[str, int]
+    ) -> dict[str, dict[str, Tensor]]:
+        """Take out of to_check() what a checkpoint's manifest has; return that, filled."""
+        found = {}
+        for key in self.parts:
+            names = [name for name in checked[key] if f"{key}.{name}" in counts]
+            for name in names:
+                del checked[key][name]
+            found[key] = {name: torch.tensor(counts[f"{key}.{name}"]) for name in names}
+        return found
 
     def to_fill(self) -> dict[str, Any]:
         """Return nested dicts of the tensors of modules and optimizers, which are live."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 import threading
 from collections.abc import Iterable, Mapping
@@ -35,6 +36,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadItemType
 
 from shardfuse.checkpoint.errors import CheckpointError
 from shardfuse.checkpoint.index import Item, Kind, Part
@@ -186,6 +188,13 @@ class PlannedPart:
         self._planner.set_up_planner(dict(state), self._writer.storage_meta(), rank == 0)
         plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
         self._items = plan.items
+        held = self._planner.state_dict
+        self._counts = {
+            key: int(value.pieces[0].data)
+            for key, value in held.items()
+            if isinstance(value, FragmentTensor) and value.dtype == torch.int64
+            if not value.dim() and value.pieces
+        }
         plan = replace(plan, items=[item for item in plan.items if self._planner.is_first(item)])
         self._plan = replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
 
@@ -193,7 +202,8 @@ class PlannedPart:
         """Write it, and return what that was; OSError where the file system refuses."""
         written = self._writer.write_data(self._planner.finish_plan(self._plan), self._planner)
         written.wait()
-        part = Part(self._rank, paths={k: list(v) for k, v in self._planner.mappings.items()})
+        paths: dict[str, Any] = {k: list(v) for k, v in self._planner.mappings.items()}
+        part = Part(self._rank, paths=paths, counts=self._counts)
         places = {result.index: result.storage_data for result in written.value()}
         for planned in self._items:
             data, key = planned.tensor_data, planned.index.fqn
@@ -220,17 +230,20 @@ def _digested(folder: Path, items: list[Item]) -> list[Item]:
     return [item._replace(digest=found) for item, found in zip(items, digests, strict=True)]
 
 
-def metadata_of(parts: Iterable[Part]) -> Metadata:
-    """Return what torch.distributed.checkpoint has in ``.metadata``."""
-    kinds: dict[str, Any] = {}
+def metadata_of(parts: Iterable[Part], others: Mapping[str, Kind] | None = None) -> Metadata:
+    """Return what torch.distributed.checkpoint has in ``.metadata``.
+
+    Args:
+        parts: what ranks have written.
+        others: of tensors that other ranks may have.
+    """
+    kinds = {key: _whole(kind) for key, kind in (others or {}).items()}
     storage: dict[MetadataIndex, Any] = {}
     paths: dict[str, Any] = {}
     for part in parts:
         paths.update((key, tuple(path)) for key, path in part.paths.items())
         for key, kind in part.kinds.items():
-            properties = TensorProperties(dtype=dtype_named(kind.dtype))
-            whole = TensorStorageMetadata(properties, torch.Size(kind.shape), [])
-            kinds.setdefault(key, whole)
+            kinds.setdefault(key, _whole(kind))
         for item in part.items:
             if item.offsets is None:
                 index = MetadataIndex(item.key)
@@ -241,6 +254,11 @@ def metadata_of(parts: Iterable[Part]) -> Metadata:
                 kinds[item.key].chunks.append(ChunkStorageMetadata(offsets, sizes))
             storage[index] = _StorageInfo(item.file, item.start, item.length)
     return Metadata(kinds, planner_data=paths, storage_data=storage, version="1.0.0")
+
+
+def _whole(kind: Kind) -> Any:
+    properties = TensorProperties(dtype=dtype_named(kind.dtype))
+    return TensorStorageMetadata(properties, torch.Size(kind.shape), [])
 
 
 def pickled(metadata: Metadata) -> bytes:
@@ -277,6 +295,7 @@ class Reading:
         parts: what its ranks have written.
         state: filled in place by read(): tensors are overwritten, other values replaced.
         trusted: whether values may be of any class, which runs code of the file's.
+        kinds: of all tensors of the checkpoint, where ``parts`` are not all.
 
     Raises:
         CheckpointError: the checkpoint lacks something that ``state`` has, or has it in another
@@ -287,9 +306,15 @@ class Reading:
     """What it reads."""
 
     def __init__(
-        self, folder: Path, parts: Iterable[Part], state: dict[str, Any], *, trusted: bool = False
+        self,
+        folder: Path,
+        parts: Iterable[Part],
+        state: dict[str, Any],
+        *,
+        trusted: bool = False,
+        kinds: Mapping[str, Kind] | None = None,
     ) -> None:
-        metadata = metadata_of(parts)
+        metadata = metadata_of(parts, kinds)
         self._planner, self._reader = _LoadPlanner(trusted), FileSystemReader(folder)
         self._reader.set_up_storage_reader(metadata, True)
         self._planner.set_up_planner(state, metadata, True)
@@ -299,6 +324,22 @@ class Reading:
             raise CheckpointError(f"{folder} does not fit: {error}") from error
         self._plan = self._planner.finish_plan(self._reader.prepare_local_plan(plan))
         self.keys = set(self._planner.state_dict)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether what was given of the checkpoint has every element of what it reads."""
+        lengths: dict[str, int] = {}
+        for item in self._plan.items:
+            if item.type == LoadItemType.TENSOR:
+                key = item.dest_index.fqn
+                lengths[key] = lengths.get(key, 0) + math.prod(item.lengths)
+        return all(
+            lengths.get(key, 0) == sum(piece.data.numel() for piece in value.pieces)
+            if isinstance(value, FragmentTensor)
+            else lengths.get(key, 0) == value.numel()
+            for key, value in self._planner.state_dict.items()
+            if isinstance(value, Tensor)
+        )
 
     def items(self, parts: Iterable[Part]) -> list[Item]:
         """Return what read() will read of ``parts``."""

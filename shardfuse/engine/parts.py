@@ -111,6 +111,33 @@ class Parts:
                 found.append(Master(pair[0], name, arena is not None, place, pair[1]))
         return found
 
+    def geometry(self) -> list[dict[str, Any]]:
+        """Return by which integers all ranks' parts are cut, flat by flat. Local.
+
+        {"slots": {parameter: start}, "buckets": [(start, elements of a shard, shards)]}.
+        """
+        held = self._held
+        return [
+            {
+                "slots": {held.layout.specs[s.param].name: s.start for s in state.flat.slots},
+                "buckets": [
+                    (bucket.start, bucket.shard_numel, bucket.numel // bucket.shard_numel)
+                    for bucket in state.flat.buckets
+                ],
+            }
+            for state in held.flats
+        ]
+
+    def ranges(self) -> list[tuple[str, int, int]]:
+        """Return (parameter, first element, elements) of all that is this rank's. Local."""
+        specs = self._held.layout.specs
+        return [
+            (specs[f.param].name, f.param_start, f.numel)
+            for state in self._held.flats
+            for bucket in state.flat.buckets
+            for f in state.fragments[bucket.index]
+        ]
+
     def errors(self) -> dict[str, FragmentTensor]:
         """Return what parameters lack of their values, by its key in to_fill()."""
         pairs = sharded_io.aliases(self._held.flats)

@@ -107,6 +107,8 @@ def test_accumulated_gradients(name: str, way: str, tmp_path: Path) -> None:
         assert_same(found, expected)
 
 
+ONE_BUCKET = {"bucket_cap_mb": 1.0}
+
 SHARDINGS: dict[str, dict[str, Any]] = {
     "larger buckets": {"bucket_cap_mb": 1.0},
     "stage 2": {"stage": 2},
@@ -137,6 +139,55 @@ def test_differences_go_on_as_if_not_stopped(tmp_path: Path) -> None:
     for found, went_on in run_threads(2, lambda: loaded(ShardedAdam, tmp_path / "a", bits)):
         assert_same(found, half)
         assert_same(went_on, end)
+
+
+def test_few_indices_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight ranks' only those that overlap a rank's own part, and its share of all others."""
+    folder, opened = tmp_path / "a", dict[int, list[str]]()
+    (half, _), *_ = run_threads(8, lambda: first_half(ShardedAdam, folder, ONE_BUCKET))
+    original = Manifest.read_file
+
+    def noted(self: Manifest, folder: Path, file: Any) -> bytes:
+        opened.setdefault(dist.get_rank(), []).append(file.name)
+        return original(self, folder, file)
+
+    monkeypatch.setattr(Manifest, "read_file", noted)
+
+    def opened_by(world_size: int, what: Any) -> list[set[str]]:
+        opened.clear()
+        for found in run_threads(world_size, what):
+            assert_same(found[0] if isinstance(found, tuple) else found, half)
+        return [{n for n in opened[rank] if n != ".metadata"} for rank in range(world_size)]
+
+    def parts(*ranks: int) -> set[str]:
+        return {f"part-{rank}.json" for rank in ranks}
+
+    assert opened_by(8, lambda: loaded(ShardedAdam, folder, ONE_BUCKET)) == [
+        parts(0, rank) for rank in range(8)
+    ]
+    found = opened_by(4, lambda: loaded(ShardedAdam, folder, ONE_BUCKET))
+    assert set.union(*found) == parts(*range(8))
+    assert all(len(names) < 7 for names in found), found
+    # Without the optimizer, of which the manifest knows the cuts, a rank reads all.
+    model = {k: v for k, v in half.items() if k.startswith("model.")}
+
+    def of_model() -> dict[str, Any]:
+        job = Job(ShardedAdam, ONE_BUCKET, seed=1)
+        load({"model": job.model}, folder)
+        return half | {k: v for k, v in job.values().items() if k in model}
+
+    assert opened_by(2, of_model) == [parts(*range(8))] * 2
+
+
+def test_a_manifest_that_says_less(tmp_path: Path) -> None:
+    """The first ones of this format have no layouts: all indices are read."""
+    folder = tmp_path / "a"
+    (half, _), _ = run_threads(2, lambda: first_half(ShardedAdam, folder))
+    manifest = Manifest.read(folder)
+    manifest.layouts, manifest.kinds, manifest.counts = {}, {}, {}
+    (folder / "manifest.json").write_bytes(manifest.to_bytes())
+    for found, _ in run_threads(3, lambda: loaded(ShardedAdam, folder)):
+        assert_same(found, half)
 
 
 def in_processes(folder: Path, shape: tuple[int, int] | None, is_first: bool) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any, NoReturn
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from shardfuse.buffers import CombinedBuffers
+from shardfuse.checkpoint.places import ranks_with
 from shardfuse.checkpoint.state import TrainingState
 from shardfuse.checkpoint.storage import _SavePlanner
 from shardfuse.comm.base import SingleRank
@@ -55,8 +57,8 @@ def gpt(num_layers: int) -> nn.Module:
         return nn.ModuleList([nn.Embedding(50304, h), *layers])
 
 
-def plan(model: nn.Module, rank: int, world_size: int, bucket_nbytes: int) -> list[Any]:
-    """Return what one rank would write, all of it planned from names and shapes."""
+def parts_of(model: nn.Module, rank: int, world_size: int, bucket_nbytes: int) -> Parts:
+    """Return what one rank has, all of it from names and shapes."""
     named = list(model.named_parameters())
     specs = [ParamSpec(name, tuple(p.shape), p.stride(), "float32", "meta", 0) for name, p in named]
     layout = FlatLayout.build(
@@ -76,8 +78,13 @@ def plan(model: nn.Module, rank: int, world_size: int, bucket_nbytes: int) -> li
         flats.append(state)
     groups = [{"params": [param for _, param in named], "lr": 0.1}]
     held = Held(OneOfMany(rank, world_size), layout, flats, groups, AdamRule())
+    return Parts(held, lambda state_dict: None)
+
+
+def plan(model: nn.Module, rank: int, world_size: int, bucket_nbytes: int) -> list[Any]:
+    """Return what one rank would write."""
     state = TrainingState({"model": model}, 0)
-    state.parts["optimizer"] = Parts(held, lambda state_dict: None)
+    state.parts["optimizer"] = parts_of(model, rank, world_size, bucket_nbytes)
     state.objects = {"model": model, "optimizer": None}
     planner = _SavePlanner(rank, None, ())
     planner.set_up_planner(state.to_write(), None, rank == 0)
@@ -95,6 +102,27 @@ def test_ten_billion_on_four_thousand(rank: int) -> None:
     # The weight itself and two states, of about a 4096-th.
     numel = sum(item.tensor_data.chunk.sizes.numel() for item in items if item.tensor_data)
     assert numel == pytest.approx(3 * 9.87e9 / 4096, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "bucket_nbytes", "most"),
+    [(4096, 25 << 20, 1), (2048, 25 << 20, 32), (8192, 25 << 20, 8), (2048, 40 << 20, 64)],
+)
+def test_who_loads_ten_billion_needs_few_indices(
+    world_size: int, bucket_nbytes: int, most: int
+) -> None:
+    """Of 4,096 ranks, by what the manifest has of their layout: some kB."""
+    model = gpt(48)
+    geometry = parts_of(model, 0, 4096, 25 << 20).geometry()
+    assert len(json.dumps(geometry)) < 100_000
+    for rank in (0, world_size // 3, world_size - 1):
+        ranges = parts_of(model, rank, world_size, bucket_nbytes).ranges()
+        started = time.process_time()
+        found = ranks_with(geometry, ranges)
+        print(f"rank {rank} needs {len(found)} in {time.process_time() - started:.2f} s")
+        assert 1 <= len(found) <= most
+        if (world_size, bucket_nbytes) == (4096, 25 << 20):
+            assert found == {rank}
 
 
 def test_all_ranks_together_plan_everything_once() -> None:
