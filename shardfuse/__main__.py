@@ -1,4 +1,4 @@
-"""``python -m shardfuse COMMAND``: plan a run, look at checkpoints, and convert them."""
+"""``python -m shardfuse COMMAND``: examine hosts, plan runs, look at checkpoints."""
 
 from __future__ import annotations
 
@@ -50,7 +50,17 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_export)
     _add_import(commands)
     _add_plan(commands)
+    _add_doctor(commands)
     return parser
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from shardfuse.doctor.command import add_options, run
+
+    text = "find out whether this host, or all ranks under torchrun, can train; exit code 1 if not"
+    command = commands.add_parser("doctor", help=text, description=text)
+    add_options(command)
+    command.set_defaults(run=run)
 
 
 def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

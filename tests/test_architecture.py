@@ -44,6 +44,7 @@ ONLY_IN: dict[str, set[str]] = {
         "fragments",
         "optim.torch_like",
         "training.attempts",
+        "doctor.world",
     },
     "torch.distributed.checkpoint": {"checkpoint.storage", "fragments"},
     "torch_npu": set(),

@@ -1,0 +1,253 @@
+"""What is tried on all ranks together, on their device, with the optimizers themselves."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardfuse import checkpoint, optim
+from shardfuse.comm import Communicator
+from shardfuse.doctor.findings import Finding
+from shardfuse.layout import SLOT_NBYTES
+from shardfuse.scaling import ShardedGradScaler
+
+Device = torch.device
+
+_ALIGNMENT = 512
+"""Bytes; HCCL's all-gather fell to 0.1 GB/s where buffers were not aligned so (MindStudio 8.3)."""
+
+_BUILDS: dict[str, Callable[..., Any]] = {
+    "SGD": lambda params, **options: optim.ShardedSGD(params, lr=0.1, momentum=0.9, **options),
+    "Adam": optim.ShardedAdam,
+    "AdamW": optim.ShardedAdamW,
+    "BertAdam": lambda params, **options: optim.ShardedBertAdam(params, lr=1e-3, **options),
+    "LAMB": optim.ShardedLamb,
+    "RMSprop": optim.ShardedRMSprop,
+    "RMSpropTF": optim.ShardedRMSpropTF,
+    "Adadelta": optim.ShardedAdadelta,
+    "AdamP": optim.ShardedAdamP,
+}
+
+
+def sums(comm: Communicator, device: Device) -> Finding:
+    """Reduce-scatters and gathers have the right sums, the same bits twice, and keep their input."""
+    numel = 4096
+    whole = _integers(numel * comm.world_size, comm.rank, device)
+    before, results = whole.clone(), []
+    expected = sum(
+        _integers(whole.numel(), rank, device).double() for rank in range(comm.world_size)
+    )
+    for _ in range(2):
+        parts = comm.reduce_scatter(whole).wait()
+        own = torch.stack([part.double() for part in parts]).sum(0)
+        out = torch.zeros_like(whole)
+        mine = out.chunk(comm.world_size)[comm.rank]
+        mine.copy_(own)
+        comm.all_gather(out, mine).wait()
+        results.append(out)
+    if not torch.equal(results[0].double(), torch.as_tensor(expected, device=device)):
+        return Finding(
+            "",
+            "failed",
+            "sums over ranks are wrong",
+            "A device, its link or its driver is broken: train on none of this. Run with fewer "
+            "ranks to find which.",
+        )
+    if not torch.equal(results[0], results[1]):
+        return Finding("", "failed", "two equal sums differ", "Set HCCL_DETERMINISTIC=true.")
+    if not torch.equal(whole, before):
+        return Finding(
+            "",
+            "warning",
+            "a reduce-scatter changes its input (zero-copy)",
+            "Do not read gradients after step(), or unset TORCH_HCCL_ZERO_COPY.",
+        )
+    return Finding("", "ok", "right, the same bits twice, inputs unchanged")
+
+
+def non_finite(comm: Communicator, device: Device) -> Finding:
+    """Infinities and NaN arrive as they are: a gradient scaler lives on that."""
+    values = torch.tensor([float("inf"), float("nan"), 1.0], device=device)
+    values[:2] *= float(comm.rank == comm.world_size - 1)
+    if comm.rank != comm.world_size - 1:
+        values[:2] = 0.0
+    comm.all_reduce(values).wait()
+    if torch.isinf(values[0]) and torch.isnan(values[1]) and torch.isfinite(values[2]):
+        return Finding("", "ok", "inf and nan travel as they are")
+    return Finding(
+        "",
+        "failed",
+        f"inf and nan arrive as {values[:2].tolist()}",
+        "Set INF_NAN_MODE_ENABLE=1 on Ascend; without it overflows go unnoticed.",
+    )
+
+
+def overflow(comm: Communicator, device: Device) -> Finding:
+    """One rank's overflow skips the step of all of them."""
+    param = nn.Parameter(torch.ones(2000, device=device))
+    optimizer = optim.ShardedAdam([param], sharding=_sharding(comm))
+    scaler = ShardedGradScaler(device.type, init_scale=4.0)
+    scaler.scale(torch.ones((), device=device))
+    param.grad = torch.full_like(param, float("inf") if comm.rank == comm.world_size - 1 else 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    if bool((param == 1.0).all()) and scaler.get_scale() == 2.0:
+        return Finding("", "ok", "a poisoned gradient on one rank skips the step of all")
+    return Finding(
+        "",
+        "failed",
+        "a step was made from an overflow of one rank",
+        "Use shardfuse.ShardedGradScaler; see the check of inf and nan.",
+    )
+
+
+def alignment(comm: Communicator, device: Device) -> Finding:
+    """Every slot and shard starts at a multiple of 512 bytes of its memory, on accelerators."""
+    shapes = ((3, 5), (1,), (7777,), (64, 64), (513,))
+    params = [nn.Parameter(torch.ones(shape, device=device)) for shape in shapes]
+    optimizer = optim.ShardedAdam(params, sharding={**_sharding(comm), "bucket_cap_mb": 0.02})
+    wanted = SLOT_NBYTES.get(device.type, _ALIGNMENT)
+    base = min(param.data_ptr() for param in params)
+    off = [str(tuple(p.shape)) for p in params if (p.data_ptr() - base) % wanted]
+    for bucket in optimizer.layout.buckets:
+        if bucket.shard_numel * 4 % _ALIGNMENT or bucket.start * 4 % _ALIGNMENT:
+            off.append(f"bucket {bucket.index}")
+    if off:
+        text = f"{', '.join(off[:3])} do not start at multiples of {wanted} bytes"
+        return Finding("", "failed", text, "Report this: it is a fault of shardfuse.")
+    return Finding("", "ok", f"slots at multiples of {wanted} bytes, shards of {_ALIGNMENT}")
+
+
+def optimizers(comm: Communicator, device: Device) -> Finding:
+    """Five steps of every optimizer, on all ranks and device, against one process on the CPU."""
+    worst: dict[str, float] = {}
+    for name, build in _BUILDS.items():
+        ours = _trained(build, device, _sharding(comm), comm.world_size, comm.rank)
+        alone = _trained(build, Device("cpu"), {"process_group": "alone"}, comm.world_size, None)
+        pairs = zip(ours, alone, strict=True)
+        worst[name] = max(
+            float((a.cpu() - b).abs().max() / b.abs().max().clamp_min(1e-12)) for a, b in pairs
+        )
+    wrong = {name: error for name, error in worst.items() if not error < 1e-4}
+    if wrong:
+        return Finding(
+            "",
+            "failed",
+            f"{', '.join(wrong)} differ from the CPU's by up to {max(wrong.values()):.1e}",
+            "Compare them with ShardConfig(kernel='eager'); report what differs.",
+            worst,
+        )
+    text = f"{len(worst)} make the steps of the CPU, within {max(worst.values()):.0e}"
+    return Finding("", "ok", text, values=worst)
+
+
+def save_and_load(comm: Communicator, device: Device) -> Finding:
+    """A checkpoint, written by all ranks and read again; in a folder of the first rank's host."""
+    with tempfile.TemporaryDirectory(prefix="shardfuse-doctor-") as own:
+        told = f"{own}/checkpoint"
+        comm.tell("doctor's folder", told)
+        comm.all_reduce(torch.zeros(1, device=device)).wait()
+        folder = Path(comm.told("doctor's folder")[0] or told)
+        values = []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            model = nn.Linear(300, 40).to(device)
+            optimizer = optim.ShardedAdamW(model.named_parameters(), sharding=_sharding(comm))
+            if seed == 0:
+                for param in model.parameters():
+                    param.grad = torch.ones_like(param)
+                optimizer.step()
+                checkpoint.save({"model": model, "optimizer": optimizer}, folder)
+            else:
+                checkpoint.load({"model": model, "optimizer": optimizer}, folder)
+            optimizer.synchronize()
+            values.append([param.detach().clone() for param in model.parameters()])
+        comm.all_reduce(torch.zeros(1, device=device)).wait()  # all have read it
+    if all(torch.equal(a, b) for a, b in zip(*values, strict=True)):
+        return Finding("", "ok", "a checkpoint comes back bit for bit")
+    return Finding("", "failed", "a checkpoint came back different", "Check the file system.")
+
+
+def bandwidth(comm: Communicator, device: Device) -> Finding:
+    """Bytes per second of reduce-scatter and all-gather; a slow link shows here."""
+    if comm.world_size == 1:
+        return Finding("", "not run", "one rank sends nothing")
+    found: dict[str, float] = {}
+    for mib in (1, 25):
+        numel = (mib << 20) // 4 // (512 * comm.world_size) * 512 * comm.world_size
+        whole = torch.ones(numel, device=device)
+        out = torch.empty_like(whole)
+        own = out.chunk(comm.world_size)[comm.rank]
+        moved = whole.nbytes * (comm.world_size - 1) / comm.world_size
+        for kind, call in (
+            ("reduce-scatter", lambda whole=whole: comm.reduce_scatter(whole).wait()),
+            ("all-gather", lambda out=out, own=own: comm.all_gather(out, own).wait()),
+        ):
+            call()
+            _synchronize(device)
+            started = time.perf_counter()
+            for _ in range(3):
+                call()
+            _synchronize(device)
+            found[f"{kind} of {mib} MiB, GB/s"] = moved * 3 / (time.perf_counter() - started) / 1e9
+    text = ", ".join(f"{kind.removesuffix(', GB/s')} {value:.2f}" for kind, value in found.items())
+    return Finding("", "ok", f"{text} GB/s", values=found)
+
+
+def _synchronize(device: Device) -> None:
+    if device.type != "cpu":  # not run on hardware
+        torch.accelerator.synchronize(device)
+
+
+def _integers(numel: int, rank: int, device: Device) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-9, 10, (numel,), generator=generator).float().to(device)
+
+
+def _sharding(comm: Communicator) -> dict[str, Any]:
+    return {"process_group": comm, "kernel": "eager", "consolidate_every": 0}
+
+
+def _trained(
+    build: Callable[..., Any],
+    device: Device,
+    sharding: dict[str, Any],
+    world_size: int,
+    rank: int | None,
+) -> list[Tensor]:
+    """Return parameters after five steps by the mean of all ranks' gradients.
+
+    ``rank`` None: alone, by the mean itself.
+    """
+    params = [nn.Parameter(torch.ones(shape, device=device)) for shape in ((40, 30), (30,), (999,))]
+    named = [(f"p{index}", param) for index, param in enumerate(params)]
+    optimizer = build(named, sharding=sharding)
+    for step in range(5):
+        ranks = range(world_size) if rank is None else [rank]
+        for index, param in enumerate(params):
+            grads = [
+                _integers(param.numel(), 100 * step + 10 * index + 1000 * r, device) for r in ranks
+            ]
+            param.grad = (torch.stack(grads).sum(0) / len(ranks)).view_as(param) / 8
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    return [param.detach() for param in params]
+
+
+CHECKS: dict[str, Callable[[Communicator, Device], Finding]] = {
+    "sums over ranks": sums,
+    "inf and nan": non_finite,
+    "overflow of one rank": overflow,
+    "alignment": alignment,
+    "optimizers": optimizers,
+    "save and load": save_and_load,
+    "bandwidth": bandwidth,
+}
+"""In this order, each on all ranks together."""

@@ -1,0 +1,156 @@
+"""Versions that belong together: torch, torch_npu, CANN and the driver.
+
+Sources: torch_npu's release notes and its compatibility table (TorchNPU 26.1.1 and 26.0.0, and the
+packages 2.13.0 and 2.14.0), as of 2026-10. Nothing here was run on an NPU.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from shardfuse.doctor.findings import Finding
+
+TESTED_TORCH = ("2.7", "2.9", "2.12", "2.13", "2.14", "2.15")
+"""Releases that are supported."""
+
+CANN = {
+    "2.7": ("9.0", "9.1"),
+    "2.8": ("9.0",),
+    "2.9": ("9.0", "9.1"),
+    "2.10": ("9.0", "9.1"),
+    "2.11": ("9.1",),
+    "2.12": ("9.1",),
+    "2.14": ("9.2",),
+}
+"""CANN releases for torch_npu of a release; others are not known here."""
+
+_CANN_FILES = ("ascend_toolkit_install.info", "version.cfg", "version.info")
+_CANN_HOMES = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
+_DRIVER = Path("/usr/local/Ascend/driver/version.info")
+_VERSION = re.compile(r"(?im)^\s*(?:package_)?version\s*=\s*\[?[^0-9\n]*([0-9][^\s,\]]*)")
+
+
+def installed(package: str) -> str | None:
+    """Return the version of a package; None where it is not installed. Imports nothing."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cann_version(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the version of the CANN toolkit that the environment names, or None."""
+    for home in filter(None, map(environment.get, _CANN_HOMES)):
+        for path in (Path(home) / name for name in _CANN_FILES):
+            if path.is_file() and (match := _VERSION.search(path.read_text(errors="replace"))):
+                return match[1]
+    return None
+
+
+def driver_version() -> str | None:
+    """Return the version of the NPU's driver, or None."""
+    if not _DRIVER.is_file():
+        return None
+    match = _VERSION.search(_DRIVER.read_text(errors="replace"))
+    return match[1] if match else None
+
+
+def check_versions(
+    find: Callable[[str], str | None] = installed, environment: Mapping[str, str] = os.environ
+) -> list[Finding]:
+    """Return what is wrong with the versions of this host. Local."""
+    torch, npu = find("torch"), find("torch-npu") or find("torch_npu")
+    cann, driver = cann_version(environment), driver_version()
+    held = {"torch": torch, "torch_npu": npu, "cann": cann, "driver": driver}
+    return [_check_torch(torch), _check_npu(torch, npu, cann, held)]
+
+
+def _release(version: str | None) -> str:
+    """Return "2.13" of "2.13.0+cpu"."""
+    return ".".join((version or "").split("+")[0].split(".")[:2])
+
+
+def _check_torch(torch: str | None) -> Finding:
+    if _release(torch) in TESTED_TORCH:
+        return Finding("torch", "ok", f"{torch}")
+    return Finding(
+        "torch",
+        "warning",
+        f"{torch} is none of the tested releases, {', '.join(TESTED_TORCH)}",
+        "Run shardfuse's tests with it, or install one of them.",
+    )
+
+
+def _check_npu(
+    torch: str | None, npu: str | None, cann: str | None, held: dict[str, str | None]
+) -> Finding:
+    name = "torch_npu and CANN"
+    if npu is None:
+        return Finding(name, "ok", "no torch_npu: no Ascend NPU is used", values=held)
+    if _release(npu) != _release(torch):
+        return Finding(
+            name,
+            "failed",
+            f"torch_npu {npu} is of another release than torch {torch}",
+            f"pip install torch-npu=={_release(torch)}.*, or torch=={_release(npu)}.*.",
+            held,
+        )
+    if cann is None:
+        return Finding(
+            name,
+            "failed",
+            f"torch_npu {npu} is installed, and no CANN toolkit was found; importing torch fails",
+            "Install CANN and source its set_env.sh, which sets ASCEND_TOOLKIT_HOME.",
+            held,
+        )
+    known = CANN.get(_release(npu))
+    if known is not None and _release(cann) not in known:
+        return Finding(
+            name,
+            "failed",
+            f"torch_npu {npu} is for CANN {' or '.join(known)}, not {cann}",
+            f"Install CANN {known[-1]}, or the torch_npu that is for {_release(cann)}.",
+            held,
+        )
+    if known is None:
+        text = f"no CANN release is known here for torch_npu {npu}; there is {cann}"
+        return Finding(name, "warning", text, "See torch_npu's release notes.", held)
+    return Finding(name, "ok", f"torch_npu {npu}, CANN {cann}, driver {held['driver']}", "", held)
+
+
+def check_environment(environment: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Return what is wrong with the environment variables of this rank. Local."""
+    found = []
+    if int(environment.get("WORLD_SIZE", "1")) > 1 and "OMP_NUM_THREADS" not in environment:
+        found.append(
+            Finding(
+                "threads",
+                "warning",
+                "OMP_NUM_THREADS is not set: ranks of one host take each other's cores",
+                "Set it to the host's cores divided by its ranks.",
+            )
+        )
+    if environment.get("TORCH_HCCL_ZERO_COPY", "0") not in ("", "0"):
+        found.append(
+            Finding(
+                "zero-copy",
+                "warning",
+                "TORCH_HCCL_ZERO_COPY is set: HCCL may write to what it sends",
+                "See the check of inputs below; unset it where gradients are read after step().",
+            )
+        )
+    buffers = environment.get("HCCL_BUFFSIZE")
+    if buffers is not None and (not buffers.isdigit() or int(buffers) < 1):
+        found.append(
+            Finding(
+                "HCCL_BUFFSIZE",
+                "failed",
+                f"{buffers!r} is no number of MB",
+                "Unset it (200), or set a whole number; every communicator takes twice that.",
+            )
+        )
+    return found
