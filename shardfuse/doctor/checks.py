@@ -36,7 +36,7 @@ _BUILDS: dict[str, Callable[..., Any]] = {
 
 
 def sums(comm: Communicator, device: Device) -> Finding:
-    """Reduce-scatters and gathers have the right sums, the same bits twice, and keep their input."""
+    """Reduce-scatters and gathers have the right sums, the same bits twice, unchanged input."""
     numel = 4096
     whole = _integers(numel * comm.world_size, comm.rank, device)
     before, results = whole.clone(), []

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 from shardfuse.comm import communicator_for
 from shardfuse.doctor.checks import CHECKS
 from shardfuse.doctor.findings import Finding, Verdict
 from shardfuse.doctor.versions import check_environment, check_versions
-from shardfuse.doctor.world import World
+from shardfuse.doctor.world import CONNECT_REMEDY, World
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -24,46 +27,87 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what is found, on the first rank; return 1 where anything has failed."""
-    findings, rank = examine(arguments.backend, arguments.limit_s)
-    if rank == 0 or findings[-1].name == "ranks":
-        if arguments.json:
-            print(json.dumps([finding.to_json() for finding in findings]), flush=True)
-        else:
-            print("\n".join(finding.describe() for finding in findings), flush=True)
-    return int(any(finding.verdict == "failed" for finding in findings))
+    found: list[Finding] = []
+
+    def end() -> None:
+        text = f"nothing has come back on rank {world.rank} for {3 * arguments.limit_s:.0f} s"
+        name = "process group" if len(found) < 5 else "a check after the last one"
+        found.append(Finding(name, "failed", text, CONNECT_REMEDY))
+        _show(found, as_json=arguments.json)
+        os._exit(1)  # what waits for the store's socket cannot be ended otherwise
+
+    world = World(arguments.limit_s)
+    with _Watched(3 * arguments.limit_s, end) as watched:
+        for finding in _findings(world, arguments.backend):
+            found.append(finding)
+            watched.begin_anew()
+    if world.rank == 0 or not world.has_met:
+        _show(found, as_json=arguments.json)
+    return int(any(finding.verdict == "failed" for finding in found))
 
 
-def examine(backend: str | None = None, limit_s: float = 60.0) -> tuple[list[Finding], int]:
-    """Return all findings, and this process's rank. Collective where a launcher started several.
+def _show(found: Sequence[Finding], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([finding.to_json() for finding in found]), flush=True)
+    else:
+        print("\n".join(finding.describe() for finding in found), flush=True)
 
-    It ends, whatever ranks do: each is waited for so long.
+
+def examine(backend: str | None = None, limit_s: float = 60.0) -> list[Finding]:
+    """Return all findings. Collective where a launcher has started several ranks.
 
     Args:
         backend: of the process group; None: that of the device.
         limit_s: seconds for each thing that ranks wait for.
     """
-    world = World(limit_s)
-    local = [*check_versions(), *check_environment()]
+    return list(_findings(World(limit_s), backend))
+
+
+class _Watched:
+    """Calls ``end`` in a thread of its own where nothing has come for so many seconds."""
+
+    def __init__(self, limit_s: float, end: Callable[[], None]) -> None:
+        self._limit_s, self._end = limit_s, end
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> _Watched:
+        self.begin_anew()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def begin_anew(self) -> None:
+        """Something has come."""
+        self._stop()
+        self._timer = threading.Timer(self._limit_s, self._end)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def _findings(world: World, backend: str | None) -> Iterator[Finding]:
     met = world.meet()
-    if met.verdict == "failed":
-        return [*local, met], world.rank
+    if not world.has_met:
+        yield from (*check_versions(), *check_environment(), met)
+        return
     with world.leaving():
-        findings = [world.together("ranks", lambda: met)]
-        findings += [
-            world.together(name, functools.partial(_local, name))
-            for name in ("torch", "torch_npu and CANN", "environment")
-        ]
-        findings.append(world.together("process group", lambda: world.connect(backend)))
-        is_connected = findings[-1].verdict == "ok"
+        yield world.together("ranks", lambda: met)
+        for name in ("torch", "torch_npu and CANN", "environment"):
+            yield world.together(name, functools.partial(_local, name))
+        found = world.together("process group", lambda: world.connect(backend))
+        yield found
         for name, check in CHECKS.items():
-            if not is_connected:
+            if found.verdict == "failed":
                 text = "there is no process group, or an earlier check has broken it"
-                findings.append(Finding(name, "not run", text))
+                yield Finding(name, "not run", text)
                 continue
             comm = communicator_for(None, world.device)
-            findings.append(world.together(name, functools.partial(check, comm, world.device)))
-            is_connected = findings[-1].verdict != "failed"
-    return findings, world.rank
+            found = world.together(name, functools.partial(check, comm, world.device))
+            yield found
 
 
 def _local(name: str) -> Finding:

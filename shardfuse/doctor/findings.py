@@ -55,8 +55,11 @@ def merged(name: str, of_ranks: Sequence[Finding | None]) -> Finding:
     worst = min(found, key=lambda finding: order.index(finding.verdict))
     if worst.verdict == "ok":
         return found[0]
-    ranks = [str(rank) for rank, finding in enumerate(found) if finding.verdict == worst.verdict]
-    if len(ranks) == len(found):
+    by_text: dict[str, list[str]] = {}
+    for rank, finding in enumerate(found):
+        if finding.verdict == worst.verdict:
+            by_text.setdefault(finding.text, []).append(str(rank))
+    if by_text.keys() == {worst.text} and len(by_text[worst.text]) == len(found):
         return worst
-    text = f"rank {', '.join(ranks[:8])}: {worst.text}"
+    text = "; ".join(f"rank {', '.join(r[:8])}: {t}" for t, r in list(by_text.items())[:4])
     return Finding(name, worst.verdict, text, worst.remedy, worst.values)

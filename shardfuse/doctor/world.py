@@ -19,6 +19,12 @@ from torch.distributed.rendezvous import rendezvous
 from shardfuse.doctor.findings import Finding, merged
 from shardfuse.training.attempts import fresh_part
 
+CONNECT_REMEDY = (
+    "A firewall that blocks ports between the hosts, or another network interface than meant, ends "
+    "so: open the ports, or name the interface by GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME or "
+    "HCCL_SOCKET_IFNAME."
+)
+
 
 class World:
     """All ranks, in phases: findings travel through the launcher's store, so that ranks whose
@@ -37,7 +43,12 @@ class World:
             self.device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
         self._limit = timedelta(seconds=limit_s)
         self._store: Store | None = None
-        self._num = 0
+        self._num, self._is_broken = 0, False
+
+    @property
+    def has_met(self) -> bool:
+        """Whether all ranks are there, as far as meet() has seen."""
+        return self.world_size == 1 or self._store is not None
 
     def meet(self) -> Finding:
         """Find the other ranks in the launcher's store."""
@@ -78,9 +89,7 @@ class World:
                 name,
                 "failed",
                 f"{backend} does not connect the ranks: {_first_line(error)}",
-                "A firewall that blocks ports between the hosts, or another network interface than "
-                "meant, ends so: open the ports, or name the interface by GLOO_SOCKET_IFNAME, "
-                "NCCL_SOCKET_IFNAME or HCCL_SOCKET_IFNAME.",
+                CONNECT_REMEDY,
             )
         return Finding(name, "ok", f"{backend} connects {self.world_size} ranks")
 
@@ -91,10 +100,13 @@ class World:
         except Exception as error:
             own = Finding(name, "failed", f"{type(error).__name__}: {_first_line(error)}")
         own = replace(own, name=name)
-        if self._store is None:
+        if self._store is None or self._is_broken:
             return own
         self._num += 1
-        return merged(name, self._exchanged(own))
+        of_ranks = self._exchanged(own)
+        if None in of_ranks:
+            self._is_broken = True
+        return merged(name, of_ranks)
 
     def _exchanged(self, own: Finding) -> list[Finding | None]:
         """Return every rank's finding; None of those that do not tell in time."""
@@ -124,7 +136,7 @@ class World:
         try:
             yield
         finally:
-            if self._store is not None:
+            if not self._is_broken:
                 self.together("goodbye", lambda: Finding("goodbye", "ok", ""))
             if dist.is_initialized():
                 dist.destroy_process_group()
