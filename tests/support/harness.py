@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from shardfuse.comm import communicator_for
+from tests.support import contract, contract_stream
 
 _ROOT = Path(__file__).parents[2]
 
@@ -58,21 +59,26 @@ class RanksFailedError(AssertionError):
 def run_threads(
     world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
 ) -> list[Any]:
-    """Call `fn(*args)` on `world_size` threads, each a rank of its own threaded process group."""
+    """Call `fn(*args)` on `world_size` threads, each a rank of its own threaded process group.
+
+    Under `pytest --backend hccl` it is a contract group, as in processes.
+    """
     results: list[Any] = [None] * world_size
     failures: dict[int, str] = {}
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     multi_threaded_pg._install_threaded_pg()
     store = dist.HashStore()
+    backend = "threaded" if contract.chosen() == "gloo" else contract.backend()
 
     def rank_main(rank: int) -> None:
         torch.set_num_threads(1)
         try:
-            dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
+            dist.init_process_group(backend, rank=rank, world_size=world_size, store=store)
             try:
                 results[rank] = fn(*args)
             finally:
-                dist.destroy_process_group()
+                if backend == "threaded":  # a contract group would end under the others' waits
+                    dist.destroy_process_group()
         except SystemExit:
             # Raised by the threaded group in ranks woken up because another rank failed.
             pass
@@ -88,6 +94,7 @@ def run_threads(
             thread.start()
         _join(threads, timeout, failures)
     finally:
+        contract.close_all()
         multi_threaded_pg.ProcessLocalGroup.reset()
         multi_threaded_pg._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
@@ -106,6 +113,7 @@ def _wake_all(error: BaseException) -> None:
     group = multi_threaded_pg.ProcessLocalGroup
     with group._coll_lock:
         group.exception_handle(error)
+    contract_stream.end_all(SystemExit("another rank failed"))
 
 
 def _join(threads: list[threading.Thread], timeout: float, failures: dict[int, str]) -> None:
@@ -124,7 +132,10 @@ def _join(threads: list[threading.Thread], timeout: float, failures: dict[int, s
 def run_procs(
     world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
 ) -> list[Any]:
-    """Call `fn(*args)` in `world_size` processes joined by gloo; results come back pickled."""
+    """Call `fn(*args)` in `world_size` processes joined by gloo; results come back pickled.
+
+    Under `pytest --backend hccl` they are joined by a contract group.
+    """
     # Forked from a server that has done the slow imports and nothing else: no thread of this
     # process is inherited.
     context = multiprocessing.get_context("forkserver")
@@ -181,10 +192,10 @@ def run_scripts(
 
 
 def join_world(rank: int, world_size: int, folder: str) -> None:
-    """Join the gloo group of a script's ranks, which meet in a file of `folder`."""
+    """Join the group of a script's ranks, which meet in a file of `folder`."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        contract.backend(),
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world_size,
@@ -205,7 +216,7 @@ def _process_main(
     try:
         store = dist.FileStore(store_file, world_size)
         dist.init_process_group(
-            "gloo",
+            contract.backend(),
             rank=rank,
             world_size=world_size,
             store=store,
