@@ -289,9 +289,11 @@ class ProcessGroupCommunicator:
         assert reduce_scatter_single is not None
         if into is None:
             numel = input.numel() // self.world_size if is_summed else input.numel()
-            into = self._receive_into(slot, numel, input)
+            into = self._staged("receive", slot, numel, input)
         if label is None:
             self._note("reduce_scatter" if is_summed else "all_to_all", input)
+        if is_summed and self._traits.changes_inputs:
+            input = self._staged("send", slot, input.numel(), input).copy_(input)
         sending = self._board.begin_sending(label)
         function = reduce_scatter_single if is_summed else dist.all_to_all_single
         handle = WorkHandle(
@@ -306,12 +308,12 @@ class ProcessGroupCommunicator:
     def expect(self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0) -> None:
         """Do nothing: backends make room for what arrives by themselves."""
 
-    def _receive_into(self, slot: int, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Return (numel,) of a receiving buffer."""
+    def _staged(self, role: str, slot: int, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """Return (numel,) of a buffer."""
         if self._staged_epoch != self.epoch:
             # What was under way before an error may still arrive where it was to.
             self._staging, self._staged_epoch = Staging(), self.epoch
-        return self._staging.take("receive", slot, numel, like)
+        return self._staging.take(role, slot, numel, like)
 
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, *, label: str | None = None

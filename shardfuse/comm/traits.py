@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,9 @@ class BackendTraits:
     aborts_on_mismatch: bool = False
     """The process is ended by a signal where ranks give a collective different sizes."""
 
+    changes_inputs: bool = False
+    """A reduce-scatter may leave anything in its input."""
+
 
 _TRAITS = {
     "gloo": BackendTraits(in_place_all_gather=True, prefers_pairwise=True, aborts_on_mismatch=True),
@@ -31,4 +35,8 @@ copy until the in-place form has been run on hardware, and so does any backend n
 
 def traits_of(backend: str) -> BackendTraits:
     """Return the traits of ``backend``, a name as ``torch.distributed.get_backend`` gives it."""
-    return _TRAITS.get(backend, _CAUTIOUS)
+    traits = _TRAITS.get(backend, _CAUTIOUS)
+    if backend == "hccl" and os.environ.get("TORCH_HCCL_ZERO_COPY", "0") not in ("", "0"):
+        # CANN 9.0, "Zero-copy: Before You Start". (Not run on hardware.)
+        return replace(traits, changes_inputs=True)
+    return traits

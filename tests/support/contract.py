@@ -1,6 +1,6 @@
 """A process group that is registered as "hccl", carries data over gloo, and refuses what HCCL does.
 
-    register()                     then dist.init_process_group("hccl") is a contract group
+    register()                     then dist.init_process_group("hccl") makes contract groups
     pytest --backend hccl          the suite on it; hccl-zero-copy: also changes inputs
 
 What it refuses, in words like torch_npu's: fp64 and uint64 in what reduces, operations other than
@@ -318,8 +318,9 @@ class ContractGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         (tensor,) = tensors
         refuse("send", self.terms, tensor)
         self._stream.check()
-        self._stream.gloo.send([header(_named("message", tensor))], rank, _HEADERS)
-        return self._stream.gloo.send([_bytes(tensor)], rank, _PAYLOADS)
+        work = _Sending(self._stream, tensor, rank)
+        self._stream.sent.append(work)  # gloo breaks a connection where one is dropped under way
+        return work
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int = 0) -> Any:
         (tensor,) = tensors
@@ -337,6 +338,20 @@ class ContractGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
 
 
 _open_streams: dict[int, set[Stream]] = {}  # by rank: ranks may be threads
+
+
+class _Sending(ContractWork):
+    """A message on its way, after one that says what it is."""
+
+    def __init__(self, stream: Stream, tensor: Tensor, rank: int) -> None:
+        super().__init__(stream)
+        messages = [(header(_named("message", tensor)), _HEADERS), (_bytes(tensor), _PAYLOADS)]
+        self._works = [stream.gloo.send([data], rank, tag) for data, tag in messages]
+
+    def wait(self, timeout: Any = None) -> bool:
+        # Not for the second, which is let in where this rank's peer waits: it may send, too.
+        self._works[0].wait(timeout or self._stream.timeout)
+        return True
 
 
 class _Receiving(ContractWork):
@@ -410,15 +425,18 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def chosen() -> str:
-    """Return the backend that `pytest --backend` chose: "gloo" or "hccl"."""
-    return os.environ.get(VARIABLE, "gloo").partition("-")[0]
+    """Return what `pytest --backend` chose."""
+    return os.environ.get(VARIABLE, "gloo")
 
 
-def backend() -> str:
-    """Return that backend, registered, for init_process_group()."""
-    if chosen() == "hccl":
+def ready(choice: str | None = None) -> str:
+    """Return the backend of a choice, registered, for init_process_group()."""
+    choice = choice or chosen()
+    if choice == "hccl-zero-copy":
+        os.environ[ZERO_COPY_VARIABLE] = "1"
+    if choice != "gloo":
         register()
-    return chosen()
+    return choice.partition("-")[0]
 
 
 def register(terms: Terms | None = None) -> None:

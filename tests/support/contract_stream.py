@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
-import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -94,6 +94,7 @@ class Stream:
         self._error: BaseException | None = None
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._open: set[ContractWork] = set()
+        self.sent: deque[dist.Work] = deque(maxlen=64)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         streams.add(self)
@@ -178,6 +179,8 @@ class Stream:
             self._thread.join(_JOIN_S)
         self._error = self._error or ContractError("HCCL communicator was destroyed")
         self.gloo = None
+        self.sent.clear()
+        streams.discard(self)
 
 
 def header(text: str) -> Tensor:
@@ -197,8 +200,8 @@ def _as_hccl(name: str, error: RuntimeError) -> RuntimeError:
     return ContractError(f"HCCL function error in {name}: {error}")
 
 
-streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-"""All of this process."""
+streams: set[Stream] = set()
+"""All of this process. A rank that is a thread may end without destroying its groups."""
 
 
 def end_all(error: BaseException) -> None:

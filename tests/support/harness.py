@@ -57,27 +57,33 @@ class RanksFailedError(AssertionError):
 
 
 def run_threads(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    backend: str | None = None,
 ) -> list[Any]:
     """Call `fn(*args)` on `world_size` threads, each a rank of its own threaded process group.
 
-    Under `pytest --backend hccl` it is a contract group, as in processes.
+    Under `pytest --backend hccl`, or with a `backend` of its choices, it is a contract group as in
+    processes, whose data goes over gloo from thread to thread.
     """
     results: list[Any] = [None] * world_size
     failures: dict[int, str] = {}
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     multi_threaded_pg._install_threaded_pg()
     store = dist.HashStore()
-    backend = "threaded" if contract.chosen() == "gloo" else contract.backend()
+    name = contract.ready(backend)
+    name = "threaded" if name == "gloo" else name
 
     def rank_main(rank: int) -> None:
         torch.set_num_threads(1)
         try:
-            dist.init_process_group(backend, rank=rank, world_size=world_size, store=store)
+            dist.init_process_group(name, rank=rank, world_size=world_size, store=store)
             try:
                 results[rank] = fn(*args)
             finally:
-                if backend == "threaded":  # a contract group would end under the others' waits
+                if name == "threaded":  # a contract group would end under the others' waits
                     dist.destroy_process_group()
         except SystemExit:
             # Raised by the threaded group in ranks woken up because another rank failed.
@@ -130,11 +136,15 @@ def _join(threads: list[threading.Thread], timeout: float, failures: dict[int, s
 
 
 def run_procs(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    backend: str | None = None,
 ) -> list[Any]:
     """Call `fn(*args)` in `world_size` processes joined by gloo; results come back pickled.
 
-    Under `pytest --backend hccl` they are joined by a contract group.
+    Under `pytest --backend hccl`, or with a `backend` of its choices, a contract group joins them.
     """
     # Forked from a server that has done the slow imports and nothing else: no thread of this
     # process is inherited.
@@ -147,7 +157,7 @@ def run_procs(
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
                 target=_process_main,
-                args=(rank, world_size, store_file, timeout, sender, fn, args),
+                args=(rank, world_size, store_file, timeout, backend, sender, fn, args),
                 daemon=True,
             )
             process.start()
@@ -195,7 +205,7 @@ def join_world(rank: int, world_size: int, folder: str) -> None:
     """Join the group of a script's ranks, which meet in a file of `folder`."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        contract.backend(),
+        contract.ready(),
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world_size,
@@ -208,6 +218,7 @@ def _process_main(
     world_size: int,
     store_file: str,
     timeout: float,
+    backend: str | None,
     pipe: multiprocessing.connection.Connection,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -216,7 +227,7 @@ def _process_main(
     try:
         store = dist.FileStore(store_file, world_size)
         dist.init_process_group(
-            contract.backend(),
+            contract.ready(backend),
             rank=rank,
             world_size=world_size,
             store=store,
