@@ -98,7 +98,12 @@ def _watch_over(board: Board, group: Any, device: torch.device, backend: str) ->
     if unblock is None:
         return None
     group_ref = weakref.ref(group)
-    return Watch(board, lambda: unblock(group_ref(), device), blocks=device.type == "cpu")
+    return Watch(
+        board,
+        lambda: unblock(group_ref(), device),
+        blocks=device.type == "cpu",
+        compares=traits_of(backend).compares_collectives,
+    )
 
 
 def _ranks_in(larger: Any, group: Any) -> list[int]:

@@ -19,6 +19,9 @@ class BackendTraits:
     aborts_on_mismatch: bool = False
     """The process is ended by a signal where ranks give a collective different sizes."""
 
+    compares_collectives: bool = False
+    """It raises where ranks launch different ones."""
+
     changes_inputs: bool = False
     """A reduce-scatter may leave anything in its input."""
 
@@ -26,11 +29,13 @@ class BackendTraits:
 _TRAITS = {
     "gloo": BackendTraits(in_place_all_gather=True, prefers_pairwise=True, aborts_on_mismatch=True),
     "nccl": BackendTraits(in_place_all_gather=True),
+    # Its documents can be read as forbidding overlap of send and receive buffers: it gets a staged
+    # copy until the in-place form has been run on hardware. EI0005 is its word for a mismatch.
+    "hccl": BackendTraits(in_place_all_gather=False, compares_collectives=True),
 }
 
 _CAUTIOUS = BackendTraits(in_place_all_gather=False)
-"""HCCL's documents can be read as forbidding overlap of send and receive buffers: it gets a staged
-copy until the in-place form has been run on hardware, and so does any backend not listed."""
+"""Of a backend that is not listed."""
 
 
 def traits_of(backend: str) -> BackendTraits:

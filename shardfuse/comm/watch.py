@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardfuse.comm.base import PeerError
-from shardfuse.comm.board import PATIENCE_S, Board
+from shardfuse.comm.board import PATIENCE_S, RESOLVE_S, Board
 
 logger = logging.getLogger("shardfuse")
 
@@ -33,12 +33,17 @@ class Watch:
         unblock: ends the transport, so that waits in it raise.
         blocks: whether wait() blocks the host, as on the CPU. On accelerators it does not, and the
             thread looks once a second from the first collective on. (Not run on hardware.)
+        compares: whether the transport itself raises where ranks launch different collectives, as
+            HCCL does: each then waits for the others to tell what they do, and says that.
     """
 
-    def __init__(self, board: Board, unblock: Callable[[], None], *, blocks: bool) -> None:
+    def __init__(
+        self, board: Board, unblock: Callable[[], None], *, blocks: bool, compares: bool = False
+    ) -> None:
         self._board = board
         self._unblock = unblock
         self._blocks = blocks
+        self._patience_s = RESOLVE_S if compares else 0.0
         self._since: float | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -56,7 +61,7 @@ class Watch:
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._board.explain(error) from error
+            raise self._board.explain(error, patience_s=self._patience_s) from error
         finally:
             if self._blocks:
                 self._since = None
