@@ -254,6 +254,8 @@ class ProcessGroupCommunicator:
         self._board.present.note(kind, tensor.numel(), tensor.dtype)
         if self._traits.aborts_on_mismatch:
             self._compare()
+        elif self._watch is not None and not self._board.present.is_confirmed:
+            _compare_by_reduction(self, self._watch, tensor.device)
 
     def _launch(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Return ``function(...)`` of this group, a Work in flight."""
@@ -341,6 +343,28 @@ class ProcessGroupCommunicator:
         global_src = dist.get_global_rank(self._live_group(), src)
         work = self._launch(dist.broadcast, tensor, global_src, async_op=True)
         return WorkHandle(self._watch, [work], tensor)
+
+
+def _compare_by_reduction(
+    comm: ProcessGroupCommunicator, watch: Watch, device: torch.device
+) -> None:
+    """Compare the present call on all ranks, by the maximum of its digest and of its negative.
+
+    Where waits do not block the host it is not read here: ``watch`` does.
+
+    Raises:
+        PeerError: the calls differ.
+    """
+    board = comm._board
+    call, before = board.present, comm._board_ranks[(comm.rank - 1) % comm.world_size]
+    call.is_confirmed = True
+    halves = call.digest % (1 << 28), call.digest >> 28
+    marks = torch.empty(4, dtype=torch.int32, device=device)
+    for place, value in enumerate((*halves, *(-half for half in halves))):
+        marks[place].fill_(value)
+    work = comm._launch(dist.all_reduce, marks, dist.ReduceOp.MAX, async_op=True)
+    WorkHandle(watch, [work], marks).wait()
+    watch.compare(marks[:2] + marks[2:], before)
 
 
 def _overlaps(output: torch.Tensor, input: torch.Tensor) -> bool:
