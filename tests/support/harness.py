@@ -375,7 +375,8 @@ def count_c10d_calls() -> Iterator[Counter[str]]:
 
     torch's CommDebugMode does not see them: a threaded group does not pass the dispatcher.
     """
-    group = multi_threaded_pg.ProcessLocalGroup
+    is_threaded = contract.chosen() == "gloo"
+    group: Any = multi_threaded_pg.ProcessLocalGroup if is_threaded else contract.Collectives
     counts: Counter[str] = Counter()
     lock = threading.Lock()
     inside = threading.local()
