@@ -223,22 +223,13 @@ class Board:
         text = self._error
         if text is None:
             with suppress(RuntimeError):
-                text = self._find_reason(patience_s)
+                text = _find_reason(self, patience_s)
         if text is None:
             text = f"the connection to another rank failed: {error}{self._absent()}"
             self.alarm(f"failed in {self.present.name}: {text}")
         self.present.is_failed = True
         self._closed = text
         return PeerError(f"[rank {self.rank}] {self.present.name}: {text}")
-
-    def _find_reason(self, patience_s: float) -> str | None:
-        """Return an alarm, or how another rank's doings differ, as soon as there is either."""
-        deadline = time.monotonic() + patience_s
-        while True:
-            found = self._find_alarm() or self._find_difference(lambda: False)
-            if found is not None or time.monotonic() >= deadline:
-                return found
-            time.sleep(0.01)
 
     def resolve(self, rank: int) -> None:
         """Raise PeerError: ``rank`` has sent something that does not belong here."""
@@ -344,6 +335,16 @@ class Board:
         except RuntimeError:
             return ""
         return f" Not seen in this call: rank {', '.join(missing)}." if missing else ""
+
+
+def _find_reason(board: Board, patience_s: float) -> str | None:
+    """Return an alarm, or how another rank's doings differ, as soon as there is either."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        found = board._find_alarm() or board._find_difference(lambda: False)
+        if found is not None or time.monotonic() >= deadline:
+            return found
+        time.sleep(0.01)
 
 
 def _text(value: bytes) -> str:

@@ -21,7 +21,8 @@ from shardfuse import (
     ShardedSGD,
 )
 from tests.support import contract
-from tests.support.harness import Call, count_c10d_calls, counted, run_threads
+from tests.support.counting import Call, counted
+from tests.support.harness import count_c10d_calls, run_threads
 from tests.support.models import Entry, ParamSet, rank_grads
 from tests.support.runs import Case, train_rank
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardfuse.comm.process_group import all_gather_single, reduce_scatter_single
 from tests.support import contract
-from tests.support.contract import Terms
+from tests.support.contract_terms import Terms
 from tests.support.harness import RanksFailedError, run_procs, run_threads
 
 pytestmark = pytest.mark.timeout(60)
@@ -124,7 +124,7 @@ def test_communicators_take_memory() -> None:
         groups = [dist.new_group() for _ in range(4)]
         for group in groups[:3]:
             dist.all_reduce(torch.ones(1), group=group)
-        with pytest.raises(RuntimeError, match="out of memory.*fewer process groups"):
+        with pytest.raises(RuntimeError, match=r"out of memory.*fewer process groups"):
             dist.all_reduce(torch.ones(1), group=groups[3])
         dist.barrier(groups[0])
         dist.destroy_process_group(groups[0])
@@ -196,7 +196,7 @@ def test_another_message_than_expected() -> None:
         if rank():
             dist.isend(torch.ones(3), 0)
         else:
-            with pytest.raises(RuntimeError, match="EI0005.*of 4 float32.*of 3 float32"):
+            with pytest.raises(RuntimeError, match=r"EI0005.*of 4 float32.*of 3 float32"):
                 dist.recv(torch.ones(4), 1)
         dist.barrier()
 

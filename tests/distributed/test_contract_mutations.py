@@ -97,9 +97,7 @@ def other_dtype_on_a_rank() -> None:
 
 
 def other_count_on_a_rank() -> None:
-    patch_all_reduce(
-        lambda native, tensor, op: native(tensor[dist.get_rank() :].clone(), op)
-    )
+    patch_all_reduce(lambda native, tensor, op: native(tensor[dist.get_rank() :].clone(), op))
 
 
 def other_op_on_a_rank() -> None:

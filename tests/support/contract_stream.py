@@ -20,13 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.contract_terms import ContractError
+
 _HEADER_NBYTES = 128
 _UNBLOCK_TAG = 0x5EFFFFFE
 _JOIN_S = 5.0
-
-
-class ContractError(RuntimeError):
-    """What HCCL says no to."""
 
 
 class ContractWork(dist.Work):
