@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from tests.support import contract
 from tests.support.tiers import EXHAUSTIVE, FAST
 
 
@@ -18,6 +20,31 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the transport of the ranks be chosen."""
+    parser.addoption(
+        "--backend",
+        choices=["gloo", "hccl", "hccl-zero-copy"],
+        default="gloo",
+        help="what joins ranks: gloo, or a stand-in for HCCL (tests/support/contract.py)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hand the choice to all ranks, before the first is started."""
+    choice = config.getoption("--backend")
+    os.environ[contract.VARIABLE] = choice
+    if choice == "hccl-zero-copy":
+        os.environ[contract.ZERO_COPY_VARIABLE] = "1"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave out what is about gloo itself, where ranks are joined by something else."""
+    marker = item.get_closest_marker("gloo_only")
+    if marker is not None and item.config.getoption("--backend") != "gloo":
+        pytest.skip(f"gloo only: {marker.args[0]}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

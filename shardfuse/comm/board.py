@@ -36,7 +36,9 @@ logger = logging.getLogger("shardfuse")
 PATIENCE_S = 0.1
 """How long a rank waits before it looks into the store, and then between two looks."""
 
-_RESOLVE_S = 1.5
+RESOLVE_S = 1.5
+"""How long ranks that are known to do different things may take to tell what."""
+
 _MEET_S = 30.0
 _NUM_REMEMBERED = 4
 _MAX_NEIGHBOURS = 8
@@ -208,15 +210,20 @@ class Board:
         self._error = text
         raise PeerError(f"[rank {self.rank}] {self.present.name}: {text}")
 
-    def explain(self, error: Exception) -> PeerError:
-        """Return the error to raise where a transport failed with ``error``."""
+    def explain(self, error: Exception, *, patience_s: float = 0.0) -> PeerError:
+        """Return the error to raise where a transport failed with ``error``.
+
+        Args:
+            error: of the transport.
+            patience_s: for how long the others may still come to tell what they do.
+        """
         if self._closed is not None and self.present.is_over:
             # Between two calls: gradients are sent under backward.
             return PeerError(f"[rank {self.rank}] {self._out_of_step(self._closed)}")
         text = self._error
         if text is None:
             with suppress(RuntimeError):
-                text = self._find_alarm() or self._find_difference(lambda: False)
+                text = _find_reason(self, patience_s)
         if text is None:
             text = f"the connection to another rank failed: {error}{self._absent()}"
             self.alarm(f"failed in {self.present.name}: {text}")
@@ -226,7 +233,7 @@ class Board:
 
     def resolve(self, rank: int) -> None:
         """Raise PeerError: ``rank`` has sent something that does not belong here."""
-        deadline = time.monotonic() + _RESOLVE_S
+        deadline = time.monotonic() + RESOLVE_S
         while time.monotonic() < deadline:
             self.look()
             time.sleep(0.01)
@@ -328,6 +335,16 @@ class Board:
         except RuntimeError:
             return ""
         return f" Not seen in this call: rank {', '.join(missing)}." if missing else ""
+
+
+def _find_reason(board: Board, patience_s: float) -> str | None:
+    """Return an alarm, or how another rank's doings differ, as soon as there is either."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        found = board._find_alarm() or board._find_difference(lambda: False)
+        if found is not None or time.monotonic() >= deadline:
+            return found
+        time.sleep(0.01)
 
 
 def _text(value: bytes) -> str:

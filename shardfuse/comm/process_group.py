@@ -98,7 +98,12 @@ def _watch_over(board: Board, group: Any, device: torch.device, backend: str) ->
     if unblock is None:
         return None
     group_ref = weakref.ref(group)
-    return Watch(board, lambda: unblock(group_ref(), device), blocks=device.type == "cpu")
+    return Watch(
+        board,
+        lambda: unblock(group_ref(), device),
+        blocks=device.type == "cpu",
+        compares=traits_of(backend).compares_collectives,
+    )
 
 
 def _ranks_in(larger: Any, group: Any) -> list[int]:
@@ -249,6 +254,8 @@ class ProcessGroupCommunicator:
         self._board.present.note(kind, tensor.numel(), tensor.dtype)
         if self._traits.aborts_on_mismatch:
             self._compare()
+        elif self._watch is not None and not self._board.present.is_confirmed:
+            _compare_by_reduction(self, self._watch, tensor.device)
 
     def _launch(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Return ``function(...)`` of this group, a Work in flight."""
@@ -289,9 +296,11 @@ class ProcessGroupCommunicator:
         assert reduce_scatter_single is not None
         if into is None:
             numel = input.numel() // self.world_size if is_summed else input.numel()
-            into = self._receive_into(slot, numel, input)
+            into = self._staged("receive", slot, numel, input)
         if label is None:
             self._note("reduce_scatter" if is_summed else "all_to_all", input)
+        if is_summed and self._traits.changes_inputs:
+            input = self._staged("send", slot, input.numel(), input).copy_(input)
         sending = self._board.begin_sending(label)
         function = reduce_scatter_single if is_summed else dist.all_to_all_single
         handle = WorkHandle(
@@ -306,12 +315,12 @@ class ProcessGroupCommunicator:
     def expect(self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0) -> None:
         """Do nothing: backends make room for what arrives by themselves."""
 
-    def _receive_into(self, slot: int, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Return (numel,) of a receiving buffer."""
+    def _staged(self, role: str, slot: int, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """Return (numel,) of a buffer."""
         if self._staged_epoch != self.epoch:
             # What was under way before an error may still arrive where it was to.
             self._staging, self._staged_epoch = Staging(), self.epoch
-        return self._staging.take("receive", slot, numel, like)
+        return self._staging.take(role, slot, numel, like)
 
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, *, label: str | None = None
@@ -334,6 +343,28 @@ class ProcessGroupCommunicator:
         global_src = dist.get_global_rank(self._live_group(), src)
         work = self._launch(dist.broadcast, tensor, global_src, async_op=True)
         return WorkHandle(self._watch, [work], tensor)
+
+
+def _compare_by_reduction(
+    comm: ProcessGroupCommunicator, watch: Watch, device: torch.device
+) -> None:
+    """Compare the present call on all ranks, by the maximum of its digest and of its negative.
+
+    Where waits do not block the host it is not read here: ``watch`` does.
+
+    Raises:
+        PeerError: the calls differ.
+    """
+    board = comm._board
+    call, before = board.present, comm._board_ranks[(comm.rank - 1) % comm.world_size]
+    call.is_confirmed = True
+    halves = call.digest % (1 << 28), call.digest >> 28
+    marks = torch.empty(4, dtype=torch.int32, device=device)
+    for place, value in enumerate((*halves, *(-half for half in halves))):
+        marks[place].fill_(value)
+    work = comm._launch(dist.all_reduce, marks, dist.ReduceOp.MAX, async_op=True)
+    WorkHandle(watch, [work], marks).wait()
+    watch.compare(marks[:2] + marks[2:], before)
 
 
 def _overlaps(output: torch.Tensor, input: torch.Tensor) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,17 +19,29 @@ class BackendTraits:
     aborts_on_mismatch: bool = False
     """The process is ended by a signal where ranks give a collective different sizes."""
 
+    compares_collectives: bool = False
+    """It raises where ranks launch different ones."""
+
+    changes_inputs: bool = False
+    """A reduce-scatter may leave anything in its input."""
+
 
 _TRAITS = {
     "gloo": BackendTraits(in_place_all_gather=True, prefers_pairwise=True, aborts_on_mismatch=True),
     "nccl": BackendTraits(in_place_all_gather=True),
+    # Its documents can be read as forbidding overlap of send and receive buffers: it gets a staged
+    # copy until the in-place form has been run on hardware. EI0005 is its word for a mismatch.
+    "hccl": BackendTraits(in_place_all_gather=False, compares_collectives=True),
 }
 
 _CAUTIOUS = BackendTraits(in_place_all_gather=False)
-"""HCCL's documents can be read as forbidding overlap of send and receive buffers: it gets a staged
-copy until the in-place form has been run on hardware, and so does any backend not listed."""
+"""Of a backend that is not listed."""
 
 
 def traits_of(backend: str) -> BackendTraits:
     """Return the traits of ``backend``, a name as ``torch.distributed.get_backend`` gives it."""
-    return _TRAITS.get(backend, _CAUTIOUS)
+    traits = _TRAITS.get(backend, _CAUTIOUS)
+    if backend == "hccl" and os.environ.get("TORCH_HCCL_ZERO_COPY", "0") not in ("", "0"):
+        # CANN 9.0, "Zero-copy: Before You Start". (Not run on hardware.)
+        return replace(traits, changes_inputs=True)
+    return traits

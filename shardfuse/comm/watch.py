@@ -15,8 +15,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from shardfuse.comm.base import PeerError
-from shardfuse.comm.board import PATIENCE_S, Board
+from shardfuse.comm.board import PATIENCE_S, RESOLVE_S, Board
 
 logger = logging.getLogger("shardfuse")
 
@@ -33,13 +35,20 @@ class Watch:
         unblock: ends the transport, so that waits in it raise.
         blocks: whether wait() blocks the host, as on the CPU. On accelerators it does not, and the
             thread looks once a second from the first collective on. (Not run on hardware.)
+        compares: whether the transport itself raises where ranks launch different collectives, as
+            HCCL does: each then waits for the others to tell what they do, and says that.
     """
 
-    def __init__(self, board: Board, unblock: Callable[[], None], *, blocks: bool) -> None:
+    def __init__(
+        self, board: Board, unblock: Callable[[], None], *, blocks: bool, compares: bool = False
+    ) -> None:
         self._board = board
         self._unblock = unblock
         self._blocks = blocks
+        self._patience_s = RESOLVE_S if compares else 0.0
         self._since: float | None = None
+        self._differences: torch.Tensor | None = None
+        self._before = 0
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -56,10 +65,27 @@ class Watch:
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._board.explain(error) from error
+            raise self._board.explain(error, patience_s=self._patience_s) from error
         finally:
             if self._blocks:
                 self._since = None
+
+    def compare(self, differences: torch.Tensor, before: int) -> None:
+        """Take note of what is all zeros where the ranks make the same calls.
+
+        Where waits do not block the host it adds up on the device, and the thread reads it.
+
+        Raises:
+            PeerError: this rank and ``before``, or others, do not.
+        """
+        self._before = before
+        if self._blocks:
+            if differences.any():
+                self._board.resolve(before)
+        elif self._differences is None:
+            self._differences = differences.abs()
+        else:
+            self._differences.add_(differences.abs()).clamp_(max=1)
 
     def _start(self) -> None:
         with self._lock:
@@ -93,6 +119,8 @@ class Watch:
         try:
             # Where waits do not block the host, nobody knows whether this rank still waits.
             self._board.look(lambda: self._blocks and self._since == since)
+            if self._differences is not None and bool(self._differences.any()):
+                self._board.resolve(self._before)
         except PeerError as error:
             if not self._blocks:
                 logger.error("%s", error)

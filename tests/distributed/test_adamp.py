@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from shardfuse.engine.rows import _add_rows, _row_stride
 from shardfuse.layout import ParamSpec
 from shardfuse.optim.npu import NpuFusedAdamP
-from tests.support.harness import counted, run_threads
+from tests.support.counting import counted
+from tests.support.harness import run_threads
 from tests.support.models import MIXED, Entry, flat_buffers, rank_grads
 from tests.support.oracles_family import AdamPOracle
 from tests.support.runs import (

@@ -22,7 +22,8 @@ from shardfuse import (
     ShardedLamb,
     ShardedSGD,
 )
-from tests.support.harness import counted, run_procs, run_threads
+from tests.support.counting import counted
+from tests.support.harness import run_procs, run_threads
 from tests.support.models import rank_grads
 from tests.support.runs import Case, assert_bitwise
 

@@ -20,7 +20,9 @@ from shardfuse import (
     ShardedRMSpropTF,
     ShardedSGD,
 )
-from tests.support.harness import Call, count_c10d_calls, counted, run_threads
+from tests.support import contract
+from tests.support.counting import Call, counted
+from tests.support.harness import count_c10d_calls, run_threads
 from tests.support.models import Entry, ParamSet, rank_grads
 from tests.support.runs import Case, train_rank
 
@@ -201,7 +203,7 @@ def test_c10d_sees_the_same(name: str) -> None:
     case = Case(cls, options)
     sharding = {"bucket_cap_mb": 0.04}
     counts = []
-    for num_steps in (1, 4):
+    for num_steps in (2, 5):
         with count_c10d_calls() as counted:
             run_threads(2, train_rank, case, "floats", num_steps, sharding)
         counts.append(counted)
@@ -209,6 +211,8 @@ def test_c10d_sees_the_same(name: str) -> None:
     counts[1].subtract(counts[0])
     per_step = {op: count / (2 * 3) for op, count in counts[1].items() if count}
     expected = {"reduce_scatter_single": num_buckets, "all_gather_single": num_buckets}
+    if contract.chosen() != "gloo":
+        num_all_reduces += 1  # by which HCCL's ranks compare their calls
     if num_all_reduces:
         expected["allreduce"] = num_all_reduces
     assert per_step == expected

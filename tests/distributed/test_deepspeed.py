@@ -242,6 +242,7 @@ def count_traffic(job: Job) -> tuple[list[tuple[str, int]], int, int]:
     )
 
 
+@pytest.mark.gloo_only("counts what gloo is given, by the dispatcher")
 @pytest.mark.parametrize("name", ["ShardedLamb", "ShardedAdamW"])
 @pytest.mark.parametrize("collectives", ["native", "pairwise", "auto"])
 def test_traffic_at_stage_0(name: str, collectives: str) -> None:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfuse.optim import npu
-from tests.support.harness import counted, run_threads
+from tests.support.counting import counted
+from tests.support.harness import run_threads
 from tests.support.models import MIXED, rank_grads
 from tests.support.oracles import AdamOracle, BertAdamOracle, LambOracle, SGDOracle
 from tests.support.oracles_family import AdadeltaOracle, AdamPOracle, RMSpropOracle, RMSpropTFOracle

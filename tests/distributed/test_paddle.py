@@ -17,7 +17,8 @@ from torch import Tensor
 
 from shardfuse.optim.paddle import ClipGradByGlobalNorm, ClipGradByNorm, ClipGradByValue, Lamb
 from shardfuse.rules.lamb import LambScalars
-from tests.support.harness import counted, run_threads
+from tests.support.counting import counted
+from tests.support.harness import run_threads
 from tests.support.models import MIXED, mean_grads, rank_grads
 from tests.support.oracles import Grads, LambOracle, OracleParam
 from tests.support.runs import (

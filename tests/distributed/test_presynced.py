@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfuse import ShardedAdam, ShardedBertAdam, ShardedLamb, ShardedSGD
-from tests.support.harness import counted, run_procs, run_threads
+from tests.support.counting import counted
+from tests.support.harness import run_procs, run_threads
 from tests.support.models import mean_grads
 from tests.support.runs import Case, assert_bitwise, max_relative_error, train_unsharded
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from shardfuse import ShardedAdam, ShardedAdamP, ShardedGradScaler, ShardedLamb, ShardedSGD
 from tests.distributed.test_overlap import OPTIMIZERS
-from tests.support.harness import counted, run_procs, run_threads
+from tests.support.counting import counted
+from tests.support.harness import run_procs, run_threads
 from tests.support.runs import assert_bitwise
 
 pytestmark = pytest.mark.timeout(120)

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfuse.optim import npu
-from tests.support.harness import counted, run_procs, run_threads
+from tests.support.counting import counted
+from tests.support.harness import run_procs, run_threads
 from tests.support.models import Entry, rank_grads
 from tests.support.oracles import BertAdamOracle, LambOracle
 from tests.support.runs import (

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from shardfuse import ShardedAdam, ShardedGradScaler, ShardedLamb, ShardedSGD
-from tests.support.harness import Call, counted, run_procs, run_threads
+from tests.support.counting import Call, counted
+from tests.support.harness import run_procs, run_threads
 from tests.support.runs import assert_bitwise
 
 pytestmark = pytest.mark.timeout(60)

@@ -5,7 +5,6 @@ The only place in the tests that uses private torch API (the threaded process gr
     run_threads(world_size, fn, *args)   milliseconds; `fn` may be a closure
     run_procs(world_size, fn, *args)     about 0.3 s; `fn` is a module-level function
     run_scripts(source, world_size, ...) about 4 s; ranks that may end as they like
-    counted()                            a communicator that records what passes through it
     count_c10d_calls()                   counts what reaches the threaded process group
 
 `fn` is called with no rank argument: it asks `torch.distributed`. Both runners return the per-rank
@@ -29,14 +28,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from shardfuse.comm import communicator_for
+from tests.support import contract, contract_stream
 
 _ROOT = Path(__file__).parents[2]
 
@@ -60,23 +58,34 @@ class RanksFailedError(AssertionError):
 
 
 def run_threads(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    backend: str | None = None,
 ) -> list[Any]:
-    """Call `fn(*args)` on `world_size` threads, each a rank of its own threaded process group."""
+    """Call `fn(*args)` on `world_size` threads, each a rank of its own threaded process group.
+
+    Under `pytest --backend hccl`, or with a `backend` of its choices, it is a contract group as in
+    processes, whose data goes over gloo from thread to thread.
+    """
     results: list[Any] = [None] * world_size
     failures: dict[int, str] = {}
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     multi_threaded_pg._install_threaded_pg()
     store = dist.HashStore()
+    name = contract.ready(backend)
+    name = "threaded" if name == "gloo" else name
 
     def rank_main(rank: int) -> None:
         torch.set_num_threads(1)
         try:
-            dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
+            dist.init_process_group(name, rank=rank, world_size=world_size, store=store)
             try:
                 results[rank] = fn(*args)
             finally:
-                dist.destroy_process_group()
+                if name == "threaded":  # a contract group would end under the others' waits
+                    dist.destroy_process_group()
         except SystemExit:
             # Raised by the threaded group in ranks woken up because another rank failed.
             pass
@@ -92,6 +101,7 @@ def run_threads(
             thread.start()
         _join(threads, timeout, failures)
     finally:
+        contract.close_all()
         multi_threaded_pg.ProcessLocalGroup.reset()
         multi_threaded_pg._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
@@ -110,6 +120,7 @@ def _wake_all(error: BaseException) -> None:
     group = multi_threaded_pg.ProcessLocalGroup
     with group._coll_lock:
         group.exception_handle(error)
+    contract_stream.end_all(SystemExit("another rank failed"))
 
 
 def _join(threads: list[threading.Thread], timeout: float, failures: dict[int, str]) -> None:
@@ -126,9 +137,16 @@ def _join(threads: list[threading.Thread], timeout: float, failures: dict[int, s
 
 
 def run_procs(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    backend: str | None = None,
 ) -> list[Any]:
-    """Call `fn(*args)` in `world_size` processes joined by gloo; results come back pickled."""
+    """Call `fn(*args)` in `world_size` processes joined by gloo; results come back pickled.
+
+    Under `pytest --backend hccl`, or with a `backend` of its choices, a contract group joins them.
+    """
     # Forked from a server that has done the slow imports and nothing else: no thread of this
     # process is inherited.
     context = multiprocessing.get_context("forkserver")
@@ -140,7 +158,7 @@ def run_procs(
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
                 target=_process_main,
-                args=(rank, world_size, store_file, timeout, sender, fn, args),
+                args=(rank, world_size, store_file, timeout, backend, sender, fn, args),
                 daemon=True,
             )
             process.start()
@@ -185,10 +203,10 @@ def run_scripts(
 
 
 def join_world(rank: int, world_size: int, folder: str) -> None:
-    """Join the gloo group of a script's ranks, which meet in a file of `folder`."""
+    """Join the group of a script's ranks, which meet in a file of `folder`."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        contract.ready(),
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world_size,
@@ -201,6 +219,7 @@ def _process_main(
     world_size: int,
     store_file: str,
     timeout: float,
+    backend: str | None,
     pipe: multiprocessing.connection.Connection,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -209,7 +228,7 @@ def _process_main(
     try:
         store = dist.FileStore(store_file, world_size)
         dist.init_process_group(
-            "gloo",
+            contract.ready(backend),
             rank=rank,
             world_size=world_size,
             store=store,
@@ -255,109 +274,14 @@ def _collect(
     return results, failures
 
 
-class Call(NamedTuple):
-    """One collective: its name, and the elements and dtype of the larger of its tensors."""
-
-    op: str
-    numel: int
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of that tensor."""
-        return self.numel * self.dtype.itemsize
-
-
-class CountingCommunicator:
-    """A Communicator that passes every call on to `inner` and remembers it in `calls`."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.calls: list[Call] = []
-
-    @property
-    def rank(self) -> int:
-        """This process's rank in the group."""
-        return int(self.inner.rank)
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the group."""
-        return int(self.inner.world_size)
-
-    @property
-    def everyone(self) -> Any:
-        """All ranks: these."""
-        return self
-
-    def call(self, name: str) -> Any:
-        """Pass on: it is no collective."""
-        return self.inner.call(name)
-
-    def declare(self, lines: Any, **options: Any) -> None:
-        """Pass on: it is no collective."""
-        self.inner.declare(lines, **options)
-
-    def tell(self, topic: str, text: str) -> None:
-        """Pass on: it is no collective."""
-        self.inner.tell(topic, text)
-
-    def told(self, topic: str) -> Any:
-        """Pass on: it is no collective."""
-        return self.inner.told(topic)
-
-    @property
-    def staging_nbytes(self) -> int:
-        """Bytes of the inner one's buffers."""
-        return int(self.inner.staging_nbytes)
-
-    @property
-    def progress(self) -> Any:
-        """What becomes of the inner one's collectives."""
-        return self.inner.progress
-
-    @property
-    def epoch(self) -> int:
-        """How often the inner one's ranks have begun anew."""
-        return int(self.inner.epoch)
-
-    def reduce_scatter(self, input: Tensor, into: Tensor | None = None, **options: Any) -> Any:
-        """Record and pass on."""
-        self.calls.append(Call("reduce_scatter", input.numel(), input.dtype))
-        return self.inner.reduce_scatter(input, into, **options)
-
-    def all_gather(self, output: Tensor, input: Tensor, **options: Any) -> Any:
-        """Record and pass on."""
-        self.calls.append(Call("all_gather", output.numel(), output.dtype))
-        return self.inner.all_gather(output, input, **options)
-
-    def expect(self, kind: Any, tensor: Tensor, **options: Any) -> None:
-        """Pass on: it is no collective."""
-        self.inner.expect(kind, tensor, **options)
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
-        """Record and pass on."""
-        self.calls.append(Call("all_reduce", tensor.numel(), tensor.dtype))
-        return self.inner.all_reduce(tensor, op)
-
-    def broadcast(self, tensor: Tensor, src: int = 0) -> Any:
-        """Record and pass on."""
-        self.calls.append(Call("broadcast", tensor.numel(), tensor.dtype))
-        return self.inner.broadcast(tensor, src)
-
-
-def counted(collectives: str = "auto") -> CountingCommunicator:
-    """Return a communicator of the default group that counts, for `ShardConfig.process_group`."""
-    return CountingCommunicator(communicator_for(None, torch.device("cpu"), collectives))
-
-
 @contextmanager
 def count_c10d_calls() -> Iterator[Counter[str]]:
     """Count the collectives of all threaded ranks together, by name, inside the block.
 
     torch's CommDebugMode does not see them: a threaded group does not pass the dispatcher.
     """
-    group = multi_threaded_pg.ProcessLocalGroup
+    is_threaded = contract.chosen() == "gloo"
+    group: Any = multi_threaded_pg.ProcessLocalGroup if is_threaded else contract.Collectives
     counts: Counter[str] = Counter()
     lock = threading.Lock()
     inside = threading.local()

@@ -141,7 +141,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         """Return what the other ranks' parts are received into."""
         others = self.world_size - 1
         numel = input.numel() // self.world_size * others
-        return self._receive_into(slot, numel, input).chunk(others)
+        return self._staged("receive", slot, numel, input).chunk(others)
 
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, *, label: str | None = None

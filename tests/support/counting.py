@@ -1,0 +1,106 @@
+"""A communicator that counts what passes through it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfuse.comm import communicator_for
+
+
+class Call(NamedTuple):
+    """One collective: its name, and the elements and dtype of the larger of its tensors."""
+
+    op: str
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of that tensor."""
+        return self.numel * self.dtype.itemsize
+
+
+class CountingCommunicator:
+    """A Communicator that passes every call on to `inner` and remembers it in `calls`."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.calls: list[Call] = []
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return int(self.inner.rank)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+        return int(self.inner.world_size)
+
+    @property
+    def everyone(self) -> Any:
+        """All ranks: these."""
+        return self
+
+    def call(self, name: str) -> Any:
+        """Pass on: it is no collective."""
+        return self.inner.call(name)
+
+    def declare(self, lines: Any, **options: Any) -> None:
+        """Pass on: it is no collective."""
+        self.inner.declare(lines, **options)
+
+    def tell(self, topic: str, text: str) -> None:
+        """Pass on: it is no collective."""
+        self.inner.tell(topic, text)
+
+    def told(self, topic: str) -> Any:
+        """Pass on: it is no collective."""
+        return self.inner.told(topic)
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Bytes of the inner one's buffers."""
+        return int(self.inner.staging_nbytes)
+
+    @property
+    def progress(self) -> Any:
+        """What becomes of the inner one's collectives."""
+        return self.inner.progress
+
+    @property
+    def epoch(self) -> int:
+        """How often the inner one's ranks have begun anew."""
+        return int(self.inner.epoch)
+
+    def reduce_scatter(self, input: Tensor, into: Tensor | None = None, **options: Any) -> Any:
+        """Record and pass on."""
+        self.calls.append(Call("reduce_scatter", input.numel(), input.dtype))
+        return self.inner.reduce_scatter(input, into, **options)
+
+    def all_gather(self, output: Tensor, input: Tensor, **options: Any) -> Any:
+        """Record and pass on."""
+        self.calls.append(Call("all_gather", output.numel(), output.dtype))
+        return self.inner.all_gather(output, input, **options)
+
+    def expect(self, kind: Any, tensor: Tensor, **options: Any) -> None:
+        """Pass on: it is no collective."""
+        self.inner.expect(kind, tensor, **options)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
+        """Record and pass on."""
+        self.calls.append(Call("all_reduce", tensor.numel(), tensor.dtype))
+        return self.inner.all_reduce(tensor, op)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Any:
+        """Record and pass on."""
+        self.calls.append(Call("broadcast", tensor.numel(), tensor.dtype))
+        return self.inner.broadcast(tensor, src)
+
+
+def counted(collectives: str = "auto") -> CountingCommunicator:
+    """Return a communicator of the default group that counts, for `ShardConfig.process_group`."""
+    return CountingCommunicator(communicator_for(None, torch.device("cpu"), collectives))
