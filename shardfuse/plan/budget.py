@@ -315,6 +315,8 @@ class _Costs:
         if self.overlaps_grads:
             # Which buckets have changed since they left, or have been sent less often.
             small.append(len(numels) + (NUM_COUNTS if self.config.stage == 2 else 0))
+        if self.progress == "in order":
+            small.append(4)  # by which NCCL's and HCCL's ranks compare what they are about to do
         if small:
             total = 4 * sum(small)
             every = self.shards * self.replicas
