@@ -14,8 +14,8 @@ from pathlib import Path
 
 from shardfuse.doctor.findings import Finding
 
-TESTED_TORCH = ("2.7", "2.9", "2.12", "2.13", "2.14", "2.15")
-"""Releases that are supported."""
+TESTED_TORCH = ("2.13",)
+"""Releases with which all tests of this version have been run."""
 
 CANN = {
     "2.7": ("9.0", "9.1"),
@@ -80,8 +80,8 @@ def _check_torch(torch: str | None) -> Finding:
     return Finding(
         "torch",
         "warning",
-        f"{torch} is none of the tested releases, {', '.join(TESTED_TORCH)}",
-        "Run shardfuse's tests with it, or install one of them.",
+        f"{torch} is none of the tested releases: {', '.join(TESTED_TORCH)}",
+        "Run shardfuse's tests with it, or install one of those.",
     )
 
 
