@@ -37,6 +37,9 @@ SLOT_NBYTES = {"cpu": 64, "cuda": 512, "npu": 512}
 On the CPU it is a cache line; all are what torch's allocators start tensors at. Others have 512.
 """
 
+PART_NBYTES = 512
+"""What is made for another rank, and is no part of a flat, is of multiples of so many bytes."""
+
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element of the parameter dtypes that a flat may have."""
 

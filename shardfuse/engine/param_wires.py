@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardfuse.buffers import FlatBuffer, ShardArena, zeros
-from shardfuse.layout import Bucket
+from shardfuse.layout import PART_NBYTES, Bucket, round_up
 from shardfuse.quantize import BlockQuantizer
 
 MASTER_DTYPE = torch.float32
@@ -145,7 +145,7 @@ class DifferenceWire(ParamWire):
     """fp32 parameters as differences to what all ranks have, in few bits.
 
     Between steps the arena holds what each parameter lacks of its value; from open() to close()
-    that value. A part ends with a checksum of the parameters that the difference is to.
+    that value. A part has a checksum of the parameters that the difference is to, and padding.
 
     Args:
         params, rank: as of ParamWire.
@@ -171,7 +171,13 @@ class DifferenceWire(ParamWire):
             start += size
 
     def _part_nbytes(self, bucket: Bucket) -> int:
-        return self._quantizer.nbytes(bucket.shard_numel) + CHECK_NBYTES
+        nbytes = self._quantizer.nbytes(bucket.shard_numel) + CHECK_NBYTES
+        return round_up(nbytes, PART_NBYTES)
+
+    def _split(self, bucket: Bucket, part: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the codes and the checksum of a part."""
+        num_codes = self._quantizer.nbytes(bucket.shard_numel)
+        return part[:num_codes], part[num_codes : num_codes + CHECK_NBYTES]
 
     @property
     def keeps_arena(self) -> bool:
@@ -203,8 +209,8 @@ class DifferenceWire(ParamWire):
         """Write the difference, and have this rank's own parameters be what others will have."""
         if self.arena is None:
             return
-        value, shard, part = self.arena.segment(bucket), self._shard(bucket), self.part(bucket)
-        codes, check = part[:-CHECK_NBYTES], part[-CHECK_NBYTES:]
+        value, shard = self.arena.segment(bucket), self._shard(bucket)
+        codes, check = self._split(bucket, self.part(bucket))
         check.copy_(_checksum(shard))
         self._quantizer.encode(value - shard, codes)
         self._quantizer.add(codes, shard)
@@ -222,14 +228,15 @@ class DifferenceWire(ParamWire):
         Raises:
             DifferentParams: parameters here are not those that the differences are to.
         """
-        parts = torch.split(self.sent(bucket), self._part_nbytes(bucket))
+        whole = torch.split(self.sent(bucket), self._part_nbytes(bucket))
+        parts = [self._split(bucket, part) for part in whole]
         shards = [self._params.shard(bucket, rank) for rank in range(len(parts))]
         others = [rank for rank in range(len(parts)) if rank != self._rank]
         for rank in others:
-            if not torch.equal(parts[rank][-CHECK_NBYTES:], _checksum(shards[rank])):
+            if not torch.equal(parts[rank][1], _checksum(shards[rank])):
                 raise DifferentParams(bucket)
         for rank in others:
-            self._quantizer.add(parts[rank][:-CHECK_NBYTES], shards[rank])
+            self._quantizer.add(parts[rank][0], shards[rank])
 
 
 def _checksum(values: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardfuse.comm import Communicator
 from shardfuse.comm.base import Parts, PartsHandle
 from shardfuse.comm.staging import Staging
-from shardfuse.layout import Bucket
+from shardfuse.layout import PART_NBYTES, Bucket, round_up
 from shardfuse.quantize import BlockQuantizer
 
 
@@ -105,10 +105,14 @@ class DtypeWire:
 class QuantizedWire:
     """In few bits, which nobody can add up on the way; a rank's own part keeps all of its digits.
 
-    Blocks hold elements of one parameter each, so that an absent gradient arrives as absent.
+    Blocks hold elements of one parameter each, so that an absent gradient arrives as absent. What
+    goes to a rank is padded, so that it begins where devices like to read.
     """
 
     quantizer: BlockQuantizer
+
+    def _part_nbytes(self, numel: int) -> int:
+        return round_up(self.quantizer.nbytes(numel), PART_NBYTES)
 
     def factor_after_sum(self, num_summed: int) -> float | None:
         return None if num_summed == 1 else 1.0 / num_summed
@@ -116,12 +120,12 @@ class QuantizedWire:
     def launch(self, comm: Communicator, staging: Staging, bucket: Departure) -> PartsHandle:
         parts = bucket.whole.chunk(comm.world_size)
         numel = parts[0].numel()
-        nbytes = self.quantizer.nbytes(numel)
+        nbytes = self._part_nbytes(numel)
         like = torch.empty(0, dtype=torch.uint8, device=bucket.whole.device)
         send = staging.take("send", bucket.staged_at, comm.world_size * nbytes, like)
         for rank, (part, out) in enumerate(zip(parts, send.chunk(comm.world_size), strict=True)):
             if rank != comm.rank:
-                self.quantizer.encode(part, out, bucket.factor)
+                self.quantizer.encode(part, out[: self.quantizer.nbytes(numel)], bucket.factor)
         handle = comm.reduce_scatter(send, slot=bucket.slot, label=bucket.label, is_summed=False)
         total = bucket.into
         if total is None:
@@ -132,7 +136,7 @@ class QuantizedWire:
     def expect(
         self, comm: Communicator, bucket: Bucket, where: Tensor, label: str, slot: int
     ) -> None:
-        nbytes = self.quantizer.nbytes(bucket.shard_numel) * comm.world_size
+        nbytes = self._part_nbytes(bucket.shard_numel) * comm.world_size
         like = torch.empty(1, dtype=torch.uint8, device=where.device).expand(nbytes)
         comm.expect("reduce_scatter", like, label=label, slot=slot)
 
@@ -154,8 +158,9 @@ class _Decoded:
             self.total.copy_(self.own)
             if self.factor is not None:
                 self.total.mul_(self.factor)
+            nbytes = self.quantizer.nbytes(len(self.total))
             for part in arrived:
-                self.quantizer.add(part, self.total)
+                self.quantizer.add(part[:nbytes], self.total)
             self.parts = (self.total,)
         return self.parts
 

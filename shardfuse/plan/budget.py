@@ -19,7 +19,7 @@ from shardfuse.engine.param_wires import CHECK_NBYTES
 from shardfuse.grads.flights import num_under_way
 from shardfuse.grads.rounds import NUM_COUNTS
 from shardfuse.grads.sends import IN_FLIGHT
-from shardfuse.layout import FlatLayout, ParamSpec, dense_stride, round_up
+from shardfuse.layout import PART_NBYTES, FlatLayout, ParamSpec, dense_stride, round_up
 from shardfuse.plan.models import NamedShape, count
 from shardfuse.plan.probe import Traits, probe
 from shardfuse.quantize import BlockQuantizer
@@ -255,9 +255,8 @@ class _Costs:
     def _grad_nbytes(self, numel: int) -> int:
         """Return the bytes of a bucket of gradients as it travels."""
         if self.config.grad_sync_bits is not None:
-            return self.shards * BlockQuantizer(self.config.grad_sync_bits).nbytes(
-                numel // self.shards
-            )
+            part = BlockQuantizer(self.config.grad_sync_bits).nbytes(numel // self.shards)
+            return self.shards * round_up(part, PART_NBYTES)
         return numel * self._grad_itemsize()
 
     def _param_nbytes(self, numel: int) -> int:
@@ -267,7 +266,7 @@ class _Costs:
             return numel * self.dtype.itemsize
         if config.param_sync_bits is not None:
             part = BlockQuantizer(config.param_sync_bits).nbytes(numel // self.shards)
-            return self.shards * (part + CHECK_NBYTES)
+            return self.shards * round_up(part + CHECK_NBYTES, PART_NBYTES)
         return numel * (config.param_sync_dtype or self.dtype).itemsize
 
     def _bucket(self, numel: int, padded: int) -> BucketCost:

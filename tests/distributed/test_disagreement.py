@@ -218,6 +218,7 @@ def test_a_mended_fault_leaves_no_trace(collectives: str, world_size: int) -> No
             assert torch.equal(value, other)
 
 
+@pytest.mark.gloo_only("about sockets, which it closes")
 def test_closed_connections_are_said_at_every_call() -> None:
     """Through sockets the wait had to be ended by closing them; the next call says so, at once."""
     start = time.monotonic()

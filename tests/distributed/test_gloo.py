@@ -134,6 +134,7 @@ def bound_of_a_bucket(collectives: str, cap_mb: Any) -> int:
     ).layout.bucket_nbytes
 
 
+@pytest.mark.gloo_only("about pairs of ranks")
 @pytest.mark.parametrize(
     ("collectives", "cap_mb", "expected"),
     [("pairwise", "auto", 8), ("native", "auto", 25), ("pairwise", 3, 3)],

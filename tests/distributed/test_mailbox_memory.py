@@ -20,7 +20,10 @@ from shardfuse.comm.gloo import mailbox, memory
 from shardfuse.comm.gloo.mailbox import Mailbox
 from tests.support.harness import run_procs
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.gloo_only("about memory that ranks of one host read"),
+]
 
 CPU = torch.device("cpu")
 HOST_ID = "from shardfuse.comm.gloo import memory; print(memory.host_id())"

@@ -245,6 +245,7 @@ def choices() -> dict[str, tuple[bool, bool]]:
     return found
 
 
+@pytest.mark.gloo_only("compares its own collectives with pairs of ranks")
 def test_defaults() -> None:
     """Overlap is where bytes move while a rank computes: sockets, not the memory of one host."""
     comm = communicator_for("alone", torch.device("cpu"))

@@ -54,6 +54,7 @@ if how == "destroys its group":
 """
 
 
+@pytest.mark.gloo_only("about pairs of ranks")
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("how", ["destroys its group", "just ends"])
 def test_a_rank_leaves_right_after_its_last_step(how: str, stage: int, tmp_path: Path) -> None:
@@ -190,6 +191,7 @@ def drop_under_way(overlaps: bool) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.gloo_only("its ranks launch in another order")
 def test_what_is_dropped_under_way_harms_nobody() -> None:
     """The next optimizer of the group, and the next step, begin anew; the bits are the same."""
     for found, expected in zip(

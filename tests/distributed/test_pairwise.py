@@ -21,6 +21,8 @@ from shardfuse.comm.gloo.pairwise import PairwiseCommunicator
 from shardfuse.comm.process_group import ProcessGroupCommunicator
 from tests.support.harness import RanksFailedError, run_procs, run_threads
 
+pytestmark = pytest.mark.gloo_only("about pairs of ranks")
+
 CPU = torch.device("cpu")
 
 

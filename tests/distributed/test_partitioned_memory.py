@@ -105,6 +105,7 @@ def grown() -> float:
     return (resident("VmHWM") - before) / sum(param.nbytes for param in model.parameters())
 
 
+@pytest.mark.gloo_only("the stand-in copies what it carries")
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells the peak")
 @pytest.mark.parametrize("world_size", BOUNDS)
 def test_by_resident_memory(world_size: int) -> None:

@@ -311,6 +311,7 @@ def sparse_on_one() -> tuple[list[Tensor], list[Tensor]]:
     return results[0], results[1]
 
 
+@pytest.mark.gloo_only("an aborted communicator is of no more use")
 @pytest.mark.parametrize("repeat", range(2))
 def test_an_error_under_backward_reaches_all(repeat: int) -> None:
     """Both ranks hear of it; after zero_grad() training goes on as if it had not been."""

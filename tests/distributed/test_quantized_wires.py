@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfuse import ShardedAdam, ShardedAdamP, ShardedGradScaler, ShardedLamb, ShardedSGD
+from shardfuse.layout import PART_NBYTES, round_up
 from tests.distributed.test_overlap import OPTIMIZERS
 from tests.support.counting import counted
 from tests.support.harness import run_procs, run_threads
@@ -363,11 +364,13 @@ def count(sharding: dict[str, Any]) -> tuple[dict[str, int], int, int, int]:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_bytes_on_the_wire_and_in_memory(world_size: int, bits: int) -> None:
-    """bits / 8 an element, 4 for each block, and 8 for the checksum of each rank's part."""
+    """bits / 8 an element, 4 for each block, and 8 for the checksum of each rank's part, padded."""
     sharding = {"grad_sync_bits": 8, "param_sync_bits": bits}
     for nbytes, param_nbytes, state_nbytes, copy_nbytes in run_threads(world_size, count, sharding):
-        params = 64 * (BLOCK * bits // 8 + 4) + 8 * world_size
-        assert nbytes["reduce_scatter"] == 64 * (BLOCK + 4)
+        blocks = 64 // world_size
+        params = world_size * round_up(blocks * (BLOCK * bits // 8 + 4) + 8, PART_NBYTES)
+        grads = world_size * round_up(blocks * (BLOCK + 4), PART_NBYTES)
+        assert nbytes["reduce_scatter"] == grads
         assert nbytes["all_gather"] == params
         assert param_nbytes == copy_nbytes + params
         assert state_nbytes == copy_nbytes // world_size  # SGD has no others

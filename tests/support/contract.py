@@ -35,6 +35,7 @@ from tests.support.contract_terms import (
     ContractError,
     Terms,
     is_theirs,
+    misaligned_parts,
     overlap,
     reduction,
     refuse,
@@ -89,6 +90,7 @@ class Collectives:
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> ContractWork:
         refuse("all_gather", self.terms, output, input)
         uneven("all_gather", output, input, self.size())
+        misaligned_parts("all_gather", self.terms, input.nbytes)
         if overlap(output, input) and not is_theirs():
             raise ContractError(
                 "HCCL all_gather: sendBuf and recvBuf overlap; their addresses must differ."
@@ -104,6 +106,7 @@ class Collectives:
     ) -> ContractWork:
         refuse("reduce_scatter", self.terms, output, input)
         uneven("reduce_scatter", input, output, self.size())
+        misaligned_parts("reduce_scatter", self.terms, output.nbytes)
         opts = opts or dist.ReduceScatterOptions()
         name, function = reduction("reduce_scatter", opts.reduceOp, input)
 
@@ -122,6 +125,7 @@ class Collectives:
         if output.numel() != input.numel() or input.numel() % self.size():
             uneven("all_to_all", output, input, 1)
             uneven("all_to_all", input, input[: input.numel() // self.size()], self.size())
+        misaligned_parts("all_to_all", self.terms, input.nbytes // self.size())
         if len({*(output_splits or ()), *(input_splits or ())}) > 1:
             raise ContractError("HCCL all_to_all: uneven sizes are not supported.")
 

@@ -41,7 +41,7 @@ class Terms:
     devices: tuple[str, ...] = ("cpu",)
     align: int = 512
     modifies_input: bool = False
-    memory_mb: int = 4096
+    memory_mb: int = 12800
 
     @property
     def max_communicators(self) -> int:
@@ -60,7 +60,9 @@ def refuse(what: str, terms: Terms, *tensors: Tensor) -> None:
         if not tensor.is_contiguous():
             raise ContractError(f"HCCL {what}: Tensors must be contiguous.")
         offset = tensor.storage_offset() * tensor.element_size()
-        if tensor.numel() and offset % terms.align and not is_theirs():
+        # Storages of the CPU may begin anywhere, and flat buffers in them at a page of memory.
+        is_aligned = offset % terms.align == 0 or tensor.data_ptr() % terms.align == 0
+        if tensor.numel() and not is_aligned and not is_theirs():
             raise ContractError(
                 f"HCCL {what}: a tensor begins {offset} bytes into its storage, which is not a "
                 f"multiple of {terms.align}: byte misalignment."
@@ -97,6 +99,18 @@ def reduction(what: str, op: Any, tensor: Tensor) -> tuple[str, Callable[[Tensor
 
 
 _NOT_HAD = ("AVG", "PREMUL_SUM", "BAND", "BOR", "BXOR")
+
+
+def misaligned_parts(what: str, terms: Terms, part_nbytes: int) -> None:
+    """Raise where parts of large messages do not begin at aligned addresses."""
+    if part_nbytes >= _LARGE_NBYTES and part_nbytes % terms.align and not is_theirs():
+        raise ContractError(
+            f"HCCL {what}: parts of {part_nbytes} bytes are not multiples of {terms.align}: "
+            "byte misalignment."
+        )
+
+
+_LARGE_NBYTES = 8192
 
 
 def uneven(what: str, larger: Tensor, smaller: Tensor, world_size: int) -> None:
