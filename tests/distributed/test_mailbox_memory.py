@@ -22,7 +22,7 @@ from tests.support.harness import run_procs
 
 pytestmark = [
     pytest.mark.timeout(120),
-    pytest.mark.gloo_only("about memory that ranks of one host read"),
+    pytest.mark.gloo_only("about memory that ranks read"),
 ]
 
 CPU = torch.device("cpu")

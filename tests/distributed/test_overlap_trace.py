@@ -13,7 +13,7 @@ from tests.support.harness import run_procs
 
 pytestmark = [
     pytest.mark.timeout(120),
-    pytest.mark.gloo_only("about pairs of ranks, which overlap in any order"),
+    pytest.mark.gloo_only("about pairs of ranks"),
 ]
 
 LAYERS = 8

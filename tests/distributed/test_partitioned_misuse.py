@@ -38,6 +38,7 @@ def on_ranks(body: Callable[[Sums, Any, int], Any], world_size: int = 2) -> list
         model, rank = Sums(), dist.get_rank()
         optimizer = make(model)
         model(seed_of(rank, 0)).backward()
+        dist.barrier()  # a forward of one thread would put the params of both back
         return body(model, optimizer, rank)
 
     return run_threads(world_size, run)
