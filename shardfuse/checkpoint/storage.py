@@ -253,7 +253,10 @@ def metadata_of(parts: Iterable[Part], others: Mapping[str, Kind] | None = None)
                 index = MetadataIndex(item.key, offsets)
                 kinds[item.key].chunks.append(ChunkStorageMetadata(offsets, sizes))
             storage[index] = _StorageInfo(item.file, item.start, item.length)
-    return Metadata(kinds, planner_data=paths, storage_data=storage, version="1.0.0")
+    metadata = Metadata(kinds, planner_data=paths, storage_data=storage)
+    if hasattr(metadata, "version"):  # not in torch 2.7
+        metadata.version = "1.0.0"
+    return metadata
 
 
 def _whole(kind: Kind) -> Any:
