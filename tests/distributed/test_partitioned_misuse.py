@@ -38,8 +38,9 @@ def on_ranks(body: Callable[[Sums, Any, int], Any], world_size: int = 2) -> list
     def run() -> Any:
         model, rank = Sums(), dist.get_rank()
         optimizer = make(model)
-        model(seed_of(rank, 0)).backward()
-        dist.barrier()  # a forward of one thread would put the params of both back
+        loss = model(seed_of(rank, 0))
+        dist.barrier()  # a forward of one thread puts the params of both back
+        loss.backward()
         return body(model, optimizer, rank)
 
     return run_threads(world_size, run)
