@@ -59,7 +59,7 @@ def test_type_checkers_find_an_editable_install(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    assert 'Revealed type is "float"' in result.stdout.replace("builtins.", ""), result.stdout
+    assert 'Revealed type is "float |' in result.stdout.replace("builtins.", ""), result.stdout
     assert "import-untyped" not in result.stdout
     assert "import-not-found" not in result.stdout
     assert 'incompatible type "str"; expected "int"' in result.stdout
