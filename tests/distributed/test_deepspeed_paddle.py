@@ -306,6 +306,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_procs(runs.WORLD, look, str(folder), timeout=TIMEOUT)
 
 
+@pytest.mark.gloo_only("counts what gloo is given, by the dispatcher")
 def test_a_clip_by_norm_is_one_small_all_reduce_a_group(seen: list[dict[str, Any]]) -> None:
     """One float a tensor for ClipGradByNorm, one a group for ClipGradByGlobalNorm, else none."""
     for counts in (rank["all-reduces"] for rank in seen):

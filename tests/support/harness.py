@@ -1,4 +1,6 @@
-"""Run a function on every rank of a small world: as threads, or as real gloo processes.
+"""Run a function on every rank of a small world: as threads, or as real processes.
+
+`pytest --backend` says what joins them: gloo (threads: torch's threaded group), or contract.py.
 
 The only place in the tests that uses private torch API (the threaded process group).
 
