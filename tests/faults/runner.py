@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from tests.faults.programs import GROUP_TIMEOUT_S, OPTIMIZERS, Job
 from tests.faults.table import FAULTS, Fault
+from tests.support import contract
 from tests.support.harness import PRELOADED
 
 _LIMIT_S = 40.0
@@ -121,7 +122,7 @@ def _rank_main(rank: int, name: str, setting: Setting, store_file: str, pipe: An
     code = 0
     try:
         dist.init_process_group(
-            "gloo",
+            contract.ready(),
             rank=rank,
             world_size=setting.world_size,
             store=dist.FileStore(store_file, setting.world_size),

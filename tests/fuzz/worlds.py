@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from tests.fuzz.program import Program
+from tests.support import contract
 
 # Of the process group: longer than any rank may be late on a busy machine.
 GROUP_TIMEOUT_S = 30.0
@@ -121,7 +122,7 @@ def _serve(
     torch.set_num_threads(1)
     if size > 1:
         dist.init_process_group(
-            "gloo",
+            contract.ready(),
             rank=rank,
             world_size=size,
             store=dist.FileStore(store_file, size),
