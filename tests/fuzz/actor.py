@@ -131,7 +131,9 @@ class Actor(Job):
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
         flat = torch.cat([p.grad.double().flatten() for p in params])  # type: ignore[union-attr]
-        dist.all_reduce(flat)
+        parts = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, flat)  # HCCL adds no fp64 up
+        flat = torch.stack(parts).sum(dim=0)
         flat /= self.program.world
         for param, mean in zip(params, flat.split([p.numel() for p in params]), strict=True):
             assert param.grad is not None
