@@ -1,13 +1,11 @@
-"""The ranks of a run: device, process group, decisions and errors in common, sums, stopping."""
+"""The ranks of a run: device, process group, decisions and errors in common, sums."""
 
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -225,26 +223,3 @@ def _merged(answers: Sequence[Answer]) -> Answer:
         is_all = len(ranks) == len(answers)
         errors.append(error if is_all else f"{error} (rank {shown}{more})")
     return {"error": "; ".join(errors)}
-
-
-class StopRequest:
-    """Notes SIGINT and SIGTERM, so that the run can save and stop between two steps.
-
-    A terminal's Ctrl-C reaches a rank twice, once directly and once through the launcher, so
-    further signals change nothing; SIGKILL remains for a run that does not answer.
-    """
-
-    def __init__(self) -> None:
-        self.is_requested = False
-        self._previous = {
-            number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)
-        }
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.is_requested = True
-
-    def restore(self) -> None:
-        """Put the earlier handlers back."""
-        with suppress(ValueError):
-            for number, handler in self._previous.items():
-                signal.signal(number, handler)

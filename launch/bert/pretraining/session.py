@@ -14,9 +14,10 @@ from pretraining.launch import Launch
 from pretraining.metrics import Record, read_records
 from pretraining.plan import make_plan, say
 from pretraining.prepared import PreparedCorpus
-from pretraining.ranks import Ranks, StopRequest
+from pretraining.ranks import Ranks
 from pretraining.rundir import CONFIG_FILE, RunLock
 from pretraining.training import METRICS_FILE, Trainer
+from shardfuse.training.job import Signals
 
 CURVES_FILE = "loss.png"
 
@@ -37,7 +38,10 @@ def run(argv: Sequence[str], launch: Launch) -> None:
 
 
 def _train(config: RunConfig, ranks: Ranks, corpus: PreparedCorpus, started: float) -> None:
-    stop = StopRequest()
+    # A terminal's Ctrl-C reaches a rank twice, directly and through the launcher: noting both is
+    # harmless. SIGKILL remains for a run that does not answer.
+    stop = Signals((signal.SIGINT, signal.SIGTERM))
+    stop.take()
     trainer = Trainer(config, ranks, corpus)
     tell = say if ranks.launch.is_main else _keep_silent
     first_step = trainer.checkpoints.load_latest(tell) if config.resume else 0

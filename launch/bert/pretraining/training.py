@@ -16,9 +16,10 @@ from pretraining.metrics import Record, Report
 from pretraining.model import build_model, loss_sums
 from pretraining.optimizers import build_optimizer, clips_itself, lr_at, set_lr
 from pretraining.prepared import PreparedCorpus
-from pretraining.ranks import Ranks, StopRequest
+from pretraining.ranks import Ranks
 from pretraining.samples import IGNORED_LABEL, Batch, SampleStream
 from shardfuse import ShardedGradScaler
+from shardfuse.training.job import Signals
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 METRICS_FILE = "metrics.jsonl"
@@ -58,12 +59,12 @@ class Trainer:
         # Of rank 0, while it runs.
         self._report: Report | None = None
 
-    def run(self, first_step: int, stop: StopRequest) -> int:
+    def run(self, first_step: int, stop: Signals) -> int:
         """Train from `first_step` on; return how many steps are finished when it stops."""
         with self.checkpoints.saving():
             return self._run(first_step, stop)
 
-    def _run(self, first_step: int, stop: StopRequest) -> int:
+    def _run(self, first_step: int, stop: Signals) -> int:
         config = self.config
         self.ranks.once(lambda: self._open_report(first_step))
         saved_step = first_step
@@ -107,14 +108,14 @@ class Trainer:
         first = self.ranks.launch.rank * share
         return self.stream.batch(step, range(first, first + share))
 
-    def _agree(self, batch: Batch, stop: StopRequest) -> tuple[int, bool]:
+    def _agree(self, batch: Batch, stop: Signals) -> tuple[int, bool]:
         """Return the masked tokens of the global batch, and whether any rank is to stop.
 
         A report that cannot be written is a reason to save and stop too, while that is possible.
         """
         num_masked = int((batch.labels != IGNORED_LABEL).sum())
         has_fault = self._report is not None and self._report.fault is not None
-        values = torch.tensor([num_masked, stop.is_requested or has_fault], dtype=torch.float32)
+        values = torch.tensor([num_masked, stop.is_noted or has_fault], dtype=torch.float32)
         total, num_requests = self.ranks.sum_(values.to(self.ranks.device)).tolist()
         return max(1, int(total)), num_requests > 0
 
