@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import mmap
 import operator
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -60,6 +61,23 @@ def _ask_for_huge_pages(memory: torch.Tensor) -> None:
         start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         stop = (memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         _madvise(start, stop - start, mmap.MADV_HUGEPAGE)
+
+
+_PLAIN_FORMATS = {-1: "UNDEFINED", 0: "NCHW", 1: "NHWC", 2: "ND", 27: "NDHWC", 30: "NCDHW"}
+_PLAIN_FORMATS |= {35: "NC", 47: "NCL"}
+"""Of torch_npu.Format: elements lie as sizes and strides say. In others (NZ, ...) they do not."""
+
+
+def internal_format(tensor: torch.Tensor) -> int | None:
+    """Return the number of the internal format in which an NPU holds ``tensor``, None if plain.
+
+    (Not run on hardware.) Nobody has a tensor on an NPU without torch_npu being imported.
+    """
+    torch_npu = sys.modules.get("torch_npu")
+    if tensor.device.type != "npu" or torch_npu is None:
+        return None
+    number = int(torch_npu.get_npu_format(tensor))
+    return None if number in _PLAIN_FORMATS else number
 
 
 def lie_at(tensors: Iterable[torch.Tensor], addresses: Iterable[int]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,9 +16,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 from shardfuse.comm.base import Communicator, Handle, Labelled, PartsHandle, Progress, ReduceOp
 from shardfuse.comm.board import Board
 from shardfuse.comm.calls import digest
-from shardfuse.comm.staging import PartsInFlight, Staging
+from shardfuse.comm.staging import PartsInFlight, Staging, WorkHandle, put_back
 from shardfuse.comm.traits import traits_of
 from shardfuse.comm.watch import Watch
+
+logger = logging.getLogger("shardfuse")
 
 _UNBLOCK_TAG = 0x5EFFFFFF
 """Of a message that nobody sends."""
@@ -33,41 +35,6 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or getattr(
 all_gather_single = getattr(dist, "all_gather_single", None) or getattr(
     dist, "all_gather_into_tensor", None
 )
-
-
-class WorkHandle:
-    """Works of torch, waited for once, that keep their tensors alive until then."""
-
-    def __init__(self, watch: Watch | None, works: Sequence[Any], *tensors: torch.Tensor) -> None:
-        self._watch = watch
-        self._works = works
-        self._tensors: tuple[torch.Tensor, ...] = tensors
-
-    def wait(self) -> None:
-        # Never polled: gloo fills the output of a reduce-scatter inside wait().
-        works, self._works = self._works, ()
-        for work in works:
-            if self._watch is None:
-                work.wait()
-            else:
-                self._watch.wait(work)
-        self._tensors = ()
-
-    def joined(self, works: Sequence[Any], *tensors: torch.Tensor) -> WorkHandle:
-        """Return this handle, of ``works`` as well."""
-        self._works = [*self._works, *works]
-        self._tensors += tensors
-        return self
-
-    def __del__(self) -> None:
-        if self._works:
-            _unfinished.append((self._works, self._tensors))
-
-
-_unfinished: list[Any] = []
-"""What was dropped under way. gloo breaks a connection over which more comes for such a message."""
-
-atexit.register(_unfinished.clear)
 
 
 class _Post(NamedTuple):
@@ -172,6 +139,7 @@ class ProcessGroupCommunicator:
         self._group_ref: weakref.ref[Any] = weakref.ref(group)
         self.backend = backend_for(group, device)
         self._traits = traits_of(self.backend)
+        self._changes_inputs = self._traits.changes_inputs
         if within is None:
             self._board, self._watch = _post_of(group, device, self.backend)
         else:
@@ -220,40 +188,15 @@ class ProcessGroupCommunicator:
     def _confirm(self) -> None:
         """Have the ranks compare what they declared, where messages cannot tell."""
         if self._traits.aborts_on_mismatch:
-            self._compare()
+            _compare_by_messages(self)
         else:
             self._board.confirm()
-
-    def _compare(self) -> None:
-        """Compare the present call with the neighbours', by a message of 8 bytes to the next one.
-
-        Not through the store, which knows nothing of a neighbour that has ended.
-
-        Raises:
-            PeerError: the calls differ, or a rank cannot be reached.
-        """
-        call = self._board.present
-        if call.is_confirmed:
-            return
-        call.num_confirmed += 1  # a call may be declared anew after its first collectives
-        mine = torch.tensor([call.digest])
-        theirs = torch.empty_like(mine)
-        tag = _COMPARE_TAGS | digest(f"{call.number} {call.num_confirmed}") % (1 << 24)
-        before, after = ((self.rank + step) % self.world_size for step in (-1, 1))
-        works = [
-            self._launch(dist.irecv, theirs, group_src=before, tag=tag),
-            self._launch(dist.isend, mine, group_dst=after, tag=tag),
-        ]
-        WorkHandle(self._watch, works, mine, theirs).wait()
-        if int(theirs) != call.digest:
-            self._board.resolve(self._board_ranks[before])
-        call.is_confirmed = True
 
     def _note(self, kind: str, tensor: torch.Tensor) -> None:
         """Count a collective of the backend's own, which must be alike on all ranks."""
         self._board.present.note(kind, tensor.numel(), tensor.dtype)
         if self._traits.aborts_on_mismatch:
-            self._compare()
+            _compare_by_messages(self)
         elif self._watch is not None and not self._board.present.is_confirmed:
             _compare_by_reduction(self, self._watch, tensor.device)
 
@@ -294,12 +237,14 @@ class ProcessGroupCommunicator:
         is_summed: bool = True,
     ) -> PartsHandle:
         assert reduce_scatter_single is not None
+        if is_summed and self._changes_inputs is None:
+            return self._first_reduce_scatter(input, into, slot=slot, label=label)
         if into is None:
             numel = input.numel() // self.world_size if is_summed else input.numel()
             into = self._staged("receive", slot, numel, input)
         if label is None:
             self._note("reduce_scatter" if is_summed else "all_to_all", input)
-        if is_summed and self._traits.changes_inputs:
+        if is_summed and self._changes_inputs:
             input = self._staged("send", slot, input.numel(), input).copy_(input)
         sending = self._board.begin_sending(label)
         function = reduce_scatter_single if is_summed else dist.all_to_all_single
@@ -311,6 +256,20 @@ class ProcessGroupCommunicator:
         parts = into.chunk(self.world_size)
         order = [(self.rank - distance) % len(parts) for distance in range(len(parts))]
         return PartsInFlight(handle, tuple(parts[rank] for rank in order), sending)
+
+    def _first_reduce_scatter(self, input: torch.Tensor, *args: Any, **options: Any) -> PartsHandle:
+        """Find out by it whether inputs are left as they are, and put this one back if not."""
+        self._changes_inputs, kept = False, input.clone()
+        arrived = self.reduce_scatter(input, *args, **options)
+        arrived.wait()
+        self._changes_inputs = put_back(input, kept)
+        if self._changes_inputs:
+            logger.warning(
+                "%s changes what it reduce-scatters (zero-copy): gradients are copied before they "
+                "are sent from now on, which takes a bucket's memory.",
+                self.backend,
+            )
+        return arrived
 
     def expect(self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0) -> None:
         """Do nothing: backends make room for what arrives by themselves."""
@@ -343,6 +302,33 @@ class ProcessGroupCommunicator:
         global_src = dist.get_global_rank(self._live_group(), src)
         work = self._launch(dist.broadcast, tensor, global_src, async_op=True)
         return WorkHandle(self._watch, [work], tensor)
+
+
+def _compare_by_messages(comm: ProcessGroupCommunicator) -> None:
+    """Compare the present call with the neighbours', by a message of 8 bytes to the next one.
+
+    Not through the store, which knows nothing of a neighbour that has ended.
+
+    Raises:
+        PeerError: the calls differ, or a rank cannot be reached.
+    """
+    board, rank = comm._board, comm.rank
+    call = board.present
+    if call.is_confirmed:
+        return
+    call.num_confirmed += 1  # a call may be declared anew after its first collectives
+    mine = torch.tensor([call.digest])
+    theirs = torch.empty_like(mine)
+    tag = _COMPARE_TAGS | digest(f"{call.number} {call.num_confirmed}") % (1 << 24)
+    before, after = ((rank + step) % comm.world_size for step in (-1, 1))
+    works = [
+        comm._launch(dist.irecv, theirs, group_src=before, tag=tag),
+        comm._launch(dist.isend, mine, group_dst=after, tag=tag),
+    ]
+    WorkHandle(comm._watch, works, mine, theirs).wait()
+    if int(theirs) != call.digest:
+        board.resolve(comm._board_ranks[before])
+    call.is_confirmed = True
 
 
 def _compare_by_reduction(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import atexit
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
 from shardfuse.comm.base import Handle, Parts
+from shardfuse.comm.watch import Watch
 
 
 class Staging:
@@ -28,6 +31,41 @@ class Staging:
         if buffer is None or buffer.numel() < numel:
             buffer = self._buffers[key] = like.new_empty(numel)
         return buffer[:numel]
+
+
+class WorkHandle:
+    """Works of torch, waited for once, that keep their tensors alive until then."""
+
+    def __init__(self, watch: Watch | None, works: Sequence[Any], *tensors: torch.Tensor) -> None:
+        self._watch = watch
+        self._works = works
+        self._tensors: tuple[torch.Tensor, ...] = tensors
+
+    def wait(self) -> None:
+        # Never polled: gloo fills the output of a reduce-scatter inside wait().
+        works, self._works = self._works, ()
+        for work in works:
+            if self._watch is None:
+                work.wait()
+            else:
+                self._watch.wait(work)
+        self._tensors = ()
+
+    def joined(self, works: Sequence[Any], *tensors: torch.Tensor) -> WorkHandle:
+        """Return this handle, of ``works`` as well."""
+        self._works = [*self._works, *works]
+        self._tensors += tensors
+        return self
+
+    def __del__(self) -> None:
+        if self._works:
+            _unfinished.append((self._works, self._tensors))
+
+
+_unfinished: list[Any] = []
+"""What was dropped under way. gloo breaks a connection over which more comes for such a message."""
+
+atexit.register(_unfinished.clear)
 
 
 class PartsInFlight:
@@ -54,6 +92,15 @@ class PartsInFlight:
         with self._while_waiting():
             self._handle.wait()
         return self._parts
+
+
+def put_back(input: torch.Tensor, kept: torch.Tensor) -> bool:
+    """Return whether ``input`` has other bits than ``kept``, which it gets back. Stops the host."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[input.itemsize]  # NaN equals itself
+    is_changed = not torch.equal(input.view(bits), kept.view(bits))
+    if is_changed:
+        input.copy_(kept)
+    return is_changed
 
 
 def add_up(parts: Parts, into: torch.Tensor) -> None:

@@ -22,8 +22,8 @@ class BackendTraits:
     compares_collectives: bool = False
     """It raises where ranks launch different ones."""
 
-    changes_inputs: bool = False
-    """A reduce-scatter may leave anything in its input."""
+    changes_inputs: bool | None = False
+    """A reduce-scatter leaves anything in its input; None: not known before the first has run."""
 
 
 _TRAITS = {
@@ -31,10 +31,13 @@ _TRAITS = {
     "nccl": BackendTraits(in_place_all_gather=True),
     # Its documents can be read as forbidding overlap of send and receive buffers: it gets a staged
     # copy until the in-place form has been run on hardware. EI0005 is its word for a mismatch.
-    "hccl": BackendTraits(in_place_all_gather=False, compares_collectives=True),
+    # Zero-copy is TORCH_HCCL_ZERO_COPY's to turn on, and beta: it is looked for without that, too.
+    "hccl": BackendTraits(
+        in_place_all_gather=False, compares_collectives=True, changes_inputs=None
+    ),
 }
 
-_CAUTIOUS = BackendTraits(in_place_all_gather=False)
+_CAUTIOUS = BackendTraits(in_place_all_gather=False, changes_inputs=None)
 """Of a backend that is not listed."""
 
 

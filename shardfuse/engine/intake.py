@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfuse.buffers import internal_format
 from shardfuse.config import ShardConfig
 from shardfuse.layout import ITEMSIZE, ParamSpec, dense_stride
 from shardfuse.rules import Member, UpdateRule
@@ -51,7 +52,7 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
     Raises:
         ValueError: a hyper-parameter is out of range, parameters share memory, or live on several
             devices.
-        TypeError: a parameter is not a dense fp32, fp16 or bf16 tensor.
+        TypeError: a parameter is not a dense fp32, fp16 or bf16 tensor, or in an internal format.
     """
     common_device(groups)
     added: list[tuple[Tensor, ParamSpec]] = []
@@ -175,6 +176,14 @@ def _check(param: Tensor, name: str) -> None:
         raise TypeError(
             "Fused optimizer's parameters must be either float32, float16 or bfloat16, but "
             f"received {param.dtype} ({name}). Convert the model, e.g. with model.float()."
+        )
+    number = internal_format(param)
+    if number is not None:
+        raise TypeError(
+            f"Parameter {name} has Ascend's internal format {number}, in which elements do not lie "
+            "as its sizes and strides say. Set torch.npu.config.allow_internal_format = False "
+            "before the model is built, or convert the parameter: "
+            "p.data = torch_npu.npu_format_cast(p.data, 2)."
         )
 
 

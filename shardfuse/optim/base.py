@@ -69,7 +69,8 @@ class ShardedOptimizer(Clipped):
 
     Raises:
         ValueError: a hyper-parameter out of range, or ranks that disagree.
-        TypeError: a parameter that is not a dense fp32, fp16 or bf16 tensor.
+        TypeError: a parameter that is not a dense fp32, fp16 or bf16 tensor, or in an internal
+            format of an NPU.
         RuntimeError: another rank failed to build the optimizer.
     """
 

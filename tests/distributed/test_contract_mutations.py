@@ -7,7 +7,9 @@ passes, with and without zero-copy.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -52,9 +54,9 @@ def train(rank: int, world_size: int) -> Outcome:
         model(batch).square().mean().backward()
         before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
-    after = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    for mine, theirs in zip(before, after, strict=True):
-        assert torch.equal(mine, theirs), "p.grad was changed by step()"
+        after = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        for mine, theirs in zip(before, after, strict=True):
+            assert torch.equal(mine, theirs), "p.grad was changed by step()"
     return Outcome([p.detach().clone() for p in model.parameters()], after)
 
 
@@ -285,6 +287,28 @@ def expected() -> Outcome:
 def test_what_is_not_mutated(backend: str, expected: Outcome) -> None:
     """The library keeps to the contract, and to the reference."""
     assert is_same(run_procs(2, train_mutated, None, backend=backend), expected)
+
+
+def train_on_hidden_zero_copy() -> tuple[Outcome, list[str]]:
+    """Train where inputs are changed although no variable says so; return what was logged, too."""
+    group: Any = dist.group.WORLD
+    group.terms = replace(group.terms, modifies_input=True)
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardfuse").addHandler(handler)
+    return train(dist.get_rank(), dist.get_world_size()), told
+
+
+def test_zero_copy_that_nobody_told_of(expected: Outcome) -> None:
+    """The first reduce-scatter finds out: no step changes p.grad, and a warning says it, once."""
+    results = run_procs(2, train_on_hidden_zero_copy, backend=PLAIN)
+    assert is_same([outcome for outcome, _ in results], expected)
+    for _, told in results:
+        assert [text for text in told if "zero-copy" in text] == [
+            "hccl changes what it reduce-scatters (zero-copy): gradients are copied before they "
+            "are sent from now on, which takes a bucket's memory."
+        ]
 
 
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)

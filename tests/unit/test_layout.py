@@ -21,9 +21,9 @@ def make_spec(name: str, shape: tuple[int, ...], **changes: Any) -> ParamSpec:
     return replace(spec, **changes)
 
 
-def random_specs(rng: random.Random, num_params: int) -> list[ParamSpec]:
+def random_specs(rng: random.Random, num_params: int, device: str | None = None) -> list[ParamSpec]:
     numels = [0, 1, 3, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 7, 12_345]
-    device = rng.choice(["cpu", "npu:0"])
+    device = device or rng.choice(["cpu", "npu:0"])
     return [
         make_spec(
             f"p{index}",
@@ -37,10 +37,10 @@ def random_specs(rng: random.Random, num_params: int) -> list[ParamSpec]:
     ]
 
 
-def random_layout(seed: int) -> FlatLayout:
+def random_layout(seed: int, device: str | None = None) -> FlatLayout:
     rng = random.Random(seed)
     return FlatLayout.build(
-        random_specs(rng, rng.randrange(1, 12)),
+        random_specs(rng, rng.randrange(1, 12), device),
         world_size=rng.choice([1, 2, 3, 4, 7, 8, 16]),
         bucket_nbytes=rng.choice([1, 1 << 14, 1 << 16, 25 << 20]),
         grain="block" if rng.random() < 0.5 else "element",
@@ -98,6 +98,19 @@ def test_slots_follow_one_another() -> None:
                 start = slot.start + round_up(slot.numel, align)
                 assert slot.stop == start
         assert layout.align == min(flat.align for flat in layout.flats)
+
+
+@pytest.mark.parametrize("device", ["npu:0", "cuda:0", "a new one"])
+def test_accelerators_get_multiples_of_512_bytes(device: str) -> None:
+    """Slots, buckets and shards begin at them, in the param's dtype and in fp32 as states are."""
+    for seed in SEEDS:
+        layout = random_layout(seed, device)
+        for flat in layout.flats:
+            for itemsize in (ITEMSIZE[flat.dtype], ITEMSIZE["float32"]):
+                starts = [slot.start for slot in flat.slots]
+                for bucket in flat.buckets:
+                    starts += range(bucket.start, bucket.start + bucket.numel, bucket.shard_numel)
+                assert all(start * itemsize % 512 == 0 for start in starts)
 
 
 def test_buckets_tile_the_flats() -> None:

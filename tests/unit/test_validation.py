@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from shardfuse import (
     ShardedRMSpropTF,
     ShardedSGD,
 )
+from shardfuse.buffers import internal_format
 from tests.support.upstream import CLASSES, NOT_IN_GROUPS
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
@@ -261,3 +264,31 @@ def test_sharding_as_dict() -> None:
     with pytest.raises(AttributeError):
         config.bucket_cap_mb = 7  # type: ignore[misc]
     assert "bucket_cap_mb=5" in repr(config)
+
+
+class OnNpu(torch.nn.Parameter):
+    """A parameter that says of itself that an NPU holds it."""
+
+    device = property(lambda self: SimpleNamespace(type="npu"))  # type: ignore[assignment]
+
+
+def with_format(number: int) -> Any:
+    return SimpleNamespace(get_npu_format=lambda tensor: number)
+
+
+def test_internal_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter that an NPU holds as 16 x 16 tiles is refused in words that name the fix."""
+    named = [("head.weight", OnNpu(torch.ones(16, 16)))]
+    monkeypatch.setitem(sys.modules, "torch_npu", with_format(29))
+    with pytest.raises(TypeError, match=r"head\.weight.* format 29.*allow_internal_format = False"):
+        ShardedSGD(named, 0.1)
+
+
+def test_formats_that_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ND, what gives others their names on an NPU, and whatever is elsewhere are taken."""
+    for number, format in ((2, None), (0, None), (29, 29), (3, 3), (51, 51)):
+        monkeypatch.setitem(sys.modules, "torch_npu", with_format(number))
+        assert internal_format(OnNpu(torch.ones(3))) == format
+        assert internal_format(torch.ones(3)) is None
+    monkeypatch.delitem(sys.modules, "torch_npu")
+    assert internal_format(OnNpu(torch.ones(3))) is None

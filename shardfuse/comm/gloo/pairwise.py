@@ -30,8 +30,8 @@ from shardfuse.comm.base import Handle, Labelled, PartsHandle, Progress, ReduceO
 from shardfuse.comm.calls import digest
 from shardfuse.comm.gloo import mailbox, memory
 from shardfuse.comm.gloo.mailbox import DONE, READY, SLOTS, Mailbox
-from shardfuse.comm.process_group import ProcessGroupCommunicator, WorkHandle
-from shardfuse.comm.staging import PartsInFlight
+from shardfuse.comm.process_group import ProcessGroupCommunicator
+from shardfuse.comm.staging import PartsInFlight, WorkHandle
 
 logger = logging.getLogger("shardfuse")
 
