@@ -210,7 +210,8 @@ def load(
 
     Every rank reads its part, after it has compared its digests. Where anything is damaged, on any
     rank, all raise and nothing has changed. What is read must be there. A checkpoint may have more
-    than ``state``, but not more of a module or an optimizer than that has.
+    than ``state``, but not more of a module or an optimizer than that has. Where one of the
+    caller's own load_state_dict() raises on any rank, all do, with models and optimizers loaded.
 
     Args:
         state: as of save(). Objects are loaded in place, values are replaced in this dict.
@@ -235,7 +236,10 @@ def load(
             advice = whole_beside(ranks, source) if look_beside else ""
             raise DamagedCheckpoint(damage.faults, advice) from error
         assert read is not None
-        state.update(read.finish())
+        read.finish()
+        values, error = tried(read.take_values)
+        ranks.agree(error)
+        state.update(values or {})
     return read.manifest.info
 
 
@@ -308,10 +312,15 @@ class _Loading:
                 "is of; torch.distributed.checkpoint.load() loads parts of it."
             )
 
-    def finish(self) -> dict[str, Any]:
-        """Have everything take over what is read; return plain values. Collective."""
+    def finish(self) -> None:
+        """Have modules and optimizers take over what is read. Collective."""
         with torch.no_grad():
             self._rest.read()
             self._held.fill_lacking(self._saved)
             self._last.read()
-            return self._held.take(self._checked, self._filled)
+            self._held.take(self._checked, self._filled)
+
+    def take_values(self) -> dict[str, Any]:
+        """Have all else take it over; return plain values. Local."""
+        with torch.no_grad():
+            return self._held.take_values(self._checked)

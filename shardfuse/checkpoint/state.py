@@ -203,25 +203,37 @@ class TrainingState:
         for key, parts in self.parts.items():
             parts.check(checked[key])
 
-    def take(self, checked: Mapping[str, Any], filled: Mapping[str, Any]) -> dict[str, Any]:
-        """Have all objects take over what was read; return the values that have no such method.
+    def take(self, checked: Mapping[str, Any], filled: Mapping[str, Any]) -> None:
+        """Have the optimizers take over what was read. Collective: parameters go to all ranks."""
+        for key, parts in self.parts.items():
+            parts.publish()
+            parts.take({**filled[key], **checked[key]})
 
-        Collective: parameters go to all ranks.
+    def take_values(self, checked: Mapping[str, Any]) -> dict[str, Any]:
+        """Have all else take it over; return the values that have no method for that. Local.
+
+        Raises:
+            CheckpointError: such a method has raised.
         """
-        values = {}
-        for key, value in self.objects.items():
-            if key in self.parts:
-                self.parts[key].publish()
-                self.parts[key].take({**filled[key], **checked[key]})
-            elif isinstance(value, nn.Module):
-                _set_extra_state(_unwrapped(value), checked[key])
-            elif isinstance(value, PerRank):
-                self._take_own(value, checked[key])
-            elif hasattr(value, "load_state_dict"):
-                value.load_state_dict(checked[key])
-            else:
-                values[key] = checked[key]
+        values: dict[str, Any] = {}
+        for key in (key for key in self.objects if key not in self.parts):
+            try:
+                self._take_value(key, checked[key], values)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise CheckpointError(f"state[{key!r}] cannot be loaded: {reason}") from error
         return values
+
+    def _take_value(self, key: str, checked: Any, values: dict[str, Any]) -> None:
+        value = self.objects[key]
+        if isinstance(value, nn.Module):
+            _set_extra_state(_unwrapped(value), checked)
+        elif isinstance(value, PerRank):
+            self._take_own(value, checked)
+        elif hasattr(value, "load_state_dict"):
+            value.load_state_dict(checked)
+        else:
+            values[key] = checked
 
     def _params(self, *, to_write: bool) -> dict[int, Tensor]:
         """Return {id of a parameter: this rank's part of it} of all optimizers."""

@@ -22,6 +22,7 @@ import torch
 
 from shardfuse.checkpoint import CheckpointError, Checkpoints, PerRank
 from shardfuse.checkpoint.ranks import Ranks, tried
+from shardfuse.comm import Communicator
 from shardfuse.training.lock import FolderInUse, FolderLock
 from shardfuse.training.random_state import RandomState
 
@@ -44,6 +45,8 @@ class Job:
     * One of ``signals`` on any rank stops all ranks two steps later, after the same step.
     * The random numbers of every rank go on as they were; at another number of ranks they begin
       anew, which a warning tells.
+    * Where one rank leaves by an error, the others do not wait for it: each raises PeerError, which
+      quotes it.
 
     Args:
         folder: of this run's checkpoints alone, in a file system that all ranks see.
@@ -83,6 +86,8 @@ class Job:
         self._state, self._save_every, self._beside_training = state, save_every, beside_training
         self._group = process_group
         self._lock, self._signals = FolderLock(), Signals(signals)
+        self._comm: Communicator
+        self._epoch = 0
         self._ends: list[torch.Event] = []  # of steps that the device may not have finished
 
     def __enter__(self) -> Job:
@@ -92,11 +97,14 @@ class Job:
             error = tried(self._take_folder)[1] if ranks.comm.rank == 0 else None
             ranks.agree(error)
         self._stop = StopTogether(ranks, str(folder))
-        saved = self._saved()
-        self.step = self.checkpoints.load_latest(saved) or 0
-        for key in self._state:
-            self._state[key] = saved[key]
+        self._comm = ranks.comm
+        try:
+            self._load()
+        except BaseException:
+            self._lock.release()
+            raise
         self._signals.take()
+        self._epoch = self._comm.epoch
         return self
 
     def __exit__(
@@ -107,6 +115,10 @@ class Job:
     ) -> None:
         self._signals.give_back()
         self._lock.release()
+        if error is not None and self._comm.epoch == self._epoch:
+            # The others may wait in a step() that this rank will not make.
+            with suppress(type(error)), self._comm.call("the loop of a Job"):
+                raise error
 
     def steps(self, num_steps: int) -> Iterator[int]:
         """Yield the number of each step that is left of ``num_steps``, counted from 0. Collective.
@@ -119,6 +131,7 @@ class Job:
         """
         saved_at = self.step
         while self.step < num_steps and not self.is_stopped:
+            self._epoch = self._comm.epoch  # it changes where all have heard of an error
             yield self.step
             self.step += 1
             self._keep_step_with_device()
@@ -139,6 +152,12 @@ class Job:
         except FolderInUse as error:
             text = f"{error}; wait for that job to end, or name another folder."
             raise CheckpointError(text) from error
+
+    def _load(self) -> None:
+        saved = self._saved()
+        self.step = self.checkpoints.load_latest(saved) or 0
+        for key in self._state:
+            self._state[key] = saved[key]
 
     def _saved(self) -> dict[str, Any]:
         """Return what a checkpoint has: the state, and the random numbers."""

@@ -252,7 +252,7 @@ MUTATIONS: dict[Callable[[], None], tuple[str, str]] = {
     other_count_on_a_rank: (PLAIN, "EI0005|collective 1 of rank"),
     other_op_on_a_rank: (PLAIN, "EI0005|by max"),
     strided_norms: (PLAIN, "Tensors must be contiguous"),
-    cuda_norms: (PLAIN, "CUDA"),
+    cuda_norms: (PLAIN, "CUDA|NVIDIA"),  # a build without, or with, but no driver
     npu_norms: (PLAIN, "Tensors must be cpu and dense, not on meta"),
     a_group_for_each: (PLAIN, "Use fewer process groups"),
     no_norm_at_all: (PLAIN, DIFFERS),

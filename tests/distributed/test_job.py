@@ -146,6 +146,52 @@ def test_a_second_job_is_kept_out(tmp_path: Path) -> None:
     assert run_procs(2, enter, str(tmp_path)) == ["", ""]
 
 
+class BadLoader(Loader):
+    """One rank cannot read what it has saved."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if dist.get_rank() == 1:
+            raise KeyError("position")
+        super().load_state_dict(state)
+
+
+def errors_alone(folder: str) -> list[tuple[str, str]]:
+    """Return what this rank is told where rank 1 alone fails in the loop, and where it enters."""
+    model, told = nn.Linear(64, 8), []
+    options: dict[str, Any] = {"sharding": {"kernel": "eager"}}
+    for loader, last in ((Loader(), 3), (BadLoader(), 0), (Loader(), 9)):
+        optimizer = ShardedAdamW(model.named_parameters(), lr=0.01, **options)
+        state = {"model": model, "optimizer": optimizer, "loader": PerRank(loader)}
+        try:
+            with Job(folder, state, save_every=2) as job:
+                for step in job.steps(6):
+                    if step == last and dist.get_rank() == 1:
+                        raise ValueError("no more data")
+                    model(loader.draw()).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            told.append(("", str(job.step)))
+        except (ValueError, RuntimeError) as error:
+            told.append((type(error).__name__, str(error)))
+    return told
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_one_rank_fails_alone(world_size: int, tmp_path: Path) -> None:
+    """In the loop, or where it is to load: all ranks are told of it, and may start again."""
+    for rank, told in enumerate(run_procs(world_size, errors_alone, str(tmp_path), timeout=40)):
+        in_loop, entering, again = told
+        if rank == 1:
+            assert in_loop == ("ValueError", "no more data")
+        else:
+            assert in_loop[0] == "PeerError"
+            assert "rank 1 failed in the loop of a Job: ValueError: no more data" in in_loop[1]
+        assert entering[0] == "CheckpointError"
+        assert "loader" in entering[1]
+        assert "rank 1" in entering[1]
+        assert again == ("", "6")
+
+
 def stop_at_random(seed: int) -> list[int]:
     """Return after which step this rank stops, of several runs."""
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -131,6 +131,7 @@ def read(
     return found, under_way, [type(param) for param in model.parameters()]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("name", READERS)
 def test_nobody_reads_what_has_not_arrived(name: str) -> None:
     """Every way to a parameter waits for it; what has not arrived is NaN here."""

@@ -22,7 +22,8 @@ def toolkit(folder: Path, version: str) -> dict[str, str]:
 def test_this_machine() -> None:
     """torch of the tests, and no Ascend."""
     first, second = check_versions(environment={})
-    assert (first.verdict, first.text) == ("ok", torch.__version__)
+    assert first.verdict == "ok"
+    assert torch.__version__.startswith(first.text)  # packages leave out "+cu130", builds do not
     assert second.verdict == "ok"
     assert "no torch_npu" in second.text
 
