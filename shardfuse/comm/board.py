@@ -210,12 +210,19 @@ class Board:
         self._error = text
         raise PeerError(f"[rank {self.rank}] {self.present.name}: {text}")
 
-    def explain(self, error: Exception, *, patience_s: float = 0.0) -> PeerError:
+    def explain(
+        self,
+        error: Exception,
+        *,
+        patience_s: float = 0.0,
+        what: str = "the connection to another rank",
+    ) -> PeerError:
         """Return the error to raise where a transport failed with ``error``.
 
         Args:
             error: of the transport.
             patience_s: for how long the others may still come to tell what they do.
+            what: has failed, if no other rank has told of an error.
         """
         if self._closed is not None and self.present.is_over:
             # Between two calls: gradients are sent under backward.
@@ -225,7 +232,7 @@ class Board:
             with suppress(RuntimeError):
                 text = _find_reason(self, patience_s)
         if text is None:
-            text = f"the connection to another rank failed: {error}{self._absent()}"
+            text = f"{what} failed: {error}{self._absent()}"
             self.alarm(f"failed in {self.present.name}: {text}")
         self.present.is_failed = True
         self._closed = text

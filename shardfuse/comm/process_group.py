@@ -207,7 +207,9 @@ class ProcessGroupCommunicator:
         except RuntimeError as error:
             if self._watch is None:
                 raise
-            raise self._board.explain(error) from error
+            # gloo sends here; others only check what they are given, or that nothing has failed.
+            what = "the connection to another rank" if self.backend == "gloo" else self.backend
+            raise self._board.explain(error, what=what) from error
 
     @property
     def staging_nbytes(self) -> int:
