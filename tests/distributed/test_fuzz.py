@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.fuzz.actor import Outcome
 from tests.fuzz.features import FEATURES
@@ -28,7 +29,15 @@ def worlds() -> Iterator[Worlds]:
         yield running
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+_ENDS_IN_A_DEADLOCK = pytest.mark.skipif(
+    torch.__version__ < "2.8",
+    reason="a gloo group of torch 2.7 and its thread may wait for each other when it is destroyed",
+)
+
+
+@pytest.mark.parametrize(
+    "world", [1, *(pytest.param(world, marks=_ENDS_IN_A_DEADLOCK) for world in (2, 3))]
+)
 def test_random_programs(world: int, worlds: Worlds) -> None:
     """Every program ends as the references say, on every rank; most of them have no fault."""
     counts: Counter[str] = Counter()
