@@ -23,6 +23,9 @@ from typing import Any
 
 FOLDER = Path(__file__).parent.parent / "unit" / "torch_npu_api"
 
+VERSIONS = ("2.7.1", "2.12.0", "2.13.0", "2.14.0")
+"""Those whose wheels' inventories are there."""
+
 _VARIABLE = re.compile(rb"(?<![A-Z_])(?:TORCH_)?HCCL_[A-Z][A-Z0-9_]+")
 
 Definition = ast.FunctionDef | ast.ClassDef
@@ -260,6 +263,11 @@ def read_wheel(path: Path) -> dict[str, Any]:
     content = _of_torch_npu(wheel) if package == "torch_npu" else _of_torch(wheel)
     about = {"package": package, "version": version.split("+")[0]}
     return {**about, "wheel": wheel.name, "sha256": wheel.digest, **content}
+
+
+def inventory(package: str, version: str) -> Any:
+    """Return the inventory of a package, "torch_npu" or "torch", that is kept."""
+    return json.loads((FOLDER / f"{package}-{version}.json").read_text())
 
 
 def main(paths: list[str], folder: Path = FOLDER) -> None:

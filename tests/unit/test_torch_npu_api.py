@@ -20,11 +20,10 @@ import torch
 import shardfuse
 from shardfuse.comm import process_group
 from shardfuse.optim import npu
-from tests.support.torch_npu_api import FOLDER, main, read_from
+from tests.support.torch_npu_api import FOLDER, VERSIONS, inventory, main, read_from
 from tests.support.torch_npu_uses import Uses, differences, lacks, takes
 
 PACKAGE = Path(shardfuse.__file__).parent
-VERSIONS = ("2.7.1", "2.12.0", "2.13.0", "2.14.0")
 SOURCES = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "launch").rglob("*.py")]
 
 _BOOKKEEPING = "of its own buffers by (group, dtype), which nothing outside of its classes reads"
@@ -47,10 +46,6 @@ DIFFERENT = {
 
 CANN_READS = {"HCCL_SOCKET_IFNAME": "read by CANN's HCCL, which is not in torch_npu's wheel"}
 """Environment variables that torch_npu's library does not name."""
-
-
-def inventory(package: str, version: str) -> Any:
-    return json.loads((FOLDER / f"{package}-{version}.json").read_text())
 
 
 def fused_classes(theirs: Any) -> list[str]:
