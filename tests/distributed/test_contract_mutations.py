@@ -37,15 +37,16 @@ class Outcome(NamedTuple):
     grads: list[Tensor]  # as they are after the last step
 
 
-def train(rank: int, world_size: int) -> Outcome:
+def train(rank: int, world_size: int, *, overlap: bool = False) -> Outcome:
     """Train with this rank's part of each batch, by one norm per tensor and one over all."""
+    sharding = {"bucket_cap_mb": 0.01, "kernel": "eager", "collectives": "native"}
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Tanh(), torch.nn.Linear(60, 5))
     optimizer = ShardedLamb(
         model.named_parameters(),
         lr=0.05,
         use_global_grad_norm=True,
-        sharding={"bucket_cap_mb": 0.01, "kernel": "eager", "collectives": "native"},
+        sharding={**sharding, "overlap_grad_sync": overlap, "overlap_param_sync": overlap},
     )
     for step in range(NUM_STEPS):
         torch.manual_seed(1 + step)
@@ -289,7 +290,7 @@ def test_what_is_not_mutated(backend: str, expected: Outcome) -> None:
     assert is_same(run_procs(2, train_mutated, None, backend=backend), expected)
 
 
-def train_on_hidden_zero_copy() -> tuple[Outcome, list[str]]:
+def train_on_hidden_zero_copy(overlap: bool) -> tuple[Outcome, list[str]]:
     """Train where inputs are changed although no variable says so; return what was logged, too."""
     group: Any = dist.group.WORLD
     group.terms = replace(group.terms, modifies_input=True)
@@ -297,12 +298,13 @@ def train_on_hidden_zero_copy() -> tuple[Outcome, list[str]]:
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("shardfuse").addHandler(handler)
-    return train(dist.get_rank(), dist.get_world_size()), told
+    return train(dist.get_rank(), dist.get_world_size(), overlap=overlap), told
 
 
-def test_zero_copy_that_nobody_told_of(expected: Outcome) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_zero_copy_that_nobody_told_of(overlap: bool, expected: Outcome) -> None:
     """The first reduce-scatter finds out: no step changes p.grad, and a warning says it, once."""
-    results = run_procs(2, train_on_hidden_zero_copy, backend=PLAIN)
+    results = run_procs(2, train_on_hidden_zero_copy, overlap, backend=PLAIN)
     assert is_same([outcome for outcome, _ in results], expected)
     for _, told in results:
         assert [text for text in told if "zero-copy" in text] == [
