@@ -1,4 +1,4 @@
-"""Build the optimizer of a run with BERT's exclusions, and its learning-rate schedule."""
+"""Build the optimizer of a run with BERT's exclusions; what a phase leaves to the next."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pretraining.config import RunConfig
+from pretraining.phases import Carry
 from shardfuse import (
     ShardedAdam,
     ShardedAdamW,
@@ -25,7 +26,7 @@ EXCLUDED = ("bias", "LayerNorm")
 def build_optimizer(config: RunConfig, model: nn.Module) -> ShardedOptimizer:
     """Build the sharded optimizer on the model's parameters. Collective."""
     sharding = config.shard_config()
-    lr, betas = config.lr, config.betas
+    lr, betas = config.phases[0].lr, config.betas
     if config.optimizer == "lamb":
         return ShardedLamb(
             model.named_parameters(),
@@ -74,16 +75,16 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     ]
 
 
-def lr_at(config: RunConfig, step: int) -> float:
-    """Return the learning rate of `step` (from 0): a linear rise, then polynomial decay to 0.
-
-    It depends on the step alone, so a resumed run needs no scheduler state.
-    """
-    num_warmup = round(config.warmup * config.steps)
-    if step < num_warmup:
-        return config.lr * (step + 1) / num_warmup
-    progress = (step - num_warmup) / max(1, config.steps - num_warmup)
-    return config.lr * (1 - progress) ** config.decay_power
+def hand_over(optimizer: ShardedOptimizer, carry: Carry) -> None:
+    """Keep of the optimizer's state what the next phase is to have of it. Collective."""
+    if carry == "all":
+        return
+    state = optimizer.sharded_state_dict()
+    if carry == "weights":
+        optimizer.load_state_dict({"state": {}, "param_groups": state["param_groups"]})
+        return
+    steps = {key: torch.zeros_like(state[key]) for key in state if key.endswith(".step")}
+    optimizer.load_sharded_state_dict({**state, **steps})
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
