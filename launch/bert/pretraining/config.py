@@ -240,7 +240,7 @@ def parse_config(argv: Sequence[str], runs_dir: Path = Path("runs")) -> RunConfi
         with blaming("--run-dir", run_dir):
             check_unused(run_dir)
         config = _new_config(parser, argv, run_dir)
-        config = dataclasses.replace(config, is_numbered=first.run_dir is None)
+        config = dataclasses.replace(config, is_numbered=first.run_dir is None, resume="")
         remedy = "name an existing text file"
     for path in config.corpus:
         with blaming("--corpus", path):
