@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -10,15 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pretrain
 import pytest
 import torch
 from pretraining.config import RunConfig, parse_config, write_stored_config
 from pretraining.errors import UsageError
+from pretraining.model import build_model
 from pretraining.optimizers import hand_over
 from pretraining.phases import RECIPES, Carry, Phase
 from pretraining.prepared import PreparedCorpus
 
 from shardfuse import ShardedAdamW, ShardedLamb
+from shardfuse.plan.models import shapes_in
 from tests.launch import jobs
 from tests.launch.test_bert_kills import contents
 from tests.support.harness import run_procs
@@ -145,6 +149,47 @@ def test_each_phase_warms_up_again() -> None:
     """The learning rate rises to the phase's own peak and falls to 0 by its power."""
     phase = Phase(**{**LONG, "micro_batch_size": 0, "decay_power": 0.5, "carry": "all"})
     assert [phase.lr_at(step) for step in range(4)] == [0.002, 0.004, 0.004, 0.004 * 0.5**0.5]
+
+
+def test_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """It tells of phases, samples, memory and traffic, and leaves nothing but a picture."""
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--recipe", write_recipe(tmp_path), "--dry-run", "4"]
+    assert pretrain.main(arguments) == 0
+    told = capsys.readouterr().out
+    assert "batch of 12 samples of 24 tokens = 4 ranks x 1 micro-batches x 3; 60 samples" in told
+    assert "up to 0.004 in 2 steps" in told
+    assert "of the phase before: weights and moments; the count of steps begins anew" in told
+    assert f"in all: 9 steps, {5 * 12 + 4 * 8} samples, {60 * 24 + 32 * 40:,} tokens" in told
+    numel = sum(math.prod(shape) for _, shape in shapes_in(model_for(positions=40)))
+    assert f"{numel:,} elements in 46 parameters on 4 ranks" in told
+    assert "reduce-scatter of gradients" in told
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dry-run.png", "recipe.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dry-run", "5"], "cannot be split over 5 ranks"),
+        (["--dry-run", "2", "--resume"], "--dry-run is of a new run"),
+    ],
+)
+def test_a_dry_run_of_what_cannot_be(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert pretrain.main(["--recipe", write_recipe(tmp_path), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.json"]
+
+
+def model_for(positions: int) -> torch.nn.Module:
+    with torch.device("meta"):
+        return build_model("tiny", 8192, positions, 0.1, 0)
 
 
 # What a phase leaves to the next

@@ -201,6 +201,8 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
     add("--run-dir", type=Path, help="default: a new runs/bert-NNN; with --resume the newest")
     add("--resume", nargs="?", const="yes", default="", choices=("yes", "auto"),
         help="continue from the last checkpoint; auto: or begin, if there is none")  # fmt: skip
+    add("--dry-run", nargs="?", type=int, const=0, metavar="RANKS",
+        help="show what the run would be on so many ranks, and train nothing")  # fmt: skip
     add("--save-every", type=int, default=1000, help="steps between checkpoints")
     add("--async-save", action="store_true", help="write checkpoints beside training")
     add("--eval-every", type=int, default=250, help="steps between held-out evaluations")
@@ -217,8 +219,18 @@ def check_options(argv: Sequence[str], world_size: int) -> None:
     arguments = _new_parser().parse_args(argv)
     if arguments.resume == "auto" and arguments.run_dir is None:
         raise UsageError("--resume auto needs --run-dir: a restart has to find the same folder")
+    if arguments.dry_run is not None:
+        world_size = arguments.dry_run or world_size
+        if arguments.resume:
+            raise UsageError("--dry-run is of a new run; drop --resume")
     if arguments.resume != "yes" and arguments.recipe is None:
         _to_config(arguments, Path(), [{}]).check_batches(world_size)
+
+
+def dry_run_of(argv: Sequence[str]) -> int | None:
+    """Return for how many ranks a run is only to be shown, 0 for those that are here, or None."""
+    num_ranks: int | None = _new_parser().parse_args(argv).dry_run
+    return num_ranks
 
 
 def parse_config(argv: Sequence[str], runs_dir: Path = Path("runs")) -> RunConfig:
@@ -316,7 +328,8 @@ def _to_config(
 ) -> RunConfig:
     """Build a configuration; `phases` have what differs from the options."""
     values = {**vars(arguments), "run_dir": run_dir, "is_numbered": False}
-    del values["recipe"]
+    for name in ("recipe", "dry_run"):
+        del values[name]
     common = {name: values.pop(name) for name in FIELDS if name in values}
     lr = DEFAULT_LR[arguments.optimizer] if common["lr"] is None else common["lr"]
     common |= {"lr": lr, "carry": "all"}

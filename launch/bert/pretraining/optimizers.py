@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from pretraining.config import RunConfig
 from pretraining.phases import Carry
 from shardfuse import (
+    ShardConfig,
     ShardedAdam,
     ShardedAdamW,
     ShardedBertAdam,
@@ -23,13 +25,17 @@ EXCLUDED = ("bias", "LayerNorm")
 """Regular expressions: parameters with no weight decay and, in LAMB, no layer adaptation."""
 
 
-def build_optimizer(config: RunConfig, model: nn.Module) -> ShardedOptimizer:
-    """Build the sharded optimizer on the model's parameters. Collective."""
-    sharding = config.shard_config()
+NamedParams = Iterable[tuple[str, nn.Parameter]]
+
+
+def build_optimizer(
+    config: RunConfig, named: NamedParams, sharding: ShardConfig
+) -> ShardedOptimizer:
+    """Build the sharded optimizer on a model's named parameters. Collective."""
     lr, betas = config.phases[0].lr, config.betas
     if config.optimizer == "lamb":
         return ShardedLamb(
-            model.named_parameters(),
+            named,
             lr=lr,
             betas=betas,
             weight_decay=config.weight_decay,
@@ -40,7 +46,7 @@ def build_optimizer(config: RunConfig, model: nn.Module) -> ShardedOptimizer:
             exclude_from_layer_adaptation=EXCLUDED,
             sharding=sharding,
         )
-    groups = decay_groups(model, config.weight_decay)
+    groups = decay_groups(named, config.weight_decay)
     if config.optimizer == "adamw":
         return ShardedAdamW(groups, lr=lr, betas=betas, sharding=sharding)
     if config.optimizer == "adam":
@@ -62,11 +68,11 @@ def clips_itself(config: RunConfig) -> bool:
     return config.optimizer in ("lamb", "bertadam")
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def decay_groups(named: NamedParams, weight_decay: float) -> list[dict[str, Any]]:
     """Split the named parameters into those with weight decay and the excluded ones."""
     decayed: list[tuple[str, nn.Parameter]] = []
     excluded: list[tuple[str, nn.Parameter]] = []
-    for name, param in model.named_parameters():
+    for name, param in named:
         is_excluded = any(re.search(pattern, name) for pattern in EXCLUDED)
         (excluded if is_excluded else decayed).append((name, param))
     return [

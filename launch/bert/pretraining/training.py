@@ -56,7 +56,8 @@ class Trainer:
         vocab_size, seq_len = corpus.summary.vocab_size, config.max_seq_len
         model = build_model(config.model_size, vocab_size, seq_len, config.dropout, config.seed)
         self.model = model.to(ranks.device).train()
-        self.optimizer = build_optimizer(config, self.model)
+        named = self.model.named_parameters()
+        self.optimizer = build_optimizer(config, named, config.shard_config())
         self.scaler = ShardedGradScaler(ranks.device.type, enabled=config.dtype == "fp16")
         self.checkpoints = Checkpoints(config, self.model, self.optimizer, self.scaler)
         self._autocast = torch.autocast(
