@@ -100,7 +100,12 @@ def _abort(group: Any, device: torch.device) -> None:
     """Abort what a group of NCCL or HCCL has in flight. (Not run on hardware.)"""
     if group is not None:
         with suppress(RuntimeError, AttributeError):
-            group._get_backend(device).abort()
+            backend = group._get_backend(device)
+            if hasattr(backend, "abort_hccl_comm"):
+                # HCCL's abort() is c10d's, which does nothing (torch_npu 2.7.1 to 2.14.0).
+                backend.abort_hccl_comm("shardfuse: the ranks are out of step")
+            else:
+                backend.abort()
 
 
 _UNBLOCKERS = {"gloo": _close_gloo, "nccl": _abort, "hccl": _abort}

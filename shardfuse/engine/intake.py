@@ -113,7 +113,7 @@ def warn(
 def levels_to_caller() -> int:
     """Return the stacklevel, in the function that calls this, of the first frame not of ours."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("shardfuse."):
+    while frame.f_back and str(frame.f_globals.get("__name__")).startswith("shardfuse."):
         frame, level = frame.f_back, level + 1
     return level
 

@@ -204,15 +204,17 @@ def test_another_message_than_expected() -> None:
 
 
 def test_an_abort_ends_a_wait() -> None:
-    """A collective that a peer never joins ends by abort(), and nothing follows it."""
+    """A collective that a peer never joins ends by HCCL's own call, and nothing follows it."""
 
     def body() -> None:
         dist.barrier()
         if rank() == 0:
             work = dist.all_reduce(torch.ones(1), async_op=True)
-            dist.group.WORLD._get_backend(torch.device("cpu")).abort()
+            backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+            backend.abort()  # does nothing
+            backend.abort_hccl_comm("a test")
             for call in (work.wait, dist.barrier):
-                with pytest.raises(RuntimeError, match="HCCL communicator was aborted"):
+                with pytest.raises(RuntimeError, match="HCCL communicator was aborted: a test"):
                     call()
 
     each(body)

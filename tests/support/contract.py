@@ -259,8 +259,11 @@ class ContractGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         return _Receiving(self._stream, tensor, rank)
 
     def abort(self) -> None:
+        """Do nothing, as c10d's Backend, whose method it is in torch_npu, too."""
+
+    def abort_hccl_comm(self, reason: str) -> None:
         """End what is under way; nothing can be launched any more."""
-        self._stream.abort("abort() was called")
+        self._stream.abort(reason)
 
     def shutdown(self) -> None:
         _open_streams.get(self._me, set()).discard(self._stream)
