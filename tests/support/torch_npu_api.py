@@ -26,6 +26,13 @@ FOLDER = Path(__file__).parent.parent / "unit" / "torch_npu_api"
 VERSIONS = ("2.7.1", "2.12.0", "2.13.0", "2.14.0")
 """Those whose wheels' inventories are there."""
 
+NAMES = (
+    "torch_npu.get_npu_format",
+    "torch_npu._C._npu_getOption",
+    "torch_npu.profiler",
+)
+"""What shardfuse asks of the package; an inventory has those that the wheel's own code reads."""
+
 _VARIABLE = re.compile(rb"(?<![A-Z_])(?:TORCH_)?HCCL_[A-Z][A-Z0-9_]+")
 
 Definition = ast.FunctionDef | ast.ClassDef
@@ -213,6 +220,15 @@ def _backend_methods(wheel: Wheel) -> list[str]:
     )
 
 
+def _read_by_itself(wheel: Wheel, name: str) -> bool:
+    """Return whether the wheel's own Python code reads ``name``, dotted, or has it as a module."""
+    return wheel.module_file(name) is not None or any(
+        isinstance(node, ast.Attribute) and ast.unparse(node) == name
+        for tree in wheel.sources(name.encode())
+        for node in ast.walk(tree)
+    )
+
+
 def _registered(wheel: Wheel, function: str) -> list[str]:
     """Return the names that torch_npu registers with torch by calls of ``function``."""
     return sorted(
@@ -239,6 +255,7 @@ def _of_torch_npu(wheel: Wheel) -> dict[str, Any]:
     return {
         "optimizers": {n: _optimizer(wheel, n) for n in wheel.exported("torch_npu.optim")},
         "npu": _signatures(wheel, "torch_npu.npu"),
+        "names": [name for name in NAMES if _read_by_itself(wheel, name)],
         "scaler": _scaler(wheel),
         "backend_methods": _backend_methods(wheel),
         "device_modules": _registered(wheel, "_register_device_module"),

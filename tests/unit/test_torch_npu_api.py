@@ -149,12 +149,16 @@ def test_names_of_devices_exist(version: str) -> None:
     assert "hccl" in theirs["backends"]
 
 
-def test_torch_npu_is_only_loaded() -> None:
-    """Nothing of torch_npu is named but the package, which the benchmark loads: no operator of
-    its own is called, so that none needs a probe, and there is one path for all devices."""
+@every_version
+def test_what_is_asked_of_torch_npu_is_there(version: str) -> None:
+    """No operator of its own is called, so that none needs a probe; questions are ones it knows."""
     uses = touched()
-    assert uses.torch_npu == ["torch_npu"]
     assert uses.fused == []
+    asked = {name for name in uses.torch_npu if name != "torch_npu"}
+    assert "torch_npu.get_npu_format" in asked
+    theirs = inventory("torch_npu", version)
+    known = {*theirs["names"], *(f"torch_npu.npu.{name}" for name in theirs["npu"])}
+    assert asked <= known
 
 
 @every_version
