@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from pretraining.config import check_options
+from pretraining.config import check_options, dry_run_of
 from pretraining.errors import UsageError
 from pretraining.launch import Launch, refuse
 
@@ -21,6 +21,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         launch = Launch.from_environment()
         check_options(argv, launch.world_size)
+        if dry_run_of(argv) is not None:
+            from pretraining.dry_run import show
+
+            return show(argv, launch)
         # Only now: torch and transformers take seconds to import, a wrong option should not.
         from pretraining.session import run
 

@@ -39,6 +39,9 @@ def main(argv: Sequence[str]) -> int:
         own, rest = parser.parse_known_args(argv)
         settings = _read_settings(own.deepspeed_config)
         rest += ["--global-batch-size", str(settings["train_batch_size"])]
+        for option in ("--recipe", "--dry-run"):
+            if any(word.partition("=")[0] == option for word in rest):
+                raise UsageError(f"{option} is of launch/bert/pretrain.py; drop it here")
         check_options(rest, launch.world_size)
         run(rest, launch, settings, own.load)
     except UsageError as error:
@@ -59,7 +62,7 @@ class _Report:
         from pretraining.metrics import MetricsFile
 
         with blaming("--run-dir", self._path):
-            self._metrics = MetricsFile(self._path, 0)
+            self._metrics = MetricsFile(self._path, 0, 1)
 
     def add(self, record: dict[str, Any]) -> None:
         """Write and print a record; a file that takes no more is noted as `fault`."""
@@ -206,12 +209,12 @@ def _train(
 
     import shardfuse.deepspeed  # noqa: F401  (this line is all that DeepSpeed needs)
 
-    summary = corpus.summary
-    stream = SampleStream(corpus.train, summary.vocab_size, config.seq_len, config.seed)
-    held_out = SampleStream(corpus.held_out, summary.vocab_size, config.seq_len, config.seed)
+    summary, phase = corpus.summary, config.phases[0]
+    stream = SampleStream(corpus.train, summary.vocab_size, phase.seq_len, config.seed)
+    held_out = SampleStream(corpus.held_out, summary.vocab_size, phase.seq_len, config.seed)
     evaluation = HeldOutEvaluation(held_out, config.eval_samples, 64)
     bert = build_model(
-        config.model_size, summary.vocab_size, config.seq_len, config.dropout, config.seed
+        config.model_size, summary.vocab_size, phase.seq_len, config.dropout, config.seed
     )
 
     class PretrainingLoss(torch.nn.Module):
@@ -223,11 +226,15 @@ def _train(
 
         def forward(self, batch: Any, num_masked: int) -> torch.Tensor:
             losses = loss_sums(self.bert, batch)
-            return losses.mlm / num_masked + losses.nsp / config.global_batch_size
+            return losses.mlm / num_masked + losses.nsp / phase.global_batch_size
 
     params = settings["optimizer"]["params"]
     # LAMB leaves biases and LayerNorm out by their names; the other optimizers by groups.
-    groups = None if "variant" in params else decay_groups(bert, params.get("weight_decay", 0.0))
+    groups = (
+        None
+        if "variant" in params
+        else decay_groups(bert.named_parameters(), params.get("weight_decay", 0.0))
+    )
     for group in groups or ():
         group["params"] = [param for _, param in group["params"]]
     engine, *_ = deepspeed.initialize(
@@ -243,7 +250,7 @@ def _train(
         score = evaluation.score(bert, ranks, contextlib.nullcontext())
         report.add({"kind": "eval", "step": step, "mlm_loss": score.mlm_loss})
 
-    share = config.global_batch_size // world_size
+    share = phase.global_batch_size // world_size
     gas = engine.gradient_accumulation_steps()
     first_step = engine.global_steps
     evaluate(first_step)

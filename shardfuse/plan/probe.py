@@ -6,6 +6,7 @@ planned as it is.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -107,8 +108,10 @@ def _build(
         overlap_param_sync=False,
         consolidate_every=0,
     )
-    build(params, sharding=own)
-    return build(params, sharding=replace(own, process_group=Tally(_WORLD_SIZE, "in order")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of names and shapes that are nobody's
+        build(params, sharding=own)
+        return build(params, sharding=replace(own, process_group=Tally(_WORLD_SIZE, "in order")))
 
 
 def _keeps_more_than_gradients(optimizer: Any, dtype: torch.dtype) -> bool:

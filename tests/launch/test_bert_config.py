@@ -73,22 +73,22 @@ def test_a_batch_that_cannot_be_split_is_refused(
 ) -> None:
     """The message proposes a batch that works."""
     with pytest.raises(UsageError, match=message):
-        parse_config(arguments).micro_batches(world_size)
+        parse_config(arguments).check_batches(world_size)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_the_defaults_work_on_one_to_four_ranks(world_size: int) -> None:
     """By default each rank takes its share of the batch in one forward pass."""
     config = parse_config([])
-    split = config.micro_batches(world_size)
+    split = config.phases[0].micro_batches(world_size)
     assert split.number == 1
-    assert split.size * world_size == config.global_batch_size
+    assert split.size * world_size == config.phases[0].global_batch_size
 
 
 def test_micro_batches_divide_the_rank_s_share() -> None:
     """24 samples over 2 ranks in micro-batches of 3 are 4 forward passes each."""
     config = parse_config(["--global-batch-size", "24", "--micro-batch-size", "3"])
-    split = config.micro_batches(2)
+    split = config.phases[0].micro_batches(2)
     assert (split.samples_per_rank, split.size, split.number) == (12, 3, 4)
 
 
@@ -129,7 +129,7 @@ def test_resume_takes_the_options_of_the_run(stored_run: RunConfig, text_file: P
     resumed = parse_config(["--resume", "--run-dir", str(stored_run.run_dir), "--save-every", "9"])
     assert resumed.corpus == (text_file,)
     assert (resumed.optimizer, resumed.steps, resumed.save_every) == ("adamw", 77, 9)
-    assert resumed.lr == stored_run.lr
+    assert resumed.phases == stored_run.phases
     assert resumed.betas == stored_run.betas
     assert resumed.resume
 

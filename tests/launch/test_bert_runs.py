@@ -222,7 +222,7 @@ def test_a_cut_off_metrics_line_is_dropped(tmp_path: Path) -> None:
     lines = [json.dumps({"kind": "train", "step": step, "loss": 0.1}) for step in (1, 2, 3)]
     path.write_text("\n".join(lines) + '\n{"kind": "tra')
     assert [record["step"] for record in read_records(path)] == [1, 2, 3]
-    metrics = MetricsFile(path, first_step=2)
+    metrics = MetricsFile(path, first_step=2, num_phases=1)
     metrics.write({"kind": "train", "step": 3, "loss": 0.2})
     metrics.close()
     assert [(r["step"], r["loss"]) for r in read_records(path)] == [(1, 0.1), (2, 0.1), (3, 0.2)]

@@ -120,6 +120,8 @@ def test_a_part_that_cannot_be_written_is_one_line_and_no_checkpoint(
         ("[]", [], "must have train_batch_size and an optimizer with params"),
         ('{"train_batch_size": 8}', [], "must have train_batch_size and an optimizer"),
         (None, ["--resume"], "--resume is not for this job; name a folder with --load"),
+        (None, ["--recipe", "nvidia-large"], "--recipe is of launch/bert/pretrain.py; drop it"),
+        (None, ["--dry-run=2"], "--dry-run is of launch/bert/pretrain.py; drop it here"),
         (None, ["--run-dir", "settings.json"], "settings.json is a file; name a folder"),
         (None, ["--seq-len", "9999"], "--seq-len must be at most 512"),
     ],

@@ -133,6 +133,7 @@ EXHAUSTIVE = re.compile(
             r"test_memory\.py::test_states_are_freed_with_the_optimizer\[Sharded(AdamW|BertAdam)-",
             r"test_state\.py::test_resume\[(amsgrad|bert|sgd-plain|adam-bf16)-.*after a step\]",
             # Checkpoints: more kills, flips, optimizers and sizes of the same kind.
+            r"test_bert_phases\.py::test_killed.*(\[0-|-weights\]|-all\])",
             r"test_bert_kills\.py::test_(killed_again_and_again\[(?!0\])|torchrun_restarts_it|"
             r"fewer|torchrun_itself)",
             r"test_damage\.py::test_any_bit_and_any_end\[(?!0\])",

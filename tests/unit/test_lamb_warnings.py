@@ -191,7 +191,8 @@ from pretraining.config import parse_config
 from pretraining.model import build_model
 from pretraining.optimizers import build_optimizer
 config = parse_config([])
-build_optimizer(config, build_model("tiny", 500, 32, 0.1, 0))
+model = build_model("tiny", 500, 32, 0.1, 0)
+build_optimizer(config, model.named_parameters(), config.shard_config())
 print(config.optimizer, config.weight_decay > 0)
 """
 

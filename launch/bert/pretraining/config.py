@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
@@ -13,6 +12,7 @@ from typing import Any, Literal, NoReturn, get_args
 from pretraining.corpus import check_corpus_file
 from pretraining.errors import UsageError
 from pretraining.files import blaming, write_whole
+from pretraining.phases import FIELDS, Phase, read_recipe, spans
 from pretraining.rundir import CONFIG_FILE, check_unused, newest_run_dir, next_run_dir
 from shardfuse import ShardConfig
 
@@ -33,18 +33,12 @@ DEFAULT_LR: dict[str, float] = {
 _IDENTITY = (
     "vocab_size",
     "model_size",
-    "seq_len",
     "dropout",
     "optimizer",
     "lamb_variant",
-    "lr",
     "weight_decay",
     "betas",
-    "warmup",
-    "decay_power",
     "max_grad_norm",
-    "steps",
-    "global_batch_size",
     "dtype",
     "seed",
     "sharding",
@@ -52,9 +46,7 @@ _IDENTITY = (
 )
 """Options that decide the losses: `--resume` takes them from the run and lets none change."""
 
-_MIN_SEQ_LEN = 8
-_MAX_SEQ_LEN = 512
-"""Positions that Google's models have."""
+_IDENTITY_OF_PHASES = tuple(name for name in FIELDS if name != "micro_batch_size")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,22 +58,15 @@ class RunConfig:
     data_dir: Path
     vocab_size: int
     model_size: ModelSizeName
-    seq_len: int
     dropout: float
     optimizer: OptimizerName
     lamb_variant: LambVariantName
-    lr: float
     weight_decay: float
     betas: tuple[float, float]
-    warmup: float
-    """Share of the steps in which the learning rate rises linearly."""
-    decay_power: float
     max_grad_norm: float
     """Bound of the global gradient norm; 0 means no clipping."""
-    steps: int
-    global_batch_size: int
-    micro_batch_size: int
-    """Samples in one forward pass of one rank; 0 means the rank's whole share of the batch."""
+    phases: tuple[Phase, ...]
+    """One after the other; without a recipe there is one."""
     dtype: DtypeName
     seed: int
     device: Literal["auto", "cpu"]
@@ -100,18 +85,13 @@ class RunConfig:
     timeout_seconds: float
 
     def __post_init__(self) -> None:
-        for name in ("corpus_words", "vocab_size", "steps", "global_batch_size", "eval_samples"):
+        for name in ("corpus_words", "vocab_size", "eval_samples"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("save_every", "eval_every", "log_every", "timeout_seconds", "bucket_cap_mb"):
             self._require(name, getattr(self, name) > 0, "greater than 0")
-        for name in ("weight_decay", "max_grad_norm", "decay_power", "micro_batch_size", "seed"):
+        for name in ("weight_decay", "max_grad_norm", "seed"):
             self._require(name, getattr(self, name) >= 0, "0 or greater")
-        self._require("seq_len", self.seq_len >= _MIN_SEQ_LEN, f"at least {_MIN_SEQ_LEN}")
-        wanted = f"at most {_MAX_SEQ_LEN}, the positions that BERT has"
-        self._require("seq_len", self.seq_len <= _MAX_SEQ_LEN, wanted)
-        self._require("lr", 0 < self.lr < math.inf, "a number greater than 0")
         self._require("dropout", 0 <= self.dropout < 1, "from 0 to below 1")
-        self._require("warmup", 0 <= self.warmup <= 1, "a share of the steps from 0 to 1")
         self._require("betas", all(0 <= beta < 1 for beta in self.betas), "from 0 to below 1")
 
         self.shard_config()
@@ -133,32 +113,20 @@ class RunConfig:
         if not is_valid:
             raise UsageError(f"{option(name)} must be {wanted}, got {getattr(self, name)}")
 
-    def micro_batches(self, world_size: int) -> MicroBatches:
-        """Split the global batch over ranks and micro-batches, or say why that cannot work."""
-        size, micro = self.global_batch_size, self.micro_batch_size
-        if size % world_size:
-            nearest = max(1, round(size / world_size)) * world_size
-            raise UsageError(
-                f"--global-batch-size {size} cannot be split over {world_size} ranks; "
-                f"use a multiple such as {nearest}, or another --nproc-per-node"
-            )
-        share = size // world_size
-        micro = micro or share
-        if share % micro:
-            raise UsageError(
-                f"--micro-batch-size {micro} does not divide a rank's {share} samples "
-                f"(--global-batch-size {size} over {world_size} ranks); use a divisor of {share}"
-            )
-        return MicroBatches(samples_per_rank=share, size=micro, number=share // micro)
+    @property
+    def steps(self) -> int:
+        """Return the steps of all phases."""
+        return spans(self.phases)[-1].stop
 
+    @property
+    def max_seq_len(self) -> int:
+        """Return the length of the longest sequences, for which the model has positions."""
+        return max(phase.seq_len for phase in self.phases)
 
-@dataclasses.dataclass(frozen=True)
-class MicroBatches:
-    """How one rank works through its share of the global batch, all in samples."""
-
-    samples_per_rank: int
-    size: int
-    number: int
+    def check_batches(self, world_size: int) -> None:
+        """Raise `UsageError` if a phase's batch cannot be split over so many ranks."""
+        for phase in self.phases:
+            phase.micro_batches(world_size)
 
 
 def option(name: str) -> str:
@@ -204,6 +172,7 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
 
 def _add_training_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
+    add("--recipe", help="file of options and phases, or one of recipes/, such as nvidia-large")
     add("--optimizer", choices=get_args(OptimizerName), default="lamb", help="sharded optimizer")
     add("--lamb-variant", choices=get_args(LambVariantName), default="google",
         help="LAMB's rule")  # fmt: skip
@@ -216,8 +185,9 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
     add("--max-grad-norm", type=float, default=1.0, help="0: no clipping")
     add("--steps", type=int, default=2700, help="optimizer steps")
     add("--global-batch-size", type=int, default=48, help="samples per step, over all ranks")
-    add("--micro-batch-size", type=int, default=0,
-        help="samples per forward pass; 0: the rank's whole share")  # fmt: skip
+    add("--micro-batch-size", type=int, nargs="+", metavar="N",
+        help="samples per forward pass, one number or one for each phase "
+        "(default: 0, the rank's whole share)")  # fmt: skip
     add("--dtype", choices=get_args(DtypeName), default="fp32", help="autocast type")
     add("--seed", type=int, default=0, help="of weights, samples and dropout")
     add("--device", choices=("auto", "cpu"), default="auto", help="auto: accelerator if any")
@@ -231,6 +201,8 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
     add("--run-dir", type=Path, help="default: a new runs/bert-NNN; with --resume the newest")
     add("--resume", nargs="?", const="yes", default="", choices=("yes", "auto"),
         help="continue from the last checkpoint; auto: or begin, if there is none")  # fmt: skip
+    add("--dry-run", nargs="?", type=int, const=0, metavar="RANKS",
+        help="show what the run would be on so many ranks, and train nothing")  # fmt: skip
     add("--save-every", type=int, default=1000, help="steps between checkpoints")
     add("--async-save", action="store_true", help="write checkpoints beside training")
     add("--eval-every", type=int, default=250, help="steps between held-out evaluations")
@@ -247,8 +219,18 @@ def check_options(argv: Sequence[str], world_size: int) -> None:
     arguments = _new_parser().parse_args(argv)
     if arguments.resume == "auto" and arguments.run_dir is None:
         raise UsageError("--resume auto needs --run-dir: a restart has to find the same folder")
-    if arguments.resume != "yes":
-        _to_config(arguments, Path(), is_numbered=False).micro_batches(world_size)
+    if arguments.dry_run is not None:
+        world_size = arguments.dry_run or world_size
+        if arguments.resume:
+            raise UsageError("--dry-run is of a new run; drop --resume")
+    if arguments.resume != "yes" and arguments.recipe is None:
+        _to_config(arguments, Path(), [{}]).check_batches(world_size)
+
+
+def dry_run_of(argv: Sequence[str]) -> int | None:
+    """Return for how many ranks a run is only to be shown, 0 for those that are here, or None."""
+    num_ranks: int | None = _new_parser().parse_args(argv).dry_run
+    return num_ranks
 
 
 def parse_config(argv: Sequence[str], runs_dir: Path = Path("runs")) -> RunConfig:
@@ -269,7 +251,8 @@ def parse_config(argv: Sequence[str], runs_dir: Path = Path("runs")) -> RunConfi
         run_dir = first.run_dir or next_run_dir(runs_dir)
         with blaming("--run-dir", run_dir):
             check_unused(run_dir)
-        config = _to_config(first, run_dir, is_numbered=first.run_dir is None)
+        config = _new_config(parser, argv, run_dir)
+        config = dataclasses.replace(config, is_numbered=first.run_dir is None, resume="")
         remedy = "name an existing text file"
     for path in config.corpus:
         with blaming("--corpus", path):
@@ -277,32 +260,103 @@ def parse_config(argv: Sequence[str], runs_dir: Path = Path("runs")) -> RunConfi
     return config
 
 
+def _new_config(parser: argparse.ArgumentParser, argv: Sequence[str], run_dir: Path) -> RunConfig:
+    recipe = parser.parse_args(argv).recipe
+    phases = _phases_of(recipe, parser, argv) if recipe else [{}]
+    try:
+        return _to_config(parser.parse_args(argv), run_dir, phases)
+    except TypeError as error:
+        raise UsageError(f"--recipe: {recipe}: {error}") from error
+
+
+def _phases_of(
+    name: str, parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> Sequence[dict[str, Any]]:
+    """Return a recipe's phases, and have its options be the parser's defaults."""
+    recipe = read_recipe(name)
+    actions = {action.dest: action for action in parser._actions}
+    for key, value in recipe.options.items():
+        if key not in actions:
+            raise UsageError(f"--recipe: {name} has {key}, which is no option; see --help")
+        choices = actions[key].choices
+        if choices is not None and value not in choices:
+            wanted = ", ".join(map(str, choices))
+            raise UsageError(f"--recipe: {name}: {key} must be one of {wanted}, got {value}")
+    _refuse_flags(argv, f"of the phases of {name}")
+    parser.set_defaults(**recipe.options)
+    return recipe.phases
+
+
+def _refuse_flags(argv: Sequence[str], whose: str) -> None:
+    """Raise `UsageError` for options of a phase, of which there are several."""
+    parser = _new_parser()
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    given = vars(parser.parse_args(argv)).keys() & set(_IDENTITY_OF_PHASES)
+    if given:
+        names = ", ".join(map(option, sorted(given)))
+        raise UsageError(f"{names} cannot be given beside phases: each is {whose}; copy the recipe")
+
+
 def _resumed_config(
     parser: argparse.ArgumentParser, argv: Sequence[str], run_dir: Path
 ) -> RunConfig:
     stored = read_stored_config(run_dir)
-    known = {action.dest for action in parser._actions}
-    parser.set_defaults(**{name: value for name, value in stored.items() if name in known})
     try:
-        config = _to_config(parser.parse_args(argv), run_dir, is_numbered=False)
-    except (TypeError, ValueError, AttributeError) as error:
+        phases: Sequence[dict[str, Any]] = stored["phases"]
+        known = {action.dest for action in parser._actions}
+        defaults = {name: value for name, value in stored.items() if name in known}
+        if len(phases) == 1:
+            defaults |= {name: phases[0][name] for name in _IDENTITY_OF_PHASES if name in known}
+        else:
+            _refuse_flags(argv, f"of the phases of {run_dir}")
+        parser.set_defaults(**defaults)
+        recipe = parser.parse_args(argv).recipe
+        if recipe:
+            phases = _phases_of(recipe, parser, argv)
+        elif len(phases) == 1:
+            phases = [{"micro_batch_size": phases[0]["micro_batch_size"]}]
+        config = _to_config(parser.parse_args(argv), run_dir, phases)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise _damaged(run_dir, str(error)) from error
     _check_same_run(config, stored)
     return config
 
 
-def _to_config(arguments: argparse.Namespace, run_dir: Path, *, is_numbered: bool) -> RunConfig:
-    values = vars(arguments) | {"run_dir": run_dir, "is_numbered": is_numbered}
-    if values["lr"] is None:
-        values["lr"] = DEFAULT_LR[arguments.optimizer]
+def _to_config(
+    arguments: argparse.Namespace, run_dir: Path, phases: Sequence[dict[str, Any]]
+) -> RunConfig:
+    """Build a configuration; `phases` have what differs from the options."""
+    values = {**vars(arguments), "run_dir": run_dir, "is_numbered": False}
+    for name in ("recipe", "dry_run"):
+        del values[name]
+    common = {name: values.pop(name) for name in FIELDS if name in values}
+    lr = DEFAULT_LR[arguments.optimizer] if common["lr"] is None else common["lr"]
+    common |= {"lr": lr, "carry": "all"}
+    sizes = common.pop("micro_batch_size")
+    if sizes is None:
+        sizes = [phase.get("micro_batch_size", 0) for phase in phases]
+    elif len(sizes) == 1:
+        sizes = sizes * len(phases)
+    if len(sizes) != len(phases):
+        raise UsageError(
+            f"--micro-batch-size has {len(sizes)} numbers for {len(phases)} phases; give one for "
+            "all of them, or one for each"
+        )
+    pairs = zip(phases, sizes, strict=True)
+    values["phases"] = [common | phase | {"micro_batch_size": size} for phase, size in pairs]
     return _from_values(values)
 
 
 def _from_values(values: dict[str, Any]) -> RunConfig:
     """Build a configuration from JSON's types."""
     paths = {name: Path(values[name]) for name in ("data_dir", "run_dir")}
-    corpus = tuple(Path(path) for path in values["corpus"])
-    return RunConfig(**values | paths | {"corpus": corpus, "betas": tuple(values["betas"])})
+    own = {
+        "corpus": tuple(Path(path) for path in values["corpus"]),
+        "betas": tuple(values["betas"]),
+        "phases": tuple(Phase(**phase) for phase in values["phases"]),
+    }
+    return RunConfig(**values | paths | own)
 
 
 def to_json(config: RunConfig) -> dict[str, Any]:
@@ -310,6 +364,7 @@ def to_json(config: RunConfig) -> dict[str, Any]:
     values = dataclasses.asdict(config)
     for name in ("data_dir", "run_dir"):
         values[name] = str(values[name].absolute())
+    values["phases"] = list(values["phases"])
     return values | {"corpus": [str(path.absolute()) for path in config.corpus]}
 
 
@@ -321,7 +376,15 @@ def from_json(values: dict[str, Any]) -> RunConfig:
 def identity(config: RunConfig) -> dict[str, Any]:
     """Return the options that decide the losses, in JSON's types."""
     values = {name: getattr(config, name) for name in _IDENTITY}
-    return values | {"betas": list(config.betas)}
+    return values | {"betas": list(config.betas)} | _identity_of(config.phases)
+
+
+def _identity_of(phases: Sequence[Phase]) -> dict[str, Any]:
+    """Return the options of one phase, or lists of those of several."""
+    if len(phases) == 1:
+        names = [name for name in _IDENTITY_OF_PHASES if name != "carry"]
+        return {name: getattr(phases[0], name) for name in names}
+    return {name: [getattr(phase, name) for phase in phases] for name in _IDENTITY_OF_PHASES}
 
 
 def read_stored_config(run_dir: Path) -> dict[str, Any]:
@@ -336,6 +399,9 @@ def read_stored_config(run_dir: Path) -> dict[str, Any]:
         raise _damaged(run_dir, str(error)) from error
     if not isinstance(stored, dict) or "corpus_digest" not in stored:
         raise _damaged(run_dir, "it has no corpus_digest")
+    if "phases" not in stored:  # of a run that was begun before there were any
+        one = {name: stored.pop(name) for name in FIELDS if name in stored}
+        stored["phases"] = [{"carry": "all", **one}]
     return {"sharding": "{}", "async_save": False, **stored}
 
 
@@ -356,9 +422,11 @@ def write_stored_config(config: RunConfig, texts: Sequence[Path], corpus_digest:
 
 
 def _check_same_run(config: RunConfig, stored: dict[str, Any]) -> None:
+    phases = tuple(Phase(**phase) for phase in stored["phases"])
+    was = {**stored, **_identity_of(phases)}
     for name, asked in identity(config).items():
-        if name not in stored or asked != stored[name]:
+        if name not in was or asked != was[name]:
             raise UsageError(
-                f"--run-dir {config.run_dir} was made with {option(name)} {stored.get(name)}, "
+                f"--run-dir {config.run_dir} was made with {option(name)} {was.get(name)}, "
                 f"not {asked}; drop the option, or start another run in another folder"
             )

@@ -20,11 +20,17 @@ Record = dict[str, Any]
 class MetricsFile:
     """Append-only JSONL file, written by rank 0 and flushed line by line."""
 
-    def __init__(self, path: Path, first_step: int) -> None:
-        """Open `path`; records after `first_step` finished steps, of a lost try, are dropped."""
-        # From the start, the evaluation before the first step is repeated too.
+    def __init__(self, path: Path, first_step: int, num_phases: int) -> None:
+        """Open `path`; records after `first_step` finished steps, of a lost try, are dropped.
+
+        So are those of phases after the first `num_phases`, and from the start all.
+        """
         earlier = read_records(path) if first_step else []
-        kept = [record for record in earlier if record["step"] <= first_step]
+        kept = [
+            record
+            for record in earlier
+            if record["step"] <= first_step and record.get("phase", 1) <= num_phases
+        ]
         write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
         # Without a buffer: what did not fit on the disk is not tried again when it is closed.
         self._file = path.open("ab", buffering=0)
@@ -99,12 +105,14 @@ class Progress:
 class Report:
     """What rank 0 says and writes while the run goes; a file that takes no more is its `fault`."""
 
-    def __init__(self, path: Path, first_step: int, num_steps: int, log_every: int) -> None:
+    def __init__(
+        self, path: Path, first_step: int, num_phases: int, num_steps: int, log_every: int
+    ) -> None:
         """Open the metrics file; raises `UsageError`."""
         self.fault: UsageError | None = None
         self._path = path
         with blaming("--run-dir", path):
-            self._metrics = MetricsFile(path, first_step)
+            self._metrics = MetricsFile(path, first_step, num_phases)
         self._progress = Progress(first_step, num_steps, log_every)
 
     def add(self, record: Record) -> None:

@@ -1,15 +1,18 @@
-"""Build the optimizer of a run with BERT's exclusions, and its learning-rate schedule."""
+"""Build the optimizer of a run with BERT's exclusions; what a phase leaves to the next."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from pretraining.config import RunConfig
+from pretraining.phases import Carry
 from shardfuse import (
+    ShardConfig,
     ShardedAdam,
     ShardedAdamW,
     ShardedBertAdam,
@@ -22,13 +25,17 @@ EXCLUDED = ("bias", "LayerNorm")
 """Regular expressions: parameters with no weight decay and, in LAMB, no layer adaptation."""
 
 
-def build_optimizer(config: RunConfig, model: nn.Module) -> ShardedOptimizer:
-    """Build the sharded optimizer on the model's parameters. Collective."""
-    sharding = config.shard_config()
-    lr, betas = config.lr, config.betas
+NamedParams = Iterable[tuple[str, nn.Parameter]]
+
+
+def build_optimizer(
+    config: RunConfig, named: NamedParams, sharding: ShardConfig
+) -> ShardedOptimizer:
+    """Build the sharded optimizer on a model's named parameters. Collective."""
+    lr, betas = config.phases[0].lr, config.betas
     if config.optimizer == "lamb":
         return ShardedLamb(
-            model.named_parameters(),
+            named,
             lr=lr,
             betas=betas,
             weight_decay=config.weight_decay,
@@ -39,7 +46,7 @@ def build_optimizer(config: RunConfig, model: nn.Module) -> ShardedOptimizer:
             exclude_from_layer_adaptation=EXCLUDED,
             sharding=sharding,
         )
-    groups = decay_groups(model, config.weight_decay)
+    groups = decay_groups(named, config.weight_decay)
     if config.optimizer == "adamw":
         return ShardedAdamW(groups, lr=lr, betas=betas, sharding=sharding)
     if config.optimizer == "adam":
@@ -61,11 +68,11 @@ def clips_itself(config: RunConfig) -> bool:
     return config.optimizer in ("lamb", "bertadam")
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def decay_groups(named: NamedParams, weight_decay: float) -> list[dict[str, Any]]:
     """Split the named parameters into those with weight decay and the excluded ones."""
     decayed: list[tuple[str, nn.Parameter]] = []
     excluded: list[tuple[str, nn.Parameter]] = []
-    for name, param in model.named_parameters():
+    for name, param in named:
         is_excluded = any(re.search(pattern, name) for pattern in EXCLUDED)
         (excluded if is_excluded else decayed).append((name, param))
     return [
@@ -74,16 +81,16 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     ]
 
 
-def lr_at(config: RunConfig, step: int) -> float:
-    """Return the learning rate of `step` (from 0): a linear rise, then polynomial decay to 0.
-
-    It depends on the step alone, so a resumed run needs no scheduler state.
-    """
-    num_warmup = round(config.warmup * config.steps)
-    if step < num_warmup:
-        return config.lr * (step + 1) / num_warmup
-    progress = (step - num_warmup) / max(1, config.steps - num_warmup)
-    return config.lr * (1 - progress) ** config.decay_power
+def hand_over(optimizer: ShardedOptimizer, carry: Carry) -> None:
+    """Keep of the optimizer's state what the next phase is to have of it. Collective."""
+    if carry == "all":
+        return
+    state = optimizer.sharded_state_dict()
+    if carry == "weights":
+        optimizer.load_state_dict({"state": {}, "param_groups": state["param_groups"]})
+        return
+    steps = {key: torch.zeros_like(state[key]) for key in state if key.endswith(".step")}
+    optimizer.load_sharded_state_dict({**state, **steps})
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

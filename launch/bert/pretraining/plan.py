@@ -50,7 +50,7 @@ def make_plan(argv: Sequence[str], ranks: Ranks, lock: RunLock) -> Plan:
 def _decide(argv: Sequence[str], launch: Launch, lock: RunLock) -> dict[str, Any]:
     """Prepare the text and the run directory; return what the other ranks need to know."""
     config = parse_config(argv)
-    config.micro_batches(launch.world_size)
+    config.check_batches(launch.world_size)
     with blaming("--data-dir", config.data_dir):
         texts, folder = _prepare_text(config)
     digest = PreparedCorpus.open(folder).summary.digest

@@ -59,16 +59,19 @@ def _keep_silent(line: str) -> None:
 def _introduce(trainer: Trainer, corpus: PreparedCorpus, first_step: int) -> None:
     config, summary = trainer.config, corpus.summary
     num_params = sum(param.numel() for param in trainer.model.parameters())
-    micro = trainer.micro_batches
     say(
         f"text: {summary.num_words:,} words in {summary.num_documents:,} documents, of which "
         f"{summary.num_held_out_documents:,} are held out; vocabulary of {summary.vocab_size:,}"
     )
     say(f"model: BERT {config.model_size}, {num_params:,} parameters, on {trainer.ranks.device}")
-    say(
-        f"batch: {config.global_batch_size} samples = {trainer.ranks.launch.world_size} ranks x "
-        f"{micro.number} micro-batches x {micro.size}; {config.optimizer}, {config.dtype}"
-    )
+    for leg in trainer.legs:
+        micro, phase = leg.micro_batches, leg.phase
+        which = f"phase {leg.number}, steps {leg.steps.start} to {leg.steps.stop}: "
+        say(
+            f"{which if len(trainer.legs) > 1 else ''}batch: {phase.global_batch_size} samples of "
+            f"{phase.seq_len} tokens = {trainer.ranks.launch.world_size} ranks x "
+            f"{micro.number} micro-batches x {micro.size}; {config.optimizer}, {config.dtype}"
+        )
     say(f"run: {config.run_dir}, steps {first_step} to {config.steps}")
 
 
@@ -76,7 +79,7 @@ def _conclude(trainer: Trainer, corpus: PreparedCorpus, last_step: int, seconds:
     """Draw the curves and print what came of the run."""
     config = trainer.config
     records = read_records(config.run_dir / METRICS_FILE)
-    unigram = trainer.evaluation.unigram_loss(corpus.train.tokens)
+    unigram = trainer.legs[-1].evaluation.unigram_loss(corpus.train.tokens)
     vocab_size = corpus.summary.vocab_size
     with blaming("--run-dir", config.run_dir / CURVES_FILE):
         draw_curves(

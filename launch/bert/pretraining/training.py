@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -14,7 +16,8 @@ from pretraining.errors import UsageError
 from pretraining.evaluation import HeldOutEvaluation
 from pretraining.metrics import Record, Report
 from pretraining.model import build_model, loss_sums
-from pretraining.optimizers import build_optimizer, clips_itself, lr_at, set_lr
+from pretraining.optimizers import build_optimizer, clips_itself, hand_over, set_lr
+from pretraining.phases import MicroBatches, Phase, spans
 from pretraining.prepared import PreparedCorpus
 from pretraining.ranks import Ranks
 from pretraining.samples import IGNORED_LABEL, Batch, SampleStream
@@ -28,6 +31,18 @@ _EVAL_BATCH_SIZE = 64
 _SPEED_SMOOTHING = 0.9
 
 
+@dataclasses.dataclass(frozen=True)
+class Leg:
+    """A phase on its way: which steps of the run it takes, on what samples."""
+
+    number: int  # from 1
+    phase: Phase
+    steps: range
+    micro_batches: MicroBatches
+    stream: SampleStream
+    evaluation: HeldOutEvaluation
+
+
 class Trainer:
     """Model, optimizer and data of a run, and the loop over them.
 
@@ -37,17 +52,12 @@ class Trainer:
     def __init__(self, config: RunConfig, ranks: Ranks, corpus: PreparedCorpus) -> None:
         self.config = config
         self.ranks = ranks
-        self.micro_batches = config.micro_batches(ranks.launch.world_size)
-        vocab_size, seq_len = corpus.summary.vocab_size, config.seq_len
-        self.stream = SampleStream(corpus.train, vocab_size, seq_len, config.seed)
-        self.evaluation = HeldOutEvaluation(
-            SampleStream(corpus.held_out, vocab_size, seq_len, config.seed),
-            config.eval_samples,
-            min(_EVAL_BATCH_SIZE, config.micro_batch_size or _EVAL_BATCH_SIZE),
-        )
+        self.legs = list(_legs(config, ranks.launch.world_size, corpus))
+        vocab_size, seq_len = corpus.summary.vocab_size, config.max_seq_len
         model = build_model(config.model_size, vocab_size, seq_len, config.dropout, config.seed)
         self.model = model.to(ranks.device).train()
-        self.optimizer = build_optimizer(config, self.model)
+        named = self.model.named_parameters()
+        self.optimizer = build_optimizer(config, named, config.shard_config())
         self.scaler = ShardedGradScaler(ranks.device.type, enabled=config.dtype == "fp16")
         self.checkpoints = Checkpoints(config, self.model, self.optimizer, self.scaler)
         self._autocast = torch.autocast(
@@ -56,6 +66,7 @@ class Trainer:
             enabled=config.dtype in AUTOCAST_DTYPES,
         )
         self._samples_per_second = 0.0
+        self._saved_step = 0
         # Of rank 0, while it runs.
         self._report: Report | None = None
 
@@ -65,34 +76,51 @@ class Trainer:
             return self._run(first_step, stop)
 
     def _run(self, first_step: int, stop: Signals) -> int:
-        config = self.config
         self.ranks.once(lambda: self._open_report(first_step))
-        saved_step = first_step
-        if first_step == 0:
-            self._add(self._evaluate(0))
-        step = first_step
-        while step < config.steps:
-            started = time.monotonic()
-            batch = self._draw(step)
-            num_masked, is_stopping = self._agree(batch, stop)
-            if is_stopping:
-                break
-            record = self._train_step(step, batch, num_masked)
-            step += 1
-            self._add(self._with_speed(record, started))
-            if step % config.eval_every == 0 or step == config.steps:
-                self._add(self._evaluate(step))
-            if step % config.save_every == 0:
-                self.checkpoints.save(step)
-                saved_step = step
-        if step != saved_step:
-            self.checkpoints.save(step)
+        step = self._saved_step = first_step
+        for leg in self.legs:
+            if step < leg.steps.stop:
+                step = self._run_leg(leg, step, stop)
+                if step < leg.steps.stop:
+                    break  # it was told to
+        if step != self._saved_step:
+            self._save(step)
         self.ranks.once(self._close_report)
         return step
 
+    def _run_leg(self, leg: Leg, step: int, stop: Signals) -> int:
+        """Train from `step` on, through the phase; return how many steps are finished then."""
+        config = self.config
+        if step == leg.steps.start:
+            # After the save at the phase before's end, so that a resumed run does this, too.
+            if leg.number > 1:
+                hand_over(self.optimizer, leg.phase.carry)
+            self._add(self._evaluate(leg, step))
+        while step < leg.steps.stop:
+            started = time.monotonic()
+            batch = self._draw(leg, step)
+            num_masked, is_stopping = self._agree(batch, stop)
+            if is_stopping:
+                break
+            record = self._train_step(leg, step, batch, num_masked)
+            step += 1
+            self._add(self._with_speed(leg, record, started))
+            if step % config.eval_every == 0 or step == leg.steps.stop:
+                self._add(self._evaluate(leg, step))
+            if step % config.save_every == 0 or step == leg.steps.stop:
+                self._save(step)
+        return step
+
+    def _save(self, step: int) -> None:
+        self.checkpoints.save(step)
+        self._saved_step = step
+
     def _open_report(self, first_step: int) -> None:
         path = self.config.run_dir / METRICS_FILE
-        self._report = Report(path, first_step, self.config.steps, self.config.log_every)
+        # At a seam what has been told of the phase that begins there is told again.
+        num_begun = sum(leg.steps.start < first_step for leg in self.legs)
+        config = self.config
+        self._report = Report(path, first_step, num_begun, config.steps, config.log_every)
 
     def _close_report(self) -> None:
         if self._report is not None:
@@ -102,11 +130,11 @@ class Trainer:
         if self._report is not None:
             self._report.add(record)
 
-    def _draw(self, step: int) -> Batch:
+    def _draw(self, leg: Leg, step: int) -> Batch:
         """Draw this rank's share of the global batch of `step`."""
-        share = self.micro_batches.samples_per_rank
+        share = leg.micro_batches.samples_per_rank
         first = self.ranks.launch.rank * share
-        return self.stream.batch(step, range(first, first + share))
+        return leg.stream.batch(step, range(first, first + share))
 
     def _agree(self, batch: Batch, stop: Signals) -> tuple[int, bool]:
         """Return the masked tokens of the global batch, and whether any rank is to stop.
@@ -119,21 +147,22 @@ class Trainer:
         total, num_requests = self.ranks.sum_(values.to(self.ranks.device)).tolist()
         return max(1, int(total)), num_requests > 0
 
-    def _train_step(self, step: int, batch: Batch, num_masked: int) -> Record:
+    def _train_step(self, leg: Leg, step: int, batch: Batch, num_masked: int) -> Record:
         """Accumulate gradients over the micro-batches and update the parameters once.
 
         Losses are divided by the counts of the global batch. The optimizer takes the mean of the
         ranks' gradients, hence the factor world_size, so any split of a batch gives one gradient.
         """
         config, world_size = self.config, self.ranks.launch.world_size
-        lr = lr_at(config, step)
+        global_batch_size = leg.phase.global_batch_size
+        lr = leg.phase.lr_at(step - leg.steps.start)
         set_lr(self.optimizer, lr)
         torch.manual_seed(_dropout_seed(config.seed, self.ranks.launch.rank, step))
         sums = torch.zeros(2, device=self.ranks.device)
-        for micro_batch in batch.split(self.micro_batches.size):
+        for micro_batch in batch.split(leg.micro_batches.size):
             with self._autocast:
                 losses = loss_sums(self.model, micro_batch.to(self.ranks.device))
-            loss = losses.mlm / num_masked + losses.nsp / config.global_batch_size
+            loss = losses.mlm / num_masked + losses.nsp / global_batch_size
             self.scaler.scale(loss * world_size).backward()
             sums += torch.stack([losses.mlm, losses.nsp]).detach()
         grad_norm = self._clip()
@@ -141,7 +170,7 @@ class Trainer:
         self.scaler.update()
         self.optimizer.zero_grad()
         mlm_sum, nsp_sum = self.ranks.sum_(sums).tolist()
-        mlm_loss, nsp_loss = mlm_sum / num_masked, nsp_sum / config.global_batch_size
+        mlm_loss, nsp_loss = mlm_sum / num_masked, nsp_sum / global_batch_size
         if not math.isfinite(mlm_loss + nsp_loss):
             raise UsageError(f"the loss is {mlm_loss + nsp_loss} at step {step + 1}; lower --lr")
         record: Record = {"kind": "train", "step": step + 1, "loss": mlm_loss + nsp_loss}
@@ -150,7 +179,7 @@ class Trainer:
             record["grad_norm"] = grad_norm.item()
         if self.scaler.is_enabled():
             record["loss_scale"] = self.scaler.get_scale()
-        return record
+        return record | self._phase_of(leg)
 
     def _clip(self) -> torch.Tensor | None:
         """Bound the gradient norm, unless the rule does; return the norm before, () fp32."""
@@ -160,23 +189,42 @@ class Trainer:
             return None
         return self.optimizer.clip_grad_norm(self.config.max_grad_norm)
 
-    def _evaluate(self, step: int) -> Record:
-        score = self.evaluation.score(self.model, self.ranks, self._autocast)
-        return {
+    def _evaluate(self, leg: Leg, step: int) -> Record:
+        score = leg.evaluation.score(self.model, self.ranks, self._autocast)
+        record = {
             "kind": "eval",
             "step": step,
             "mlm_loss": score.mlm_loss,
             "mlm_accuracy": score.mlm_accuracy,
             "nsp_loss": score.nsp_loss,
         }
+        return record | self._phase_of(leg)
 
-    def _with_speed(self, record: Record, started: float) -> Record:
+    def _phase_of(self, leg: Leg) -> Record:
+        """Return what a record says of its phase: its number, where there are several."""
+        return {"phase": leg.number} if len(self.legs) > 1 else {}
+
+    def _with_speed(self, leg: Leg, record: Record, started: float) -> Record:
         """Add the time of the step and the smoothed number of samples per second."""
         seconds = time.monotonic() - started
-        speed = self.config.global_batch_size / seconds
+        speed = leg.phase.global_batch_size / seconds
         keep = _SPEED_SMOOTHING if self._samples_per_second else 0.0
         self._samples_per_second = keep * self._samples_per_second + (1 - keep) * speed
         return record | {"seconds": seconds, "samples_per_second": self._samples_per_second}
+
+
+def _legs(config: RunConfig, world_size: int, corpus: PreparedCorpus) -> Iterator[Leg]:
+    vocab_size = corpus.summary.vocab_size
+    for number, (phase, steps) in enumerate(
+        zip(config.phases, spans(config.phases), strict=True), start=1
+    ):
+        evaluation = HeldOutEvaluation(
+            SampleStream(corpus.held_out, vocab_size, phase.seq_len, config.seed),
+            config.eval_samples,
+            min(_EVAL_BATCH_SIZE, phase.micro_batch_size or _EVAL_BATCH_SIZE),
+        )
+        stream = SampleStream(corpus.train, vocab_size, phase.seq_len, config.seed)
+        yield Leg(number, phase, steps, phase.micro_batches(world_size), stream, evaluation)
 
 
 def _dropout_seed(seed: int, rank: int, step: int) -> int:
