@@ -7,12 +7,15 @@ import functools
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
 
 from shardfuse.comm import communicator_for
-from shardfuse.doctor.checks import CHECKS
+from shardfuse.doctor.checks import CHECKS, Check
+from shardfuse.doctor.environment import check_environment
 from shardfuse.doctor.findings import Finding, Verdict
-from shardfuse.doctor.versions import check_environment, check_versions
+from shardfuse.doctor.links import bandwidth
+from shardfuse.doctor.versions import check_versions
 from shardfuse.doctor.world import CONNECT_REMEDY, World
 
 
@@ -22,6 +25,10 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--backend", help="of the process group; that of the device, if left out")
     command.add_argument(
         "--limit-s", type=float, default=60.0, help="seconds for each thing (%(default)s)"
+    )
+    command.add_argument("--device", choices=["cpu"], help="even where there is an accelerator")
+    command.add_argument(
+        "--full", action="store_true", help="bandwidth at 200 MiB, too; on accelerators always"
     )
 
 
@@ -36,9 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
         _show(found, as_json=arguments.json)
         os._exit(1)  # what waits for the store's socket cannot be ended otherwise
 
-    world = World(arguments.limit_s)
+    checks = CHECKS | {"bandwidth": functools.partial(bandwidth, is_full=arguments.full)}
+    world = World(arguments.limit_s, arguments.device)
     with _Watched(3 * arguments.limit_s, end) as watched:
-        for finding in _findings(world, arguments.backend):
+        for finding in _findings(world, arguments.backend, checks):
             found.append(finding)
             watched.begin_anew()
     if world.rank == 0 or not world.has_met:
@@ -53,14 +61,30 @@ def _show(found: Sequence[Finding], *, as_json: bool) -> None:
         print("\n".join(finding.describe() for finding in found), flush=True)
 
 
-def examine(backend: str | None = None, limit_s: float = 60.0) -> list[Finding]:
+def examine(
+    backend: str | None = None,
+    limit_s: float = 60.0,
+    *,
+    device: Literal["cpu"] | None = None,
+    more: Mapping[str, Check] | None = None,
+    tell: Callable[[Finding], None] = lambda finding: None,
+) -> list[Finding]:
     """Return all findings. Collective where a launcher has started several ranks.
 
     Args:
         backend: of the process group; None: that of the device.
         limit_s: seconds for each thing that ranks wait for.
+        device: "cpu" even where there is an accelerator.
+        more: checks that follow the doctor's own, in the same process group. All are then made
+            that can be, also after one has failed.
+        tell: called with each finding as it comes.
     """
-    return list(_findings(World(limit_s), backend))
+    found: list[Finding] = []
+    checks = CHECKS if more is None else {**CHECKS, **more}
+    for finding in _findings(World(limit_s, device), backend, checks, goes_on=more is not None):
+        found.append(finding)
+        tell(finding)
+    return found
 
 
 class _Watched:
@@ -89,7 +113,9 @@ class _Watched:
             self._timer.cancel()
 
 
-def _findings(world: World, backend: str | None) -> Iterator[Finding]:
+def _findings(
+    world: World, backend: str | None, checks: Mapping[str, Check], *, goes_on: bool = False
+) -> Iterator[Finding]:
     met = world.meet()
     if not world.has_met:
         yield from (*check_versions(), *check_environment(), met)
@@ -98,24 +124,30 @@ def _findings(world: World, backend: str | None) -> Iterator[Finding]:
         yield world.together("ranks", lambda: met)
         for name in ("torch", "torch_npu and CANN", "environment"):
             yield world.together(name, functools.partial(_local, name))
-        found = world.together("process group", lambda: world.connect(backend))
+        found = world.together("process group", lambda: _connected(world, backend))
         yield found
-        for name, check in CHECKS.items():
-            if found.verdict == "failed":
+        has_group, is_well = found.verdict != "failed", found.verdict != "failed"
+        for name, check in checks.items():
+            if not has_group or not (world.is_in_step if goes_on else is_well):
                 text = "there is no process group, or an earlier check has broken it"
                 yield Finding(name, "not run", text)
                 continue
             comm = communicator_for(None, world.device)
             found = world.together(name, functools.partial(check, comm, world.device))
+            is_well &= found.verdict != "failed"
             yield found
 
 
+def _connected(world: World, backend: str | None) -> Finding:
+    taken = world.take_device()
+    return taken if taken.verdict == "failed" else world.connect(backend)
+
+
 def _local(name: str) -> Finding:
-    """Return the finding of that name on this rank; what is not found is right."""
-    found = {finding.name: finding for finding in [*check_versions(), *check_environment()]}
-    if name in found:
-        return found[name]
-    wrong = [finding for finding in check_environment() if finding.verdict != "ok"]
+    """Return the finding of that name on this rank; "environment" is the worst of it."""
+    if name != "environment":
+        return next(finding for finding in check_versions() if finding.name == name)
+    wrong = check_environment()
     if not wrong:
         return Finding(name, "ok", "nothing in it is in the way")
     text = "; ".join(finding.text for finding in wrong)

@@ -64,8 +64,30 @@ def test_two_ranks() -> None:
     code, found = torchrun(*DOCTOR)
     assert code == 0, found
     assert [finding["name"] for finding in found] == [*BEFORE, *CHECKS]
-    assert all(finding["verdict"] == "ok" for finding in found), found
-    assert all(value > 0 for value in found[-1]["values"].values())
+    verdicts = {finding["name"]: finding["verdict"] for finding in found}
+    not_here = {name for name, verdict in verdicts.items() if verdict == "not run"}
+    assert not_here == {"formats", "NPU settings", "room for communicators"}  # of an NPU
+    assert {v for name, v in verdicts.items() if name not in not_here} == {"ok"}, found
+    rates = found[-1]["values"]
+    assert len(rates) == 8  # two kinds at two sizes, aligned and not
+    assert all(value > 0 for value in rates.values())
+
+
+def test_a_wrong_interface_is_named() -> None:
+    """Before a transport waits for it in vain."""
+    interfaces = [name for _, name in socket.if_nameindex()]
+    result = subprocess.run(
+        [sys.executable, *DOCTOR],
+        env=environment(HCCL_SOCKET_IFNAME="=nosuch0"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    found = {finding["name"]: finding for finding in json.loads(result.stdout)}
+    assert result.returncode == 1
+    assert "HCCL_SOCKET_IFNAME==nosuch0" in found["environment"]["text"]
+    assert all(name in found["environment"]["remedy"] for name in interfaces)
 
 
 # {what is ill on rank 1: (program, the check that finds it, its words)}
