@@ -50,14 +50,14 @@ def sums(comm: Communicator, device: Device) -> Finding:
     expected = torch.zeros_like(whole)
     for rank in range(comm.world_size):
         expected += _integers(whole.numel(), rank, device)
-    for _ in range(2):
-        parts = comm.reduce_scatter(whole).wait()
-        own = torch.stack(parts).sum(0)
-        out = torch.zeros_like(whole)
-        mine = out.chunk(comm.world_size)[comm.rank]
-        mine.copy_(own)
-        comm.all_gather(out, mine).wait()
-        results.append(out)
+    with comm.call("doctor: sums over ranks"):
+        for _ in range(2):
+            own = torch.stack(comm.reduce_scatter(whole).wait()).sum(0)
+            out = torch.zeros_like(whole)
+            mine = out.chunk(comm.world_size)[comm.rank]
+            mine.copy_(own)
+            comm.all_gather(out, mine).wait()
+            results.append(out)
     if not torch.equal(results[0], expected):
         return Finding(
             "",
@@ -84,7 +84,8 @@ def non_finite(comm: Communicator, device: Device) -> Finding:
     values[:2] *= float(comm.rank == comm.world_size - 1)
     if comm.rank != comm.world_size - 1:
         values[:2] = 0.0
-    comm.all_reduce(values).wait()
+    with comm.call("doctor: inf and nan"):
+        comm.all_reduce(values).wait()
     if torch.isinf(values[0]) and torch.isnan(values[1]) and torch.isfinite(values[2]):
         return Finding("", "ok", "inf and nan travel as they are")
     return Finding(
@@ -228,8 +229,9 @@ def save_and_load(comm: Communicator, device: Device) -> Finding:
     """A checkpoint, written by all ranks and read again; in a folder of the first rank's host."""
     with tempfile.TemporaryDirectory(prefix="shardfuse-doctor-") as own:
         told = f"{own}/checkpoint"
-        comm.tell("doctor's folder", told)
-        comm.all_reduce(torch.zeros(1, device=device)).wait()
+        with comm.call("doctor: a folder in common"):
+            comm.tell("doctor's folder", told)
+            _meet(comm, device)
         folder = Path(comm.told("doctor's folder")[0] or told)
         values = []
         for seed in (0, 1):
@@ -245,7 +247,8 @@ def save_and_load(comm: Communicator, device: Device) -> Finding:
                 checkpoint.load({"model": model, "optimizer": optimizer}, folder)
             optimizer.synchronize()
             values.append([param.detach().clone() for param in model.parameters()])
-        comm.all_reduce(torch.zeros(1, device=device)).wait()  # all have read it
+        with comm.call("doctor: all have read it"):
+            _meet(comm, device)
     if all(torch.equal(a, b) for a, b in zip(*values, strict=True)):
         return Finding("", "ok", "a checkpoint comes back bit for bit")
     return Finding("", "failed", "a checkpoint came back different", "Check the file system.")
@@ -254,6 +257,10 @@ def save_and_load(comm: Communicator, device: Device) -> Finding:
 def _integers(numel: int, rank: int, device: Device) -> Tensor:
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(-9, 10, (numel,), generator=generator).float().to(device)
+
+
+def _meet(comm: Communicator, device: Device) -> None:
+    comm.all_reduce(torch.zeros(1, device=device)).wait()
 
 
 def _sharding(comm: Communicator) -> dict[str, Any]:

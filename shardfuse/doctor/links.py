@@ -31,7 +31,9 @@ def bandwidth(comm: Communicator, device: torch.device, *, is_full: bool = False
     for is_off in (False, True):
         rates: dict[str, list[float]] = {kind: [] for kind in _KINDS}
         for mib in sizes:
-            for kind, rate in _rates(comm, device, mib, int(is_off)).items():
+            with comm.call("doctor: bandwidth"):
+                of_size = _rates(comm, device, mib, int(is_off))
+            for kind, rate in of_size.items():
                 rates[kind].append(rate)
                 found[f"{kind} of {mib} MiB{', 4 bytes off' * is_off}, GB/s"] = rate
         shown = "; ".join(
