@@ -27,6 +27,7 @@ def run(num_ranks: int, *, is_cpu: bool, quick: bool, timeout_s: float, work: Pa
     steps = _QUICK_STEPS if quick else STEPS
     options = command(num_ranks, steps=steps, work=work, words=20_000 if quick else 200_000)
     options += ["--device", "cpu"] if is_cpu else []
+    options += ["--eval-samples", "24"] if quick else []
     code = torchrun(options, num_ranks, timeout_s, work / "bert.log")
     if code != 0:
         text = f"no end after {timeout_s:.0f} s" if code is None else f"exit code {code}"
