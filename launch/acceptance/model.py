@@ -16,12 +16,10 @@ LR = 1e-4
 _BUCKETS = 4
 
 
-def sharded(
-    comm: Communicator, device: torch.device, size: str, **sharding: Any
-) -> tuple[Training, ShardedAdamW]:
+def sharded(device: torch.device, size: str, **sharding: Any) -> tuple[Training, ShardedAdamW]:
     """Return shardfuse's training of a new model, and its optimizer."""
     model = Transformer(SIZES[size]).to(device)
-    own = {"process_group": comm, "consolidate_every": 0, **sharding}
+    own = {"consolidate_every": 0, **sharding}
     optimizer = ShardedAdamW(model.named_parameters(), lr=LR, sharding=own)
     return Training(model, model, optimizer), optimizer
 

@@ -34,7 +34,7 @@ def order_of_a_step(
     Args:
         trace: where the first rank leaves its trace, for chrome://tracing.
     """
-    training, optimizer = sharded(comm, device, size, bucket_cap_mb=bucket_mib(size))
+    training, optimizer = sharded(device, size, bucket_cap_mb=bucket_mib(size))
     batches = [batch_of(comm, device, size, step) for step in range(_WARM_UP + 1)]
     for batch in batches[:_WARM_UP]:
         training.step(batch)

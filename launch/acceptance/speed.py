@@ -80,7 +80,7 @@ def as_a_graph(
     """
     if capture is None and device.type != "cuda":
         return Finding("", "not run", f"{device.type} has no CUDA graphs")
-    own, reference = _Steps(comm, device), _Steps(comm, device)
+    own, reference = _Steps(device), _Steps(device)
     for steps in (own, reference):
         for _ in range(_WARM_UP):
             steps.run()
@@ -114,9 +114,9 @@ def _cuda_capture(step: Callable[[], object]) -> Callable[[], object]:
 class _Steps:
     """An optimizer that makes steps by one gradient."""
 
-    def __init__(self, comm: Communicator, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._param = nn.Parameter(torch.linspace(-1, 1, 4096, device=device))
-        sharding = {"process_group": comm, "kernel": "eager", "consolidate_every": 0}
+        sharding = {"kernel": "eager", "consolidate_every": 0}
         self._optimizer = ShardedAdamW([self._param], lr=0.1, sharding=sharding)
         self._grad = torch.linspace(0.1, 1, 4096, device=device)
 

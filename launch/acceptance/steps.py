@@ -15,6 +15,7 @@ from launch.bench.timing import median, time_ms
 from launch.bench.transformer import SIZES, Transformer
 from shardfuse import ShardConfig, ShardedAdamW
 from shardfuse.comm import Communicator
+from shardfuse.comm.base import Progress
 from shardfuse.doctor import Finding
 from shardfuse.plan import Budget, plan
 from shardfuse.plan.models import shapes_in
@@ -29,14 +30,14 @@ def memory(comm: Communicator, device: torch.device, *, size: str) -> Finding:
     """Bytes that a rank holds between steps are those of ``python -m shardfuse plan``."""
     counter = getattr(torch.get_device_module(device), "memory_allocated", None)
     before = 0 if counter is None else _settled(counter, device)
-    training, optimizer = sharded(comm, device, size)
+    training, optimizer = sharded(device, size)
     for step in range(_WARM_UP):
         training.step(batch_of(comm, device, size, step))
     training.finish()
     summary = optimizer.memory_summary()
     own = summary.param_nbytes + summary.grad_nbytes + summary.state_nbytes
     held = own if counter is None else _settled(counter, device) - before
-    planned = _planned(comm, device, size).total_nbytes
+    planned = _planned(comm, device, size, optimizer.communicator.progress).total_nbytes
     mib = 1 / (1 << 20)
     values = {"held_nbytes": held, "planned_nbytes": planned, "summary_nbytes": own}
     text = f"{held * mib:.1f} MiB between steps, {planned * mib:.1f} planned"
@@ -51,7 +52,7 @@ def _settled(counter: Callable[..., int], device: torch.device) -> int:
     return int(counter(device))
 
 
-def _planned(comm: Communicator, device: torch.device, size: str) -> Budget:
+def _planned(comm: Communicator, device: torch.device, size: str, progress: Progress) -> Budget:
     with torch.device("meta"):
         shapes = shapes_in(Transformer(SIZES[size]))
     return plan(
@@ -60,7 +61,7 @@ def _planned(comm: Communicator, device: torch.device, size: str) -> Budget:
         world_size=comm.world_size,
         device=device.type,
         sharding=ShardConfig(),
-        progress=comm.progress,
+        progress=progress,
     )
 
 
@@ -74,9 +75,10 @@ def host_synchronization(
     """
     module = torch.get_device_module(device)
     set_mode = set_mode or getattr(module, "set_sync_debug_mode", None)
-    training, optimizer = sharded(comm, device, size)
+    training, optimizer = sharded(device, size)
     for step in range(_WARM_UP):
         training.step(batch_of(comm, device, size, step))
+    training.finish()
     if set_mode is None:
         return Finding("", "not run", f"{device.type} has no set_sync_debug_mode()")
     batch = batch_of(comm, device, size, _WARM_UP)
@@ -88,7 +90,7 @@ def host_synchronization(
         where = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(where.filename).name}:{where.lineno}"
         text = f"a step waits for the device, at {place}: {str(error).splitlines()[0][:120]}"
-        return Finding("", "failed", text, "Report this: it is a fault of shardfuse.")
+        return Finding("", "failed", text, "Report this where the place is in shardfuse.")
     finally:
         set_mode("default")
     training.finish()
@@ -99,7 +101,7 @@ def against_ddp(comm: Communicator, device: torch.device, *, size: str, repeats:
     """The time of a training step, as a ratio to DDP with torch's fused AdamW."""
     if comm.world_size == 1:
         return Finding("", "not run", "one rank: there is nothing to shard")
-    ways = {"shardfuse": sharded(comm, device, size)[0], "DDP": replicated(comm, device, size)}
+    ways = {"shardfuse": sharded(device, size)[0], "DDP": replicated(comm, device, size)}
     times: dict[str, list[float]] = {name: [] for name in ways}
     for step in range(_WARM_UP + repeats):
         batch = batch_of(comm, device, size, step)

@@ -99,7 +99,7 @@ def non_finite(comm: Communicator, device: Device) -> Finding:
 def overflow(comm: Communicator, device: Device) -> Finding:
     """One rank's overflow skips the step of all of them."""
     param = nn.Parameter(torch.ones(2000, device=device))
-    optimizer = optim.ShardedAdam([param], sharding=_sharding(comm))
+    optimizer = optim.ShardedAdam([param], sharding=_sharding())
     scaler = ShardedGradScaler(device.type, init_scale=4.0)
     scaler.scale(torch.ones((), device=device))
     param.grad = torch.full_like(param, float("inf") if comm.rank == comm.world_size - 1 else 1.0)
@@ -119,7 +119,7 @@ def alignment(comm: Communicator, device: Device) -> Finding:
     """Every slot and shard starts at a multiple of 512 bytes of its memory, on accelerators."""
     shapes = ((3, 5), (1,), (7777,), (64, 64), (513,))
     params = [nn.Parameter(torch.ones(shape, device=device)) for shape in shapes]
-    optimizer = optim.ShardedAdam(params, sharding={**_sharding(comm), "bucket_cap_mb": 0.02})
+    optimizer = optim.ShardedAdam(params, sharding={**_sharding(), "bucket_cap_mb": 0.02})
     wanted = SLOT_NBYTES.get(device.type, _ALIGNMENT)
     base = min(param.data_ptr() for param in params)
     off = [str(tuple(p.shape)) for p in params if (p.data_ptr() - base) % wanted]
@@ -136,7 +136,7 @@ def optimizers(comm: Communicator, device: Device) -> Finding:
     """Five steps of every optimizer, on all ranks and device, against one process on the CPU."""
     worst: dict[str, float] = {}
     for name, build in _BUILDS.items():
-        ours = _trained(build, device, _sharding(comm), comm.world_size, comm.rank)
+        ours = _trained(build, device, _sharding(), comm.world_size, comm.rank)
         alone = _trained(build, Device("cpu"), {"process_group": "alone"}, comm.world_size, None)
         pairs = zip(ours, alone, strict=True)
         worst[name] = max(
@@ -169,7 +169,7 @@ def lamb_norms(comm: Communicator, device: Device) -> Finding:
         for values, shape in zip(start, _CUT_SHAPES, strict=True)
     ]
     named = [(f"p{index}", param) for index, param in enumerate(params)]
-    sharding = {**_sharding(comm), "bucket_cap_mb": 0.02}
+    sharding = {**_sharding(), "bucket_cap_mb": 0.02}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # one parameter is a vector, on purpose
         optimizer = optim.ShardedLamb(named, lr=0.01, variant="nvlamb", sharding=sharding)
@@ -237,7 +237,7 @@ def save_and_load(comm: Communicator, device: Device) -> Finding:
         for seed in (0, 1):
             torch.manual_seed(seed)
             model = nn.Linear(300, 40).to(device)
-            optimizer = optim.ShardedAdamW(model.named_parameters(), sharding=_sharding(comm))
+            optimizer = optim.ShardedAdamW(model.named_parameters(), sharding=_sharding())
             if seed == 0:
                 for param in model.parameters():
                     param.grad = torch.ones_like(param)
@@ -263,8 +263,9 @@ def _meet(comm: Communicator, device: Device) -> None:
     comm.all_reduce(torch.zeros(1, device=device)).wait()
 
 
-def _sharding(comm: Communicator) -> dict[str, Any]:
-    return {"process_group": comm, "kernel": "eager", "consolidate_every": 0}
+def _sharding() -> dict[str, Any]:
+    """Return a configuration over the default process group: each optimizer has its own part."""
+    return {"kernel": "eager", "consolidate_every": 0}
 
 
 def _trained(

@@ -47,9 +47,8 @@ def formats(comm: Communicator, device: Device, torch_npu: Any = None) -> Findin
         return Finding("", "not run", _ABSENT)
     layer = nn.Linear(64, 32).to(device)
     layer(torch.ones(2, 64, device=device))
-    sharding = {"process_group": comm, "kernel": "eager"}
     found = {"before": _formats_of(layer, torch_npu)}
-    optim.ShardedAdam(layer.named_parameters(), sharding=sharding)
+    optim.ShardedAdam(layer.named_parameters(), sharding={"kernel": "eager"})
     found["after"] = _formats_of(layer, torch_npu)
     own = sorted({n for numbers in found.values() for n in numbers} - set(_BASE_FORMATS))
     if own:
@@ -119,7 +118,10 @@ def room(
     if device.type != "npu":
         return Finding("", "not run", f"no HCCL on {device.type}: buffers of its communicators")
     if free_nbytes is None:
-        free_nbytes = int(torch.get_device_module(device).mem_get_info(device)[0])
+        ask = getattr(torch.get_device_module(device), "mem_get_info", None)
+        if ask is None:
+            return Finding("", "not run", "torch does not tell this device's free memory")
+        free_nbytes = int(ask(device)[0])
     each = 2 * buffer_mb(environment) << 20
     number = free_nbytes // each
     text = f"{free_nbytes / 2**30:.1f} GiB are free; a communicator takes {each >> 20} MiB"

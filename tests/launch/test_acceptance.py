@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -100,6 +101,35 @@ def test_whole_on_two_ranks(tmp_path: Path) -> None:
     assert right[rows.BERT]["values"]["steps"] == 100
 
 
+def living(word: str) -> list[str]:
+    """Return the command lines of processes that have ``word`` in them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            found += [line] if word in line else []
+    return found
+
+
+def test_nothing_is_left_after_a_signal(tmp_path: Path) -> None:
+    """SIGTERM to the command ends torchrun and the ranks, too."""
+    command = [sys.executable, "-m", "launch.acceptance", "--device", "cpu", "--quick"]
+    process = subprocess.Popen(
+        [*command, "--report", str(tmp_path / "report.json")],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert "ranks" in process.stdout.readline()
+    assert len(living(str(tmp_path))) > 2
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert living(str(tmp_path)) == []
+
+
 def test_ranks_that_take_too_long_are_ended(tmp_path: Path) -> None:
     """A report all the same: one row has failed, and says why."""
     report_file = tmp_path / "report.json"
@@ -113,6 +143,7 @@ def test_ranks_that_take_too_long_are_ended(tmp_path: Path) -> None:
     assert verdicts[0] == "failed"
     assert "had not come to its end" in report["rows"][0]["text"]
     assert set(verdicts[1:-1]) == {"not run"}
+    assert living(str(tmp_path)) == []
 
 
 def test_wrong_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

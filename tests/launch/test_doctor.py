@@ -157,6 +157,44 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+MORE = """
+import json, os
+from shardfuse.doctor import Finding, examine
+is_second = os.environ["RANK"] == "1"
+more = {
+    "fails": lambda comm, device: Finding("", "failed", "bad"),
+    "raises on all": lambda comm, device: 1 / 0,
+    "is made": lambda comm, device: Finding("", "ok", str(comm.world_size)),
+    "raises on one": lambda comm, device: 1 / 0 if is_second else Finding("", "ok", "good"),
+    "is not made": lambda comm, device: Finding("", "ok", "good"),
+}
+told = []
+found = examine(limit_s=20, device="cpu", more=more, tell=told.append)
+assert told == found
+if not is_second:
+    print(json.dumps([finding.to_json() for finding in found]))
+"""
+
+
+def test_more_checks(tmp_path: Path) -> None:
+    """Checks of others follow the doctor's, as long as all ranks go the same way."""
+    script = tmp_path / "more.py"
+    script.write_text(MORE)
+    _, found = torchrun(str(script))
+    by_name = {finding["name"]: finding for finding in found}
+    assert list(by_name)[:-5] == [*BEFORE, *CHECKS]
+    verdicts = {name: by_name[name]["verdict"] for name in list(by_name)[-5:]}
+    assert verdicts == {
+        "fails": "failed",
+        "raises on all": "failed",
+        "is made": "ok",
+        "raises on one": "failed",
+        "is not made": "not run",
+    }
+    assert by_name["is made"]["text"] == "2"
+    assert by_name["raises on one"]["text"].startswith("rank 1: ZeroDivisionError")
+
+
 WAITS = """
 import os, sys, time
 from pathlib import Path

@@ -11,6 +11,9 @@ import torch
 from shardfuse.comm.base import SingleRank
 from shardfuse.doctor import checks
 from shardfuse.doctor.devices import formats, room, settings
+from shardfuse.doctor.links import bandwidth
+from shardfuse.doctor.world import World
+from shardfuse.plan.probe import Tally
 
 CPU = torch.device("cpu")
 NPU: Any = SimpleNamespace(type="npu")  # torch knows the name only where torch_npu gives it
@@ -83,6 +86,52 @@ def test_room(free_mib: int, verdict: str, number: int) -> None:
 def test_room_with_smaller_buffers() -> None:
     found = room(SingleRank(), NPU, 1000 << 20, {"HCCL_BUFFSIZE": "100"})
     assert (found.verdict, found.values["communicators"]) == ("ok", 5)
+
+
+class Recording(Tally):
+    """The first of two ranks, alone; notes the buffers that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(2, "in order")
+        self.given: list[tuple[int, int]] = []  # (bytes, address)
+
+    def reduce_scatter(self, input: torch.Tensor, *args: Any, **options: Any) -> Any:
+        self.given.append((input.nbytes, input.data_ptr()))
+        return super().reduce_scatter(input, *args, **options)
+
+    def all_gather(self, output: torch.Tensor, *args: Any, **options: Any) -> Any:
+        self.given.append((output.nbytes, output.data_ptr()))
+        return super().all_gather(output, *args, **options)
+
+
+@pytest.mark.parametrize(("is_full", "sizes"), [(False, (1, 25)), (True, (1, 25, 200))])
+def test_bandwidth_is_of_these_sizes(is_full: bool, sizes: tuple[int, ...]) -> None:
+    """Of each, both kinds, from aligned buffers and from such that begin 4 bytes later."""
+    comm = Recording()
+    found = bandwidth(comm, CPU, is_full=is_full)
+    for mib in sizes:
+        for kind in ("reduce-scatter", "all-gather"):
+            for remark in ("", ", 4 bytes off"):
+                assert found.values[f"{kind} of {mib} MiB{remark}, GB/s"] > 0
+    assert len(found.values) == 4 * len(sizes)
+    assert {nbytes for nbytes, _ in comm.given} == {mib << 20 for mib in sizes}
+    half = len(comm.given) // 2
+    assert {address % 64 for _, address in comm.given[:half]} == {0}
+    assert {address % 64 for _, address in comm.given[half:]} == {4}
+
+
+def test_a_rank_without_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More ranks than devices are found out before anything lies on one."""
+    world, taken = World(1.0, "cpu"), []
+    assert world.take_device().verdict == "ok"
+    world.device = torch.device("cuda", 2)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
+    found = world.take_device()
+    assert (found.verdict, taken) == ("failed", [])
+    assert "local rank 2 has no device of its own: this host shows 2" in found.text
+    world.device = torch.device("cuda", 1)
+    assert (world.take_device().verdict, taken) == ("ok", [1])
 
 
 def test_norms_of_parts_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
