@@ -25,6 +25,7 @@ from launch.acceptance.processes import ROOT, tail, torchrun
 from launch.bench.environment import commit
 from shardfuse.doctor import Finding
 
+LAUNCH = ROOT / "launch"
 _CPU_RANKS = 2
 _BERT_SHARE_S = 240.0
 """Of the limit, what the BERT job is left with at least."""
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         type=Path,
         metavar="REPORT",
-        help="print README's table with these reports (none: the newest of launch/*/results)",
+        help="print README's table with these reports; none: with the newest that lie in results/",
     )
     return parser
 
@@ -169,7 +170,8 @@ def _reports(paths: Sequence[Path]) -> dict[str, rows.Report]:
     """Return reports by kind of device; of none given, the newest that lie in the repository."""
     chosen = list(paths)
     if not chosen:
-        chosen = sorted(ROOT.glob("launch/*/results/*.json"))
+        files = [path for kind in ("npu", "gpu") for path in (LAUNCH / kind / "results").glob("*")]
+        chosen = sorted(p for p in files if p.suffix == ".json" and ".trace" not in p.suffixes)
     reports: dict[str, rows.Report] = {}
     for path in chosen:
         try:

@@ -8,21 +8,17 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from launch.acceptance import bert, rows
+import launch.acceptance.__main__ as acceptance
+from launch.acceptance import rows
 from launch.acceptance.__main__ import main, read
-from launch.acceptance.order import judged
 from launch.acceptance.ranks import QUICK, own_checks
-from launch.acceptance.speed import as_a_graph
-from launch.acceptance.steps import host_synchronization
-from shardfuse import ShardedAdamW
-from shardfuse.comm.base import SingleRank
 from shardfuse.doctor import Finding
 from shardfuse.doctor.checks import CHECKS
 
@@ -257,6 +253,28 @@ def test_a_report_fills_its_column(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "8 x made up, 8 ranks, 2026-11-23, abc" in table
 
 
+def test_the_newest_reports_that_lie_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of each folder, and no traces."""
+    monkeypatch.setattr(acceptance, "LAUNCH", tmp_path)
+    for folder, kind, date in (
+        ("npu", "npu", "2026-11-23"),
+        ("npu", "npu", "2026-12-01"),
+        ("gpu", "cuda", "2026-11-24"),
+    ):
+        results = tmp_path / folder / "results"
+        results.mkdir(parents=True, exist_ok=True)
+        (results / f"{date}.json").write_text(json.dumps({**report_of(kind), "date": date}))
+        (results / f"{date}.trace.json").write_text("{}")
+    assert main(["--markdown"]) == 0
+    table = capsys.readouterr().out
+    assert "| optimizers | ok: good | ok: good |" in table
+    assert "2026-12-01" in table
+    assert "2026-11-24" in table
+    assert "2026-11-23" not in table
+
+
 @pytest.mark.parametrize("change", [{"on_hardware": False}, {"quick": True}, {"device": "cpu"}])
 def test_a_rehearsal_fills_none(
     change: Mapping[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -265,119 +283,3 @@ def test_a_rehearsal_fills_none(
     path.write_text(json.dumps({**report_of("npu"), **change}))
     assert main(["--markdown", str(path)]) == 2
     assert "it fills no column" in capsys.readouterr().err
-
-
-# Single checks
-
-
-def event(name: str, start: float, length: float = 1.0, tid: int = 1) -> dict[str, Any]:
-    return {"name": name, "ts": start, "dur": length, "tid": tid, "ph": "X"}
-
-
-GOOD = [
-    event("shardfuse::reduce_scatter b0", 0),
-    event("shardfuse::reduce_scatter b1", 1),
-    event("shardfuse::wait_reduce_scatter", 2),
-    event("aten::addcdiv_", 4),
-    event("shardfuse::all_gather b0", 5),
-    event("shardfuse::wait_reduce_scatter", 6),
-    event("aten::addcdiv_", 8),
-    event("shardfuse::all_gather b1", 9),
-]
-
-
-def test_order_is_right() -> None:
-    found = judged(GOOD, is_reduced=True, device=CPU)
-    assert (found.verdict, found.values) == ("ok", {"reduced": [0, 1], "gathered": [0, 1]})
-    assert judged([], is_reduced=False, device=CPU).verdict == "not run"
-
-
-@pytest.mark.parametrize(
-    ("events", "words"),
-    [
-        ([*GOOD[:6], GOOD[7]], "bucket 1 is not reduced, then updated"),
-        ([*GOOD[:3], *GOOD[4:]], "bucket 0 is not reduced, then updated"),
-        (GOOD[:7], "buckets [0, 1] are reduced, [0] gathered"),
-        ([event("shardfuse::all_gather b0", -1), *GOOD[:4], *GOOD[5:]], "bucket 0 is not"),
-        ([*GOOD[:6], event("aten::addcdiv_", 8, tid=2), GOOD[7]], "bucket 1 is not"),
-        ([], "buckets [] are reduced"),
-    ],
-)
-def test_order_is_wrong(events: list[dict[str, Any]], words: str) -> None:
-    found = judged(events, is_reduced=True, device=CPU)
-    assert found.verdict == "failed"
-    assert words in found.text
-
-
-def test_order_on_a_device() -> None:
-    """The device's own collectives are looked for, too."""
-    cuda = torch.device("cuda", 0)
-    assert judged(GOOD, is_reduced=True, device=cuda).verdict == "warning"
-    kernels = [event("ncclDevKernel_ReduceScatter_Sum_f32", 3), event("hcom_allGather_", 9)]
-    found = judged([*GOOD, *kernels], is_reduced=True, device=cuda)
-    assert found.verdict == "ok"
-    assert found.values["on the device"] == [kernel["name"] for kernel in kernels]
-
-
-def test_a_wait_of_the_host_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes: list[str] = []
-    comm = SingleRank()
-    good = host_synchronization(comm, CPU, size="tiny", set_mode=modes.append)
-    assert (good.verdict, modes) == ("ok", ["error", "default"])
-    step = ShardedAdamW.step
-
-    def waits(self: Any, *args: Any) -> Any:
-        if modes[-1] == "error":
-            raise RuntimeError("called a synchronizing CUDA operation")
-        return step(self, *args)
-
-    monkeypatch.setattr(ShardedAdamW, "step", waits)
-    bad = host_synchronization(comm, CPU, size="tiny", set_mode=modes.append)
-    assert (bad.verdict, modes[-1]) == ("failed", "default")
-    assert "test_acceptance.py" in bad.text
-    assert "synchronizing CUDA operation" in bad.text
-
-
-def refuses(step: Callable[[], object]) -> Callable[[], object]:
-    raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-
-def runs_once(step: Callable[[], object]) -> Callable[[], object]:
-    left = [step]
-    return lambda: left.pop()() if left else None
-
-
-@pytest.mark.parametrize(
-    ("capture", "verdict", "words"),
-    [
-        (lambda step: step, "ok", "make the steps"),
-        (refuses, "warning", "not possible: operation not permitted when stream is capturing"),
-        (lambda step: lambda: None, "warning", "not possible: what a replay does differs"),
-        (runs_once, "warning", "not possible: a second replay repeats"),
-    ],
-)
-def test_a_graph(capture: Any, verdict: str, words: str) -> None:
-    """It is one only if two replays are two steps."""
-    found = as_a_graph(SingleRank(), CPU, capture=capture)
-    assert found.verdict == verdict
-    assert found.text.startswith(words) or words in found.text
-    assert "more" not in found.text
-
-
-@pytest.mark.parametrize(
-    ("losses", "last", "verdict"),
-    [([7.6, 6.1], 100, "ok"), ([7.6, 7.5], 100, "failed"), ([7.6], 40, "failed")],
-)
-def test_bert(losses: list[float], last: int, verdict: str) -> None:
-    records = [{"kind": "eval", "step": 0, "mlm_loss": loss} for loss in losses]
-    records.insert(1, {"kind": "train", "step": last})
-    assert bert.judged(records, 100).verdict == verdict
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8, 16, 64])
-def test_bert_has_samples_for_all_ranks(num_ranks: int) -> None:
-    """launch/bert accepts the command."""
-    from pretraining.config import check_options
-
-    command = bert.command(num_ranks, steps=1, work=Path("work"), words=20_000)
-    check_options(command[1:], num_ranks)
