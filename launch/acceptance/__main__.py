@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         "--report", type=Path, default=Path("runs/acceptance.json"), help="%(default)s"
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, to try the program")
-    parser.add_argument("--limit-s", type=float, default=570.0, help="in all (%(default)s)")
+    parser.add_argument("--limit-s", type=float, default=540.0, help="in all (%(default)s)")
     parser.add_argument(
         "--markdown",
         nargs="*",

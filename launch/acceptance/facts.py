@@ -18,15 +18,16 @@ def versions() -> dict[str, str | None]:
     """Return versions by name; None: there is none."""
     found = {"python": platform.python_version()}
     found |= {name.replace("-", "_"): installed(name) for name in _PACKAGES}
-    found |= {"cann": cann_version(), "driver": driver_version() or _nvidia_driver()}
+    found |= {"cann": cann_version(), "driver": driver_version() or nvidia_driver()}
     found |= {"cuda": torch.version.cuda, "nccl": _nccl()}
     return found
 
 
-def _nvidia_driver() -> str | None:
-    if not _NVIDIA.is_file():
+def nvidia_driver(path: Path = _NVIDIA) -> str | None:
+    """Return the version of the GPUs' driver, or None."""
+    if not path.is_file():
         return None
-    match = re.search(r"\s(\d+\.\d+(?:\.\d+)*)\s", _NVIDIA.read_text(errors="replace"))
+    match = re.search(r"\s(\d+\.\d+(?:\.\d+)*)\s", path.read_text(errors="replace"))
     return match[1] if match else None
 
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-_GRACE_S = 15.0
+_GRACE_S = 45.0
+"""torchrun gives its ranks 30 seconds to end, and only it knows them all."""
 
 
 def torchrun(command: Sequence[str], num_ranks: int, timeout_s: float, log: Path) -> int | None:

@@ -43,13 +43,15 @@ class Job:
         size, optimizer: of launch/bert's options, as ``shardfuse plan`` names them.
         dtype: of the parameters.
         sharding: more of ShardConfig, as JSON.
+        stage: of DeepSpeed's ZeRO; from 1 on DeepSpeed shards, and not shardfuse.
     """
 
     world_size: int
     size: str
     optimizer: str
     dtype: str
-    sharding: str
+    sharding: str = "{}"
+    stage: int = 0
 
 
 def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
@@ -124,14 +126,16 @@ def _deepspeed(arguments: Sequence[str], environment: Mapping[str, str]) -> Job:
     own = argparse.ArgumentParser(allow_abbrev=False)
     own.add_argument("--deepspeed-config", type=Path, required=True)
     given, options = own.parse_known_args(parsed.user_args)
-    settings = train_bert._read_settings(given.deepspeed_config)
+    settings = train_bert.read_settings(given.deepspeed_config)
     _check_batch(settings, world_size)
     options += ["--global-batch-size", str(settings["train_batch_size"])]
     check_options(options, world_size)
     config = parse_config(options)
     is_bf16 = settings.get("bf16", {}).get("enabled", False)
     kind = settings["optimizer"]["type"].removeprefix("Sharded").removeprefix("NpuFused").lower()
-    return Job(world_size, config.model_size, kind, "bf16" if is_bf16 else "fp32", "{}")
+    stage = settings.get("zero_optimization", {}).get("stage", 0)
+    dtype = "bf16" if is_bf16 else "fp32"
+    return Job(world_size, config.model_size, kind, dtype, stage=stage)
 
 
 def _check_batch(settings: Mapping[str, Any], world_size: int) -> None:
@@ -187,14 +191,20 @@ def memory(job: Job, npu_gb: float) -> str:
     Raises:
         UsageError: it does not fit.
     """
+    if job.stage:
+        return f"memory: not planned, as DeepSpeed shards at stage {job.stage}"
     from shardfuse.__main__ import main as shardfuse
 
     options = ["plan", "--model", f"bert-{job.size}", "--world-size", str(job.world_size)]
     options += ["--optimizer", job.optimizer, "--dtype", job.dtype, "--sharding", job.sharding]
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        code = shardfuse([*options, "--device", "npu", "--json"])
+    errors = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(errors):
+        try:
+            code = shardfuse([*options, "--device", "npu", "--json"])
+        except SystemExit:
+            code = 2
     if code != 0:
-        raise UsageError(f"python -m shardfuse {shlex.join(options)} makes no plan")
+        raise UsageError(f"python -m shardfuse {shlex.join(options)}: {_last_line(errors)}")
     held = json.loads(said.getvalue())["total_nbytes"] / 1e9
     if held >= npu_gb:
         raise UsageError(

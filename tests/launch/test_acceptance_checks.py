@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from launch.acceptance import bert, rows
+from launch.acceptance.facts import nvidia_driver
 from launch.acceptance.order import judged, profiled
 from launch.acceptance.speed import as_a_graph
 from launch.acceptance.steps import host_synchronization, memory
@@ -112,6 +113,13 @@ def test_memory_is_what_the_device_counts(
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     found = memory(SingleRank(), CPU, size="tiny")
     assert (found.verdict, found.values["held_nbytes"]) == (verdict, round(factor * planned))
+
+
+def test_driver_of_a_gpu(tmp_path: Path) -> None:
+    path = tmp_path / "version"
+    assert nvidia_driver(path) is None
+    path.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\n")
+    assert nvidia_driver(path) == "535.104.05"
 
 
 def test_what_stands_for_an_npu_is_no_hardware(monkeypatch: pytest.MonkeyPatch) -> None:

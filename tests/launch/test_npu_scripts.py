@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shlex
 import signal
@@ -10,9 +11,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.run import get_args_parser
+
+from launch.npu import check
 
 REPOSITORY = Path(__file__).parents[2]
 FOLDER = REPOSITORY / "launch" / "npu"
@@ -179,6 +183,26 @@ def test_deepspeed_refuses(text: str | None, words: str, tmp_path: Path) -> None
     result = script("deepspeed.sh", "--dry-run", CONFIG, HOSTFILE=path)
     assert result.returncode == 2, result.stdout
     assert words in result.stderr
+
+
+@needs_deepspeed
+def test_configurations_of_deepspeed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is planned where shardfuse shards; an optimizer of others is refused in words."""
+    monkeypatch.chdir(REPOSITORY)
+    settings = json.loads((REPOSITORY / CONFIG).read_text())
+    command = ["deepspeed", "--hostfile", hostfile(tmp_path), "--no_local_rank"]
+    command += ["launch/deepspeed/train_bert.py", "--deepspeed-config", str(tmp_path / "ds.json")]
+
+    def look(**changes: Any) -> int:
+        (tmp_path / "ds.json").write_text(json.dumps({**settings, **changes}))
+        return check.main(["--", *command], {})
+
+    assert look(zero_optimization={"stage": 2}) == 0
+    assert "not planned, as DeepSpeed shards at stage 2" in capsys.readouterr().out
+    assert look(optimizer={"type": "Muon", "params": {"lr": 1}}) == 2
+    assert "invalid choice: 'muon'" in capsys.readouterr().err
 
 
 REFUSED = {
