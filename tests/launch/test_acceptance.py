@@ -61,11 +61,17 @@ def check_report(path: Path, kind: str = "cpu") -> dict[str, Any]:
     return report
 
 
+@pytest.mark.timeout(300)
 def test_quick_on_two_ranks(tmp_path: Path) -> None:
     """The whole command, with small sizes: a report, a trace and a table; exit code 0."""
     report_file = tmp_path / "results" / "report.json"
     result = script(
-        "npu/acceptance.sh", "--quick", DEVICE="cpu", NPROC="2", REPORT=str(report_file)
+        "npu/acceptance.sh",
+        "--quick",
+        timeout=280,
+        DEVICE="cpu",
+        NPROC="2",
+        REPORT=str(report_file),
     )
     assert result.returncode == 0, result.stdout + result.stderr
     report = check_report(report_file)
