@@ -18,7 +18,7 @@ import torch
 
 from launch.acceptance.facts import versions
 from launch.acceptance.order import order_of_a_step
-from launch.acceptance.rows import ROWS, is_hardware
+from launch.acceptance.rows import MISALIGNED, ROWS, is_hardware
 from launch.acceptance.speed import against_copy, as_a_graph
 from launch.acceptance.steps import against_ddp, host_synchronization, memory
 from launch.bench.environment import hardware
@@ -56,6 +56,7 @@ def own_checks(sizes: Sizes, device: torch.device, trace: Path | None) -> dict[s
             against_copy, numel=sizes.numel, repeats=sizes.repeats, kernel=kernel
         ),
         "step against DDP": functools.partial(against_ddp, size=model, repeats=sizes.repeats),
+        MISALIGNED: CHECKS[MISALIGNED],
         "step as a CUDA graph": as_a_graph,
     }
 

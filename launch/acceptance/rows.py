@@ -14,6 +14,7 @@ from shardfuse.doctor.versions import installed
 Needs = Literal["", "hardware", "npu", "cuda"]
 Report = dict[str, Any]
 
+MISALIGNED = "bandwidth, 4 bytes off"
 BERT = "100 steps of a tiny BERT"
 COLUMNS = {"npu": "Ascend NPU, HCCL", "cuda": "NVIDIA GPU, NCCL"}
 EMPTY = "not run on hardware"
@@ -62,10 +63,14 @@ ROWS = (
     Row("no host synchronization", "hardware"),
     Row("update against copy", "hardware"),
     Row("step against DDP", "hardware"),
+    Row(MISALIGNED, "hardware"),
     Row("step as a CUDA graph", "cuda"),
     Row(BERT),
 )
-"""In the order in which they are filled: the doctor's, those of this package, and BERT."""
+"""In the order in which they are filled: the doctor's, those of this package, and BERT.
+
+After what a transport may refuse nothing more is sent, and after a graph that fails, neither.
+"""
 
 
 @dataclass(frozen=True)

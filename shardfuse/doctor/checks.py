@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import tempfile
 import warnings
@@ -16,7 +17,7 @@ from shardfuse import checkpoint, optim
 from shardfuse.comm import Communicator
 from shardfuse.doctor.devices import formats, room, settings
 from shardfuse.doctor.findings import Finding
-from shardfuse.doctor.links import bandwidth
+from shardfuse.doctor.links import bandwidth, bandwidth_misaligned
 from shardfuse.layout import SLOT_NBYTES
 from shardfuse.scaling import ShardedGradScaler
 
@@ -309,5 +310,12 @@ CHECKS: dict[str, Check] = {
     "LAMB's norms": lamb_norms,
     "save and load": save_and_load,
     "bandwidth": bandwidth,
+    "bandwidth, 4 bytes off": bandwidth_misaligned,
 }
 """In this order, each on all ranks together."""
+
+FULL_CHECKS = CHECKS | {
+    "bandwidth": functools.partial(bandwidth, is_full=True),
+    "bandwidth, 4 bytes off": functools.partial(bandwidth_misaligned, is_full=True),
+}
+"""The same, with what takes memory and time on the CPU."""

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from shardfuse.comm import communicator_for
-from shardfuse.doctor.checks import CHECKS, Check
+from shardfuse.doctor.checks import CHECKS, FULL_CHECKS, Check
 from shardfuse.doctor.environment import check_environment
 from shardfuse.doctor.findings import Finding, Verdict
-from shardfuse.doctor.links import bandwidth
 from shardfuse.doctor.versions import check_versions
 from shardfuse.doctor.world import CONNECT_REMEDY, World
 
@@ -43,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         _show(found, as_json=arguments.json)
         os._exit(1)  # what waits for the store's socket cannot be ended otherwise
 
-    checks = CHECKS | {"bandwidth": functools.partial(bandwidth, is_full=arguments.full)}
+    checks = FULL_CHECKS if arguments.full else CHECKS
     world = World(arguments.limit_s, arguments.device)
     with _Watched(3 * arguments.limit_s, end) as watched:
         for finding in _findings(world, arguments.backend, checks):
@@ -75,12 +74,13 @@ def examine(
         backend: of the process group; None: that of the device.
         limit_s: seconds for each thing that ranks wait for.
         device: "cpu" even where there is an accelerator.
-        more: checks that follow the doctor's own, in the same process group. All are then made
-            that can be, also after one has failed.
+        more: checks that follow the doctor's own, in the same process group; one of the doctor's
+            is made here in place of there. All that can be are then made, also after a failed one.
         tell: called with each finding as it comes.
     """
     found: list[Finding] = []
-    checks = CHECKS if more is None else {**CHECKS, **more}
+    later = more or {}
+    checks = {name: check for name, check in CHECKS.items() if name not in later} | {**later}
     for finding in _findings(World(limit_s, device), backend, checks, goes_on=more is not None):
         found.append(finding)
         tell(finding)

@@ -79,7 +79,7 @@ def test_quick_on_two_ranks(tmp_path: Path) -> None:
     assert verdicts.pop(rows.BERT) == "not run"  # a few steps are not a hundred
     assert {verdicts[name] for name in verdicts.keys() - HARDWARE} == {"ok"}, report
     values = {row["name"]: row["values"] for row in report["rows"]}
-    assert len(values["bandwidth"]) == 8
+    assert len(values["bandwidth"]) == len(values[rows.MISALIGNED]) == 4
     assert values["memory against the plan"]["held_nbytes"] > 0
     assert values["update against copy"]["shares"].keys() == {"adam", "lamb"}
     assert values["step against DDP"]["ratio"] > 0

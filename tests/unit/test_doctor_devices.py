@@ -11,7 +11,7 @@ import torch
 from shardfuse.comm.base import SingleRank
 from shardfuse.doctor import checks
 from shardfuse.doctor.devices import formats, room, settings
-from shardfuse.doctor.links import bandwidth
+from shardfuse.doctor.links import bandwidth, bandwidth_misaligned
 from shardfuse.doctor.world import World
 from shardfuse.plan.probe import Tally
 
@@ -105,19 +105,34 @@ class Recording(Tally):
 
 
 @pytest.mark.parametrize(("is_full", "sizes"), [(False, (1, 25)), (True, (1, 25, 200))])
-def test_bandwidth_is_of_these_sizes(is_full: bool, sizes: tuple[int, ...]) -> None:
-    """Of each, both kinds, from aligned buffers and from such that begin 4 bytes later."""
+@pytest.mark.parametrize(("check", "offset"), [(bandwidth, 0), (bandwidth_misaligned, 4)])
+def test_bandwidth_is_of_these_sizes(
+    check: Any, offset: int, is_full: bool, sizes: tuple[int, ...]
+) -> None:
+    """Of each, both kinds, from aligned buffers or from such that begin 4 bytes later."""
     comm = Recording()
-    found = bandwidth(comm, CPU, is_full=is_full)
+    found = check(comm, CPU, is_full=is_full)
+    assert len(found.values) == 2 * len(sizes)
+    assert all(rate > 0 for rate in found.values.values())
     for mib in sizes:
         for kind in ("reduce-scatter", "all-gather"):
-            for remark in ("", ", 4 bytes off"):
-                assert found.values[f"{kind} of {mib} MiB{remark}, GB/s"] > 0
-    assert len(found.values) == 4 * len(sizes)
+            assert any(key.startswith(f"{kind} of {mib} MiB") for key in found.values)
     assert {nbytes for nbytes, _ in comm.given} == {mib << 20 for mib in sizes}
-    half = len(comm.given) // 2
-    assert {address % 64 for _, address in comm.given[:half]} == {0}
-    assert {address % 64 for _, address in comm.given[half:]} == {4}
+    assert {address % 64 for _, address in comm.given} == {offset}
+
+
+def test_a_transport_that_refuses_such_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is no fault: nothing of ours is such."""
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("begins 4 bytes into its storage\nmore")
+
+    monkeypatch.setattr(Recording, "all_gather", refuse)
+    found = bandwidth_misaligned(Recording(), CPU)
+    assert found.verdict == "warning"
+    assert "refuses such buffers: begins 4 bytes into its storage" in found.text
+    with pytest.raises(RuntimeError, match="begins 4 bytes"):
+        bandwidth(Recording(), CPU)
 
 
 def test_a_rank_without_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
