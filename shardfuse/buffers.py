@@ -63,8 +63,8 @@ def _ask_for_huge_pages(memory: torch.Tensor) -> None:
         _madvise(start, stop - start, mmap.MADV_HUGEPAGE)
 
 
-_PLAIN_FORMATS = {-1: "UNDEFINED", 0: "NCHW", 1: "NHWC", 2: "ND", 27: "NDHWC", 30: "NCDHW"}
-_PLAIN_FORMATS |= {35: "NC", 47: "NCL"}
+PLAIN_FORMATS = {-1: "UNDEFINED", 0: "NCHW", 1: "NHWC", 2: "ND", 27: "NDHWC", 30: "NCDHW"}
+PLAIN_FORMATS |= {35: "NC", 47: "NCL"}
 """Of torch_npu.Format: elements lie as sizes and strides say. In others (NZ, ...) they do not."""
 
 
@@ -77,7 +77,7 @@ def internal_format(tensor: torch.Tensor) -> int | None:
     if tensor.device.type != "npu" or torch_npu is None:
         return None
     number = int(torch_npu.get_npu_format(tensor))
-    return None if number in _PLAIN_FORMATS else number
+    return None if number in PLAIN_FORMATS else number
 
 
 def lie_at(tensors: Iterable[torch.Tensor], addresses: Iterable[int]) -> bool:

@@ -13,6 +13,7 @@ DOCUMENTS = [
     "shardfuse/README.md",
     "launch/bert/README.md",
     "launch/deepspeed/README.md",
+    "launch/npu/README.md",
     "launch/npu/mlperf_bert.md",
 ]
 

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         parser.add_argument("--deepspeed-config", type=Path, required=True)
         parser.add_argument("--load", type=Path, help="folder of checkpoints to continue from")
         own, rest = parser.parse_known_args(argv)
-        settings = _read_settings(own.deepspeed_config)
+        settings = read_settings(own.deepspeed_config)
         rest += ["--global-batch-size", str(settings["train_batch_size"])]
         for option in ("--recipe", "--dry-run"):
             if any(word.partition("=")[0] == option for word in rest):
@@ -83,7 +83,7 @@ class _Report:
             raise self.fault
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> dict[str, Any]:
     """Return the JSON file's contents; raises `UsageError`."""
     try:
         settings: Any = json.loads(path.read_text())

@@ -31,8 +31,10 @@ def communicator_for(
     Raises:
         RuntimeError: a launcher started several ranks, and no process group was initialised.
     """
-    if isinstance(process_group, Communicator):
-        return process_group
+    # Not isinstance(), which reads the properties of a protocol: `progress` may communicate.
+    if hasattr(type(process_group), "reduce_scatter") and hasattr(type(process_group), "declare"):
+        communicator: Communicator = process_group
+        return communicator
     if isinstance(process_group, str) and process_group == "alone":
         return SingleRank()
     if process_group is None and not is_initialized():

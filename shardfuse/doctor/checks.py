@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import tempfile
-import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,16 @@ from torch import Tensor, nn
 
 from shardfuse import checkpoint, optim
 from shardfuse.comm import Communicator
+from shardfuse.doctor.devices import formats, room, settings
 from shardfuse.doctor.findings import Finding
+from shardfuse.doctor.links import bandwidth, bandwidth_misaligned
 from shardfuse.layout import SLOT_NBYTES
 from shardfuse.scaling import ShardedGradScaler
 
 Device = torch.device
+
+_NORM_ERROR = 1e-5
+"""Relative, of norms in fp32 after three steps."""
 
 _ALIGNMENT = 512
 """Bytes; HCCL's all-gather fell to 0.1 GB/s where buffers were not aligned so (MindStudio 8.3)."""
@@ -40,18 +47,19 @@ def sums(comm: Communicator, device: Device) -> Finding:
     numel = 4096
     whole = _integers(numel * comm.world_size, comm.rank, device)
     before, results = whole.clone(), []
-    expected = sum(
-        _integers(whole.numel(), rank, device).double() for rank in range(comm.world_size)
-    )
-    for _ in range(2):
-        parts = comm.reduce_scatter(whole).wait()
-        own = torch.stack([part.double() for part in parts]).sum(0)
-        out = torch.zeros_like(whole)
-        mine = out.chunk(comm.world_size)[comm.rank]
-        mine.copy_(own)
-        comm.all_gather(out, mine).wait()
-        results.append(out)
-    if not torch.equal(results[0].double(), torch.as_tensor(expected, device=device)):
+    # Integers: sums in fp32 are exact, and an NPU need not know fp64.
+    expected = torch.zeros_like(whole)
+    for rank in range(comm.world_size):
+        expected += _integers(whole.numel(), rank, device)
+    with comm.call("doctor: sums over ranks"):
+        for _ in range(2):
+            own = torch.stack(comm.reduce_scatter(whole).wait()).sum(0)
+            out = torch.zeros_like(whole)
+            mine = out.chunk(comm.world_size)[comm.rank]
+            mine.copy_(own)
+            comm.all_gather(out, mine).wait()
+            results.append(out)
+    if not torch.equal(results[0], expected):
         return Finding(
             "",
             "failed",
@@ -77,7 +85,8 @@ def non_finite(comm: Communicator, device: Device) -> Finding:
     values[:2] *= float(comm.rank == comm.world_size - 1)
     if comm.rank != comm.world_size - 1:
         values[:2] = 0.0
-    comm.all_reduce(values).wait()
+    with comm.call("doctor: inf and nan"):
+        comm.all_reduce(values).wait()
     if torch.isinf(values[0]) and torch.isnan(values[1]) and torch.isfinite(values[2]):
         return Finding("", "ok", "inf and nan travel as they are")
     return Finding(
@@ -91,7 +100,7 @@ def non_finite(comm: Communicator, device: Device) -> Finding:
 def overflow(comm: Communicator, device: Device) -> Finding:
     """One rank's overflow skips the step of all of them."""
     param = nn.Parameter(torch.ones(2000, device=device))
-    optimizer = optim.ShardedAdam([param], sharding=_sharding(comm))
+    optimizer = optim.ShardedAdam([param], sharding=_sharding())
     scaler = ShardedGradScaler(device.type, init_scale=4.0)
     scaler.scale(torch.ones((), device=device))
     param.grad = torch.full_like(param, float("inf") if comm.rank == comm.world_size - 1 else 1.0)
@@ -111,7 +120,7 @@ def alignment(comm: Communicator, device: Device) -> Finding:
     """Every slot and shard starts at a multiple of 512 bytes of its memory, on accelerators."""
     shapes = ((3, 5), (1,), (7777,), (64, 64), (513,))
     params = [nn.Parameter(torch.ones(shape, device=device)) for shape in shapes]
-    optimizer = optim.ShardedAdam(params, sharding={**_sharding(comm), "bucket_cap_mb": 0.02})
+    optimizer = optim.ShardedAdam(params, sharding={**_sharding(), "bucket_cap_mb": 0.02})
     wanted = SLOT_NBYTES.get(device.type, _ALIGNMENT)
     base = min(param.data_ptr() for param in params)
     off = [str(tuple(p.shape)) for p in params if (p.data_ptr() - base) % wanted]
@@ -128,7 +137,7 @@ def optimizers(comm: Communicator, device: Device) -> Finding:
     """Five steps of every optimizer, on all ranks and device, against one process on the CPU."""
     worst: dict[str, float] = {}
     for name, build in _BUILDS.items():
-        ours = _trained(build, device, _sharding(comm), comm.world_size, comm.rank)
+        ours = _trained(build, device, _sharding(), comm.world_size, comm.rank)
         alone = _trained(build, Device("cpu"), {"process_group": "alone"}, comm.world_size, None)
         pairs = zip(ours, alone, strict=True)
         worst[name] = max(
@@ -147,18 +156,89 @@ def optimizers(comm: Communicator, device: Device) -> Finding:
     return Finding("", "ok", text, values=worst)
 
 
+_CUT_SHAPES = ((300, 40), (40,), (7777,))
+"""Of parameters that buckets of a few KiB cut over ranks and over each other."""
+
+
+def lamb_norms(comm: Communicator, device: Device) -> Finding:
+    """LAMB's trust ratios and the global norm are those of whole tensors, by fp64 on the CPU."""
+    start = [
+        _integers(math.prod(s), 9000 + i, Device("cpu")) / 16 for i, s in enumerate(_CUT_SHAPES)
+    ]
+    params = [
+        nn.Parameter(values.view(shape).to(device))
+        for values, shape in zip(start, _CUT_SHAPES, strict=True)
+    ]
+    named = [(f"p{index}", param) for index, param in enumerate(params)]
+    sharding = {**_sharding(), "bucket_cap_mb": 0.02}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # one parameter is a vector, on purpose
+        optimizer = optim.ShardedLamb(named, lr=0.01, variant="nvlamb", sharding=sharding)
+    reference = _LambReference(start, optimizer.param_groups[0])
+    worst = {"trust ratios": 0.0, "global norm": 0.0}
+    for step in range(3):
+        for index, param in enumerate(params):
+            param.grad = _grad(param.numel(), step, index, comm.rank).view_as(param).to(device)
+        norm = float(optimizer.grad_norm())
+        optimizer.step()
+        means = [
+            torch.stack([_grad(p.numel(), step, i, r) for r in range(comm.world_size)])
+            .double()
+            .mean(0)
+            for i, p in enumerate(params)
+        ]
+        ratios, wanted = reference.step(means)
+        worst["global norm"] = max(worst["global norm"], abs(norm / wanted - 1))
+        for ratio, right in zip(optimizer.trust_ratios().values(), ratios, strict=True):
+            worst["trust ratios"] = max(worst["trust ratios"], abs(ratio / right - 1))
+    optimizer.synchronize()
+    text = ", ".join(f"{name} within {error:.1e}" for name, error in worst.items())
+    if all(error < _NORM_ERROR for error in worst.values()):
+        return Finding("", "ok", f"of whole tensors: {text}", values=worst)
+    remedy = "Compare with ShardConfig(kernel='eager'); report what differs."
+    return Finding("", "failed", f"differ from fp64: {text}", remedy, worst)
+
+
+class _LambReference:
+    """LAMB (variant nvlamb) of whole tensors in fp64, on the CPU."""
+
+    def __init__(self, params: Sequence[Tensor], group: Mapping[str, Any]) -> None:
+        self._params = [param.double() for param in params]
+        self._moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in self._params]
+        self._group, self._num_steps = group, 0
+
+    def step(self, grads: Sequence[Tensor]) -> tuple[list[float], float]:
+        """Return trust ratios, and the norm of all gradients."""
+        self._num_steps += 1
+        group, ratios = self._group, []
+        (beta1, beta2), t = group["betas"], self._num_steps
+        for param, grad, (m, v) in zip(self._params, grads, self._moments, strict=True):
+            m.mul_(beta1).add_(grad, alpha=1 - beta1)
+            v.mul_(beta2).add_(grad * grad, alpha=1 - beta2)
+            u = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + group["eps"])
+            u += group["weight_decay"] * param
+            ratios.append(float(param.norm() / u.norm()))
+            param.sub_(u, alpha=group["lr"] * ratios[-1])
+        return ratios, float(torch.cat(list(grads)).norm())
+
+
+def _grad(numel: int, step: int, index: int, rank: int) -> Tensor:
+    return _integers(numel, 100 * step + 10 * index + 1000 * rank, Device("cpu")) / 8
+
+
 def save_and_load(comm: Communicator, device: Device) -> Finding:
     """A checkpoint, written by all ranks and read again; in a folder of the first rank's host."""
     with tempfile.TemporaryDirectory(prefix="shardfuse-doctor-") as own:
         told = f"{own}/checkpoint"
-        comm.tell("doctor's folder", told)
-        comm.all_reduce(torch.zeros(1, device=device)).wait()
+        with comm.call("doctor: a folder in common"):
+            comm.tell("doctor's folder", told)
+            _meet(comm, device)
         folder = Path(comm.told("doctor's folder")[0] or told)
         values = []
         for seed in (0, 1):
             torch.manual_seed(seed)
             model = nn.Linear(300, 40).to(device)
-            optimizer = optim.ShardedAdamW(model.named_parameters(), sharding=_sharding(comm))
+            optimizer = optim.ShardedAdamW(model.named_parameters(), sharding=_sharding())
             if seed == 0:
                 for param in model.parameters():
                     param.grad = torch.ones_like(param)
@@ -168,41 +248,11 @@ def save_and_load(comm: Communicator, device: Device) -> Finding:
                 checkpoint.load({"model": model, "optimizer": optimizer}, folder)
             optimizer.synchronize()
             values.append([param.detach().clone() for param in model.parameters()])
-        comm.all_reduce(torch.zeros(1, device=device)).wait()  # all have read it
+        with comm.call("doctor: all have read it"):
+            _meet(comm, device)
     if all(torch.equal(a, b) for a, b in zip(*values, strict=True)):
         return Finding("", "ok", "a checkpoint comes back bit for bit")
     return Finding("", "failed", "a checkpoint came back different", "Check the file system.")
-
-
-def bandwidth(comm: Communicator, device: Device) -> Finding:
-    """Bytes per second of reduce-scatter and all-gather; a slow link shows here."""
-    if comm.world_size == 1:
-        return Finding("", "not run", "one rank sends nothing")
-    found: dict[str, float] = {}
-    for mib in (1, 25):
-        numel = (mib << 20) // 4 // (512 * comm.world_size) * 512 * comm.world_size
-        whole = torch.ones(numel, device=device)
-        out = torch.empty_like(whole)
-        own = out.chunk(comm.world_size)[comm.rank]
-        moved = whole.nbytes * (comm.world_size - 1) / comm.world_size
-        for kind, call in (
-            ("reduce-scatter", lambda whole=whole: comm.reduce_scatter(whole).wait()),
-            ("all-gather", lambda out=out, own=own: comm.all_gather(out, own).wait()),
-        ):
-            call()
-            _synchronize(device)
-            started = time.perf_counter()
-            for _ in range(3):
-                call()
-            _synchronize(device)
-            found[f"{kind} of {mib} MiB, GB/s"] = moved * 3 / (time.perf_counter() - started) / 1e9
-    text = ", ".join(f"{kind.removesuffix(', GB/s')} {value:.2f}" for kind, value in found.items())
-    return Finding("", "ok", f"{text} GB/s", values=found)
-
-
-def _synchronize(device: Device) -> None:
-    if device.type != "cpu":  # not run on hardware
-        torch.accelerator.synchronize(device)
 
 
 def _integers(numel: int, rank: int, device: Device) -> Tensor:
@@ -210,8 +260,13 @@ def _integers(numel: int, rank: int, device: Device) -> Tensor:
     return torch.randint(-9, 10, (numel,), generator=generator).float().to(device)
 
 
-def _sharding(comm: Communicator) -> dict[str, Any]:
-    return {"process_group": comm, "kernel": "eager", "consolidate_every": 0}
+def _meet(comm: Communicator, device: Device) -> None:
+    comm.all_reduce(torch.zeros(1, device=device)).wait()
+
+
+def _sharding() -> dict[str, Any]:
+    """Return a configuration over the default process group: each optimizer has its own part."""
+    return {"kernel": "eager", "consolidate_every": 0}
 
 
 def _trained(
@@ -241,13 +296,26 @@ def _trained(
     return [param.detach() for param in params]
 
 
-CHECKS: dict[str, Callable[[Communicator, Device], Finding]] = {
+Check = Callable[[Communicator, Device], Finding]
+
+CHECKS: dict[str, Check] = {
     "sums over ranks": sums,
     "inf and nan": non_finite,
     "overflow of one rank": overflow,
     "alignment": alignment,
+    "formats": formats,
+    "NPU settings": settings,
+    "room for communicators": room,
     "optimizers": optimizers,
+    "LAMB's norms": lamb_norms,
     "save and load": save_and_load,
     "bandwidth": bandwidth,
+    "bandwidth, 4 bytes off": bandwidth_misaligned,
 }
 """In this order, each on all ranks together."""
+
+FULL_CHECKS = CHECKS | {
+    "bandwidth": functools.partial(bandwidth, is_full=True),
+    "bandwidth, 4 bytes off": functools.partial(bandwidth_misaligned, is_full=True),
+}
+"""The same, with what takes memory and time on the CPU."""

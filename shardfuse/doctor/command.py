@@ -6,13 +6,17 @@ import argparse
 import functools
 import json
 import os
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal, TextIO
 
 from shardfuse.comm import communicator_for
-from shardfuse.doctor.checks import CHECKS
+from shardfuse.doctor.checks import CHECKS, FULL_CHECKS, Check
+from shardfuse.doctor.environment import check_environment
 from shardfuse.doctor.findings import Finding, Verdict
-from shardfuse.doctor.versions import check_environment, check_versions
+from shardfuse.doctor.versions import check_versions
 from shardfuse.doctor.world import CONNECT_REMEDY, World
 
 
@@ -23,44 +27,89 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--limit-s", type=float, default=60.0, help="seconds for each thing (%(default)s)"
     )
+    command.add_argument("--device", choices=["cpu"], help="even where there is an accelerator")
+    command.add_argument(
+        "--full", action="store_true", help="bandwidth at 200 MiB, too; on accelerators always"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what is found, on the first rank; return 1 where anything has failed."""
+    with _apart_from_libraries() as out:
+        return _run(arguments, out)
+
+
+@contextmanager
+def _apart_from_libraries() -> Iterator[TextIO]:
+    """Yield standard output, to which others write no more: what gloo of torch 2.9 prints there
+    goes to standard error."""
+    if sys.stdout is not sys.__stdout__ or sys.stdout is None:  # a caller has put his own there
+        yield sys.stdout
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with os.fdopen(os.dup(kept), "w") as out:
+            yield out
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _run(arguments: argparse.Namespace, out: TextIO) -> int:
     found: list[Finding] = []
 
     def end() -> None:
         text = f"nothing has come back on rank {world.rank} for {3 * arguments.limit_s:.0f} s"
         name = "process group" if len(found) < 5 else "a check after the last one"
         found.append(Finding(name, "failed", text, CONNECT_REMEDY))
-        _show(found, as_json=arguments.json)
+        _show(found, out, as_json=arguments.json)
         os._exit(1)  # what waits for the store's socket cannot be ended otherwise
 
-    world = World(arguments.limit_s)
+    checks = FULL_CHECKS if arguments.full else CHECKS
+    world = World(arguments.limit_s, arguments.device)
     with _Watched(3 * arguments.limit_s, end) as watched:
-        for finding in _findings(world, arguments.backend):
+        for finding in _findings(world, arguments.backend, checks):
             found.append(finding)
             watched.begin_anew()
     if world.rank == 0 or not world.has_met:
-        _show(found, as_json=arguments.json)
+        _show(found, out, as_json=arguments.json)
     return int(any(finding.verdict == "failed" for finding in found))
 
 
-def _show(found: Sequence[Finding], *, as_json: bool) -> None:
+def _show(found: Sequence[Finding], out: TextIO, *, as_json: bool) -> None:
+    text = "\n".join(finding.describe() for finding in found)
     if as_json:
-        print(json.dumps([finding.to_json() for finding in found]), flush=True)
-    else:
-        print("\n".join(finding.describe() for finding in found), flush=True)
+        text = json.dumps([finding.to_json() for finding in found])
+    print(text, file=out, flush=True)
 
 
-def examine(backend: str | None = None, limit_s: float = 60.0) -> list[Finding]:
+def examine(
+    backend: str | None = None,
+    limit_s: float = 60.0,
+    *,
+    device: Literal["cpu"] | None = None,
+    more: Mapping[str, Check] | None = None,
+    tell: Callable[[Finding], None] = lambda finding: None,
+) -> list[Finding]:
     """Return all findings. Collective where a launcher has started several ranks.
 
     Args:
         backend: of the process group; None: that of the device.
         limit_s: seconds for each thing that ranks wait for.
+        device: "cpu" even where there is an accelerator.
+        more: checks that follow the doctor's own, in the same process group; one of the doctor's
+            is made here in place of there. All that can be are then made, also after a failed one.
+        tell: called with each finding as it comes.
     """
-    return list(_findings(World(limit_s), backend))
+    found: list[Finding] = []
+    later = more or {}
+    checks = {name: check for name, check in CHECKS.items() if name not in later} | {**later}
+    for finding in _findings(World(limit_s, device), backend, checks, goes_on=more is not None):
+        found.append(finding)
+        tell(finding)
+    return found
 
 
 class _Watched:
@@ -89,7 +138,9 @@ class _Watched:
             self._timer.cancel()
 
 
-def _findings(world: World, backend: str | None) -> Iterator[Finding]:
+def _findings(
+    world: World, backend: str | None, checks: Mapping[str, Check], *, goes_on: bool = False
+) -> Iterator[Finding]:
     met = world.meet()
     if not world.has_met:
         yield from (*check_versions(), *check_environment(), met)
@@ -98,24 +149,30 @@ def _findings(world: World, backend: str | None) -> Iterator[Finding]:
         yield world.together("ranks", lambda: met)
         for name in ("torch", "torch_npu and CANN", "environment"):
             yield world.together(name, functools.partial(_local, name))
-        found = world.together("process group", lambda: world.connect(backend))
+        found = world.together("process group", lambda: _connected(world, backend))
         yield found
-        for name, check in CHECKS.items():
-            if found.verdict == "failed":
+        has_group, is_well = found.verdict != "failed", found.verdict != "failed"
+        for name, check in checks.items():
+            if not has_group or not (world.is_in_step if goes_on else is_well):
                 text = "there is no process group, or an earlier check has broken it"
                 yield Finding(name, "not run", text)
                 continue
             comm = communicator_for(None, world.device)
             found = world.together(name, functools.partial(check, comm, world.device))
+            is_well &= found.verdict != "failed"
             yield found
 
 
+def _connected(world: World, backend: str | None) -> Finding:
+    taken = world.take_device()
+    return taken if taken.verdict == "failed" else world.connect(backend)
+
+
 def _local(name: str) -> Finding:
-    """Return the finding of that name on this rank; what is not found is right."""
-    found = {finding.name: finding for finding in [*check_versions(), *check_environment()]}
-    if name in found:
-        return found[name]
-    wrong = [finding for finding in check_environment() if finding.verdict != "ok"]
+    """Return the finding of that name on this rank; "environment" is the worst of it."""
+    if name != "environment":
+        return next(finding for finding in check_versions() if finding.name == name)
+    wrong = check_environment()
     if not wrong:
         return Finding(name, "ok", "nothing in it is in the way")
     text = "; ".join(finding.text for finding in wrong)

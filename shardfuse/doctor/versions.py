@@ -120,37 +120,3 @@ def _check_npu(
         text = f"no CANN release is known here for torch_npu {npu}; there is {cann}"
         return Finding(name, "warning", text, "See torch_npu's release notes.", held)
     return Finding(name, "ok", f"torch_npu {npu}, CANN {cann}, driver {held['driver']}", "", held)
-
-
-def check_environment(environment: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Return what is wrong with the environment variables of this rank. Local."""
-    found = []
-    if int(environment.get("WORLD_SIZE", "1")) > 1 and "OMP_NUM_THREADS" not in environment:
-        found.append(
-            Finding(
-                "threads",
-                "warning",
-                "OMP_NUM_THREADS is not set: ranks of one host take each other's cores",
-                "Set it to the host's cores divided by its ranks.",
-            )
-        )
-    if environment.get("TORCH_HCCL_ZERO_COPY", "0") not in ("", "0"):
-        found.append(
-            Finding(
-                "zero-copy",
-                "warning",
-                "TORCH_HCCL_ZERO_COPY is set: HCCL may write to what it sends",
-                "See the check of inputs below; unset it where gradients are read after step().",
-            )
-        )
-    buffers = environment.get("HCCL_BUFFSIZE")
-    if buffers is not None and (not buffers.isdigit() or int(buffers) < 1):
-        found.append(
-            Finding(
-                "HCCL_BUFFSIZE",
-                "failed",
-                f"{buffers!r} is no number of MB",
-                "Unset it (200), or set a whole number; every communicator takes twice that.",
-            )
-        )
-    return found

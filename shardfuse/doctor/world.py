@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -32,23 +32,39 @@ class World:
 
     Args:
         limit_s: seconds that ranks are waited for in each phase.
+        device: "cpu" even where there is an accelerator; None: that, if there is one.
     """
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, device: Literal["cpu"] | None = None) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.device = torch.device("cpu")
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is not None:  # not run on hardware
+        if accelerator is not None and device is None:  # not run on hardware
             self.device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
         self._limit = timedelta(seconds=limit_s)
         self._store: Store | None = None
         self._num, self._is_broken = 0, False
+        self.is_in_step = True
+        """Whether all ranks have gone the same way so far: none was silent, or failed alone."""
 
     @property
     def has_met(self) -> bool:
         """Whether all ranks are there, as far as meet() has seen."""
         return self.world_size == 1 or self._store is not None
+
+    def take_device(self) -> Finding:
+        """Make this rank's accelerator the current one."""
+        name, index = "device", self.device.index
+        if self.device.type == "cpu":
+            return Finding(name, "ok", "cpu")
+        number = torch.accelerator.device_count()  # not run on hardware
+        if index >= number:
+            text = f"local rank {index} has no device of its own: this host shows {number}"
+            remedy = "Start as many ranks as devices (--nproc-per-node), or show it more of them."
+            return Finding(name, "failed", text, remedy)
+        torch.accelerator.set_device_index(index)
+        return Finding(name, "ok", f"{self.device.type}, {number} on this host")
 
     def meet(self) -> Finding:
         """Find the other ranks in the launcher's store."""
@@ -96,39 +112,42 @@ class World:
     def together(self, name: str, act: Callable[[], Finding]) -> Finding:
         """Return what all ranks have found, on all ranks; an error of one is a finding."""
         try:
-            own = act()
+            own, has_raised = act(), False
         except Exception as error:
             own = Finding(name, "failed", f"{type(error).__name__}: {_first_line(error)}")
+            has_raised = True
         own = replace(own, name=name)
         if self._store is None or self._is_broken:
             return own
         self._num += 1
-        of_ranks = self._exchanged(own)
-        if None in of_ranks:
+        told = self._exchanged({"finding": own.to_json(), "has_raised": has_raised})
+        if None in told:
             self._is_broken = True
-        return merged(name, of_ranks)
+        have_raised = {answer["has_raised"] for answer in told if answer is not None}
+        self.is_in_step &= not self._is_broken and len(have_raised) == 1
+        return merged(name, [a if a is None else Finding(**a["finding"]) for a in told])
 
-    def _exchanged(self, own: Finding) -> list[Finding | None]:
-        """Return every rank's finding; None of those that do not tell in time."""
+    def _exchanged(self, own: dict[str, Any]) -> list[dict[str, Any] | None]:
+        """Return what every rank tells; None of those that do not in time."""
         assert self._store is not None
         keys = [f"{self._num}/{rank}" for rank in range(self.world_size)]
-        found: list[Finding | None] = []
+        told: list[dict[str, Any] | None] = []
         try:
-            self._store.set(keys[self.rank], json.dumps(own.to_json()))
+            self._store.set(keys[self.rank], json.dumps(own))
             for rank, key in enumerate(keys):
-                found.append(own if rank == self.rank else self._heard(key))
+                told.append(own if rank == self.rank else self._heard(key))
         except RuntimeError:
-            found += [None] * (self.world_size - len(found))
-        return found
+            told += [None] * (self.world_size - len(told))
+        return told
 
-    def _heard(self, key: str) -> Finding | None:
+    def _heard(self, key: str) -> dict[str, Any] | None:
         assert self._store is not None
         try:
             self._store.wait([key], 2 * self._limit)
         except RuntimeError:
             return None
-        content: dict[str, Any] = json.loads(self._store.get(key))
-        return Finding(**content)
+        answer: dict[str, Any] = json.loads(self._store.get(key))
+        return answer
 
     @contextmanager
     def leaving(self) -> Iterator[None]:

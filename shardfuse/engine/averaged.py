@@ -74,7 +74,7 @@ def _sample(grads: Sequence[tuple[str, Tensor | None]]) -> list[tuple[str, str]]
     """Return (name, sum to three digits) of a few dense gradients, evenly spaced."""
     present = [(name, g) for name, g in grads if g is not None and g.layout == torch.strided]
     step = max(1, -(-len(present) // _NUM_SAMPLES))
-    return [(name, f"{float(grad.sum(dtype=torch.float64)):.3g}") for name, grad in present[::step]]
+    return [(name, f"{float(grad.sum(dtype=torch.float32)):.3g}") for name, grad in present[::step]]
 
 
 def is_wrapped(params: Sequence[Tensor]) -> bool:

@@ -64,8 +64,30 @@ def test_two_ranks() -> None:
     code, found = torchrun(*DOCTOR)
     assert code == 0, found
     assert [finding["name"] for finding in found] == [*BEFORE, *CHECKS]
-    assert all(finding["verdict"] == "ok" for finding in found), found
-    assert all(value > 0 for value in found[-1]["values"].values())
+    verdicts = {finding["name"]: finding["verdict"] for finding in found}
+    not_here = {name for name, verdict in verdicts.items() if verdict == "not run"}
+    assert not_here == {"formats", "NPU settings", "room for communicators"}  # of an NPU
+    assert {v for name, v in verdicts.items() if name not in not_here} == {"ok"}, found
+    rates = found[-2]["values"] | found[-1]["values"]
+    assert len(rates) == 8  # two kinds at two sizes, aligned and not
+    assert all(value > 0 for value in rates.values())
+
+
+def test_a_wrong_interface_is_named() -> None:
+    """Before a transport waits for it in vain."""
+    interfaces = [name for _, name in socket.if_nameindex()]
+    result = subprocess.run(
+        [sys.executable, *DOCTOR],
+        env=environment(HCCL_SOCKET_IFNAME="=nosuch0"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    found = {finding["name"]: finding for finding in json.loads(result.stdout)}
+    assert result.returncode == 1
+    assert "HCCL_SOCKET_IFNAME==nosuch0" in found["environment"]["text"]
+    assert all(name in found["environment"]["remedy"] for name in interfaces)
 
 
 # {what is ill on rank 1: (program, the check that finds it, its words)}
@@ -133,6 +155,80 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+MORE = """
+import json, os
+from shardfuse.doctor import Finding, examine
+is_second = os.environ["RANK"] == "1"
+more = {
+    "fails": lambda comm, device: Finding("", "failed", "bad"),
+    "raises on all": lambda comm, device: 1 / 0,
+    "is made": lambda comm, device: Finding("", "ok", str(comm.world_size)),
+    "raises on one": lambda comm, device: 1 / 0 if is_second else Finding("", "ok", "good"),
+    "is not made": lambda comm, device: Finding("", "ok", "good"),
+}
+told = []
+found = examine(limit_s=20, device="cpu", more=more, tell=told.append)
+assert told == found
+if not is_second:
+    print(json.dumps([finding.to_json() for finding in found]))
+"""
+
+
+def test_more_checks(tmp_path: Path) -> None:
+    """Checks of others follow the doctor's, as long as all ranks go the same way."""
+    script = tmp_path / "more.py"
+    script.write_text(MORE)
+    _, found = torchrun(str(script))
+    by_name = {finding["name"]: finding for finding in found}
+    assert list(by_name)[:-5] == [*BEFORE, *CHECKS]
+    verdicts = {name: by_name[name]["verdict"] for name in list(by_name)[-5:]}
+    assert verdicts == {
+        "fails": "failed",
+        "raises on all": "failed",
+        "is made": "ok",
+        "raises on one": "failed",
+        "is not made": "not run",
+    }
+    assert by_name["is made"]["text"] == "2"
+    assert by_name["raises on one"]["text"].startswith("rank 1: ZeroDivisionError")
+
+
+STAND_IN = """
+import json, os
+import torch
+from launch.acceptance.ranks import QUICK, own_checks
+from shardfuse.doctor import examine
+from tests.support import contract
+contract.register()
+more = own_checks(QUICK, torch.device("cpu"), None)
+found = examine("hccl", 30, device="cpu", more=more)
+if os.environ["RANK"] == "0":
+    print(json.dumps([finding.to_json() for finding in found]))
+"""
+
+
+@pytest.mark.parametrize("zero_copy", ["0", "1"])
+def test_on_what_stands_in_for_hccl(
+    zero_copy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the doctor's and of acceptance's is refused, but what is 4 bytes off on purpose.
+
+    With zero-copy, too, which changes the inputs of reduce-scatters.
+    """
+    monkeypatch.setenv("TORCH_HCCL_ZERO_COPY", zero_copy)
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN)
+    _, found = torchrun(str(script))
+    by_name = {finding["name"]: finding for finding in found}
+    assert not [finding for finding in found if finding["verdict"] == "failed"]
+    warned = {name for name, finding in by_name.items() if finding["verdict"] == "warning"}
+    timed = {"step against DDP", "memory against the plan"}  # of a CPU
+    expected = {"bandwidth, 4 bytes off"} | ({"environment"} if zero_copy == "1" else set())
+    assert warned - timed == expected
+    assert "byte misalignment" in by_name["bandwidth, 4 bytes off"]["text"]
+    assert by_name["process group"]["text"] == "hccl connects 2 ranks"
 
 
 WAITS = """

@@ -151,6 +151,12 @@ EXHAUSTIVE = re.compile(
             r"test_checkpoint_alone\.py::.*\[(?!(saves|fails in load)-auto)",
             r"test_save_beside_training\.py::test_the_state_of_the_call\[lamb",
             # Whole jobs by their real commands, of which the default has one of each kind.
+            r"test_acceptance\.py::test_whole",
+            r"test_doctor\.py::test_on_what_stands_in_for_hccl\[0",
+            r"test_npu_scripts\.py::test_(it_runs|sixteen|a_variable)",
+            r"test_npu_scripts\.py::test_one_node\[(?!bert-large-phase1)",
+            r"test_npu_scripts\.py::test_refused\[(?!devices|no master|memory)",
+            r"test_npu_scripts\.py::test_deepspeed_refuses\[(?!worker-0 slots)",
             r"test_bert_folders\.py::test_a_late_rank_of_torchrun_shares",
             r"test_bert_runs\.py::test_a_run_resumes_on_another_number_of_ranks"
             r"\[(adamw|bertadam|sgd)\]",

@@ -73,8 +73,12 @@ class Uses:
             self.accelerator.append(use)
         elif _is_torch_npu(name):
             self.torch_npu.append(name)
-        is_own = name.startswith("shardfuse.")
-        if _FUSED.match(use.name) or name == "torch.ops.npu" or (use.name == "npu" and not is_own):
+        is_own = name.startswith(("shardfuse.", "torch_npu._C.")) or name == "torch_npu.npu"
+        if (
+            (_FUSED.match(use.name) and not is_own)
+            or name == "torch.ops.npu"
+            or (use.name == "npu" and not is_own)
+        ):
             self.fused.append(name or use.name)
 
 

@@ -1,0 +1,1 @@
+"""One command on an accelerator that says whether shardfuse works there, and how fast."""

@@ -1,0 +1,104 @@
+"""What every rank does: the doctor's checks, and those of this package in the same process group.
+
+torchrun --standalone --nproc-per-node 2 -m launch.acceptance.ranks --found found.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from launch.acceptance.facts import versions
+from launch.acceptance.order import order_of_a_step
+from launch.acceptance.rows import MISALIGNED, ROWS, is_hardware
+from launch.acceptance.speed import against_copy, as_a_graph
+from launch.acceptance.steps import against_ddp, host_synchronization, memory
+from launch.bench.environment import hardware
+from shardfuse.doctor import Finding, examine
+from shardfuse.doctor.checks import CHECKS, Check
+from shardfuse.doctor.world import World
+
+LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much each check does."""
+
+    model: str
+    numel: int
+    repeats: int
+
+
+QUICK = Sizes(model="tiny", numel=1 << 16, repeats=3)
+ON_CPU = Sizes(model="33M", numel=1 << 22, repeats=5)
+ON_DEVICE = Sizes(model="33M", numel=1 << 27, repeats=20)
+
+
+def own_checks(sizes: Sizes, device: torch.device, trace: Path | None) -> dict[str, Check]:
+    """Return this package's checks by the names of their rows."""
+    # Compiling takes a minute on the CPU, where the share says nothing of hardware.
+    kernel = "eager" if device.type == "cpu" else "auto"
+    model = sizes.model
+    return {
+        "order of a step": functools.partial(order_of_a_step, size=model, trace=trace),
+        "memory against the plan": functools.partial(memory, size=model),
+        "no host synchronization": functools.partial(host_synchronization, size=model),
+        "update against copy": functools.partial(
+            against_copy, numel=sizes.numel, repeats=sizes.repeats, kernel=kernel
+        ),
+        "step against DDP": functools.partial(against_ddp, size=model, repeats=sizes.repeats),
+        MISALIGNED: CHECKS[MISALIGNED],
+        "step as a CUDA graph": as_a_graph,
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Append each finding to a file, and print it, on the first rank."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--found", type=Path, required=True, help="a line of JSON for each finding")
+    parser.add_argument("--trace", type=Path, help="where the trace of a step is left")
+    parser.add_argument("--device", choices=["cpu"], help="even where there is an accelerator")
+    parser.add_argument("--quick", action="store_true", help="small sizes")
+    options = parser.parse_args(argv)
+    rank = int(os.environ.get("RANK", "0"))
+    device = World(LIMIT_S, options.device).device
+    sizes = ON_CPU if device.type == "cpu" else ON_DEVICE
+    checks = own_checks(QUICK if options.quick else sizes, device, options.trace)
+    assert {*CHECKS, *checks} <= {row.name for row in ROWS}
+
+    def tell(finding: Finding) -> None:
+        if rank == 0:
+            _append(options.found, finding.to_json())
+            print(finding.describe(), flush=True)
+            if finding.name == "process group" and finding.verdict == "ok":
+                _append(options.found, _facts(device))
+
+    found = examine(None, LIMIT_S, device=options.device, more=checks, tell=tell)
+    return int(any(finding.verdict == "failed" for finding in found))
+
+
+def _facts(device: torch.device) -> dict[str, object]:
+    return {
+        "device": device.type,
+        "on_hardware": is_hardware(device),
+        "hardware": hardware(device),
+        "versions": versions(),
+    }
+
+
+def _append(path: Path, content: dict[str, object]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(content) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Scripts for Ascend NPUs, and what looks at their commands without one."""

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Train BERT by DeepSpeed's launcher on the hosts of a hostfile; start it on the first:
+#   HOSTFILE=hostfile deepspeed.sh [--dry-run] CONFIG.json [OPTION ...]
+# A line of the hostfile: "worker-0 slots=8". DeepSpeed starts the other hosts by ssh.
+# shellcheck source=common.sh
+. "$(dirname "$0")/common.sh"
+dry_run=no
+if [ "${1:-}" = --dry-run ]; then
+  dry_run=yes
+  shift
+fi
+[ $# -gt 0 ] || refuse "name a configuration, such as launch/npu/recipes/bert-large-deepspeed.json"
+[ -n "${HOSTFILE:-}" ] || refuse "HOSTFILE must name a file with lines such as: worker-0 slots=8"
+config=$1
+shift
+# The other hosts see of the environment what DeepSpeed is told to pass on.
+if [ "$dry_run" = no ]; then
+  export DS_ENV_FILE="${DS_ENV_FILE:-$repository/runs/deepspeed-env}"
+  mkdir -p "$(dirname "$DS_ENV_FILE")"
+  for name in HCCL_CONNECT_TIMEOUT TASK_QUEUE_ENABLE CPU_AFFINITY_CONF MULTI_STREAM_MEMORY_REUSE \
+    PYTORCH_NPU_ALLOC_CONF PYTHONPATH; do
+    echo "$name=${!name}"
+  done >"$DS_ENV_FILE"
+fi
+launcher=(deepspeed --hostfile "$HOSTFILE" --no_local_rank --master_port "${MASTER_PORT:-29500}")
+[ -z "${MASTER_ADDR:-}" ] || launcher+=(--master_addr "$MASTER_ADDR")
+start "${launcher[@]}" launch/deepspeed/train_bert.py --deepspeed-config "$config" "$@"

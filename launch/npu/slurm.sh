@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Train BERT on the nodes of a Slurm job, from the repository's root:
+#   sbatch --nodes 4 launch/npu/slurm.sh RECIPE [OPTION ...]
+#   launch/npu/slurm.sh --dry-run RECIPE [OPTION ...]
+#SBATCH --job-name=shardfuse-bert
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+# sbatch runs a copy of this file from a folder of its own.
+here=${SLURM_SUBMIT_DIR:+$SLURM_SUBMIT_DIR/launch/npu}
+# shellcheck source=common.sh
+. "${here:-$(dirname "$0")}/common.sh"
+take "$@"
+
+nodes=${SLURM_NNODES:-${NNODES:-1}}
+job=${SLURM_JOB_ID:-0}
+if [ -n "${SLURM_JOB_NODELIST:-}" ]; then
+  MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+elif [ "$dry_run" = no ]; then
+  refuse "this is no Slurm job: start it by sbatch, or look at it by --dry-run"
+fi
+launcher=(srun --kill-on-bad-exit=1 torchrun --nnodes "$nodes" --nproc-per-node "${NPROC:-8}")
+launcher+=(--rdzv-id "$job" --rdzv-backend c10d)
+launcher+=(--rdzv-endpoint "${MASTER_ADDR:-localhost}:${MASTER_PORT:-29500}")
+# A job that is requeued goes on from its newest checkpoint.
+start "${launcher[@]}" launch/bert/pretrain.py "${options[@]}" \
+  --run-dir "${RUN_DIR:-runs/slurm-$job}" --resume auto
