@@ -1,0 +1,150 @@
+"""A device "npu" without one: torch's PrivateUse1, over the host's memory and the CPU's kernels.
+
+    load()                     then torch.device("npu") is one, and torch.npu its module
+    pytest --device npu        the suite with its params there
+
+As on a device:
+
+* Tensors are of the type "npu" and no others: an operator over one of them and one of the CPU
+  raises, and so does .numpy(). Data pass by copies only.
+* A launch does not wait. Each stream is a thread, which does what is launched on it in order;
+  events order streams. .item(), .cpu() and data-dependent shapes wait for the current stream.
+* Memory is reused in the order of the stream that it was made on. Before that it is filled with
+  NaN, on that stream: who reads it later on another stream without record_stream() reads NaN. So
+  does who reads torch.empty().
+* An error of a kernel is raised where the host waits next.
+* Random numbers have generators of their own.
+
+Where the host waits is noted (host_syncs()). What the stand-in does not have: pinned memory,
+autocast, graphs, formats such as NZ, and the speed of anything. Operators for which torch has no
+meta kernel run at once, which is not noted. There are eight devices; ranks that are threads need
+one each, as their collectives wait for each other on its stream.
+
+The C++ of this folder is compiled by load(), once for its text and torch's version.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+LIBRARY_VARIABLE = "SHARDFUSE_TEST_NPU_LIBRARY"
+"""What the process that has compiled it hands to the ranks: where the library is."""
+
+TO_HOST = ("item", "copy to the host")
+"""What a host waits for most often."""
+
+TO_DEVICE = "copy to the device"
+"""Of memory that is not pinned: waited for, too."""
+
+_ROOM = 1 << 20
+
+
+def build() -> str:
+    """Return the path of the library, compiled and loaded; needs a C++ compiler and ninja."""
+    from torch.utils import cpp_extension
+
+    folder = Path(__file__).parent
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.[ch]*")))
+    digest = hashlib.sha256(text + torch.__version__.encode()).hexdigest()[:16]
+    path: str = cpp_extension.load(
+        f"shardfuse_npu_{digest}",
+        [str(folder / "npu.cpp")],
+        extra_cflags=["-O1"],
+        is_python_module=False,
+    )
+    return path
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL:
+    """Return the library's own functions; ctypes calls them without the interpreter's lock."""
+    path = os.environ.get(LIBRARY_VARIABLE)
+    if path is None:
+        path = os.environ[LIBRARY_VARIABLE] = build()
+    torch.ops.load_library(path)
+    functions = ctypes.CDLL(path)
+    functions.npu_event.restype = ctypes.c_void_p
+    functions.npu_memory.restype = ctypes.c_longlong
+    return functions
+
+
+@lru_cache(maxsize=1)
+def load() -> None:
+    """Have torch know the device "npu"."""
+    from tests.support.npu import module
+
+    library()
+    torch.utils.rename_privateuse1_backend("npu")
+    torch._register_device_module("npu", module)
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    # A thread of a stream in the middle of a kernel would not outlive torch's own end.
+    atexit.register(library().npu_drain_all)
+
+
+@contextmanager
+def host_syncs(*, refused: bool = False) -> Iterator[list[str]]:
+    """Note what waits for a device in the block: operators, copies, synchronize().
+
+    Args:
+        refused: raise where it would wait, which shows who it is.
+    """
+    functions = library()
+    found: list[str] = []
+    functions.npu_clear_syncs()
+    functions.npu_refuse_syncs(int(refused))
+    try:
+        yield found
+    finally:
+        functions.npu_refuse_syncs(0)
+        text = ctypes.create_string_buffer(_ROOM)
+        functions.npu_syncs(text, _ROOM)
+        found += text.value.decode().splitlines()
+
+
+@contextmanager
+def unnoted() -> Iterator[None]:
+    """Leave out what this thread waits for in the block."""
+    library().npu_exempt(1)
+    try:
+        yield
+    finally:
+        library().npu_exempt(-1)
+
+
+class Deferred:
+    """An event that lies ahead: streams may wait for it before anybody has launched it.
+
+    What a collective is that a thread of the host carries out.
+    """
+
+    def __init__(self) -> None:
+        self._event = ctypes.c_void_p(library().npu_event())
+        library().npu_event_reserve(self._event)
+
+    def block(self, device: int) -> None:
+        """Have the current stream of ``device`` wait; the host does not."""
+        library().npu_event_block(self._event, device)
+
+    def complete(self) -> None:
+        """Let those go on who wait."""
+        library().npu_event_complete(self._event)
+
+    def complete_after_stream(self, device: int) -> None:
+        """Do that when the current stream of ``device`` has done what was launched on it."""
+        library().npu_event_complete_after(self._event, device)
+
+    def is_done(self) -> bool:
+        """Return whether nobody has to wait."""
+        return bool(library().npu_event_is_done(self._event))
+
+    def __del__(self) -> None:
+        library().npu_event_free(self._event)
