@@ -15,6 +15,7 @@ from shardfuse.comm.process_group import all_gather_single, reduce_scatter_singl
 from tests.support import contract
 from tests.support.contract_terms import Terms
 from tests.support.harness import RanksFailedError, run_procs, run_threads
+from tests.support.placing import device_type
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -100,7 +101,7 @@ def test_refusals(name: str) -> None:
 
 def test_coalescing_is_refused() -> None:
     def body() -> None:
-        with dist.distributed_c10d._coalescing_manager(device=torch.device("cpu")):
+        with dist.distributed_c10d._coalescing_manager(device=torch.device(device_type())):
             dist.all_reduce(torch.ones(4))
 
     assert "HcclGroupStart" in message(body)
@@ -210,7 +211,7 @@ def test_an_abort_ends_a_wait() -> None:
         dist.barrier()
         if rank() == 0:
             work = dist.all_reduce(torch.ones(1), async_op=True)
-            dist.group.WORLD._get_backend(torch.device("cpu")).abort()
+            dist.group.WORLD._get_backend(torch.device(device_type())).abort()
             for call in (work.wait, dist.barrier):
                 with pytest.raises(RuntimeError, match="HCCL communicator was aborted"):
                     call()

@@ -19,6 +19,7 @@ from shardfuse.grads.sends import Sends
 from tests.distributed.test_mesh import mesh_of, train_model
 from tests.support.harness import STAYING, run_procs, run_scripts
 from tests.support.overlap import ON
+from tests.support.placing import device_type
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -92,7 +93,7 @@ def test_a_rank_that_differs_is_told_of_everywhere(case: str, word: str, collect
 
 def build(case: str) -> str:
     shapes: dict[str, Any] = {"one axis": (4,), "no shards": (4, 1), "half the ranks": (2, 2)}
-    mesh = init_device_mesh("cpu", shapes[case])
+    mesh = init_device_mesh(device_type(), shapes[case])
     group = dist.new_group([0, 1]) if case == "half the ranks" else None
     if group is not None and dist.get_rank() > 1:
         return "other ranks"
@@ -154,12 +155,13 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from shardfuse import ShardedAdam
 from tests.support.harness import join_world
+from tests.support.placing import device_type
 
 rank, collectives = int(sys.argv[1]), sys.argv[3]
 join_world(rank, 4, sys.argv[2])
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
 sharding = {
-    "mesh": init_device_mesh("cpu", (2, 2)),
+    "mesh": init_device_mesh(device_type(), (2, 2)),
     "collectives": collectives,
     "bucket_cap_mb": 0.004,
     "kernel": "eager",

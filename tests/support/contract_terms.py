@@ -40,7 +40,7 @@ class Terms:
         memory_mb: for communicators, each of which takes two buffers of HCCL_BUFFSIZE.
     """
 
-    devices: tuple[str, ...] = field(default_factory=lambda: (placing.chosen(),))
+    devices: tuple[str, ...] = field(default_factory=lambda: (placing.device_type(),))
     align: int = 512
     modifies_input: bool = False
     memory_mb: int = 12800

@@ -156,6 +156,7 @@ def run_procs(
     # process is inherited.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    carried = placing.on_cpu(args)
     with tempfile.TemporaryDirectory() as folder:
         store_file = str(Path(folder) / "store")
         procs, pipes = [], []
@@ -163,7 +164,7 @@ def run_procs(
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
                 target=_process_main,
-                args=(rank, world_size, store_file, timeout, backend, sender, fn, args),
+                args=(rank, world_size, store_file, timeout, backend, sender, fn, carried),
                 daemon=True,
             )
             process.start()
@@ -240,7 +241,7 @@ def _process_main(
             timeout=timedelta(seconds=timeout),
         )
         with placing.placed(rank):
-            payload = pickle.dumps((True, fn(*args)))
+            payload = pickle.dumps((True, fn(*placing.here(args))))
     except BaseException:
         payload = pickle.dumps((False, traceback.format_exc()))
     pipe.send_bytes(payload)

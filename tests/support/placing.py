@@ -30,21 +30,26 @@ _OURS = ("tests.support.contract", "tests.support.npu", "tests.support.placing")
 _BUILT_BY_TESTS = ("tests", "launch", "__main__", "transformers")
 
 
-def chosen() -> str:
+def device_type() -> str:
     """Return the type of device that `pytest --device` chose."""
     return os.environ.get(VARIABLE, "cpu")
 
 
 def on_device() -> bool:
     """Return whether that is another one than the CPU."""
-    return chosen() != "cpu"
+    return device_type() != "cpu"
 
 
 def here(value: Any) -> Any:
     """Return ``value`` with its tensors on the current device of the tests."""
     if not on_device():
         return value
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(chosen()), value)
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device_type()), value)
+
+
+def on_cpu(value: Any) -> Any:
+    """Return ``value`` with its tensors on the CPU, as they pass between processes."""
+    return tree_map_only(torch.Tensor, torch.Tensor.cpu, value) if on_device() else value
 
 
 def on_host(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,6 +93,9 @@ class _Placing(TorchFunctionMode):  # type: ignore[misc]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        generator = kwargs.get("generator")
+        if generator is not None and args and _is_on_device(args[0]):
+            return _fill_on_host(func, args, kwargs)
         if func not in _device_constructors() or kwargs.get("device") is not None:
             return func(*args, **kwargs)
         if (args and isinstance(args[0], torch.Tensor)) or not _is_a_tests(sys._getframe(1)):
@@ -96,7 +104,23 @@ class _Placing(TorchFunctionMode):  # type: ignore[misc]
         made = func(*args, **kwargs)
         if isinstance(kwargs.get("out"), torch.Tensor):
             return made
-        return made.to(chosen()).requires_grad_(requires_grad)
+        return made.to(device_type()).requires_grad_(requires_grad)
+
+
+def _is_on_device(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == device_type()
+
+
+def _fill_on_host(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """Fill a tensor by a generator of the CPU, in place."""
+    tensor: torch.Tensor = args[0]
+    if kwargs["generator"].device.type != "cpu":
+        filled: torch.Tensor = func(*args, **kwargs)
+        return filled
+    with torch.no_grad():
+        return tensor.copy_(func(tensor.detach().cpu(), *args[1:], **kwargs))
 
 
 def _is_a_tests(frame: Any) -> bool:
