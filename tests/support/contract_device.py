@@ -70,14 +70,11 @@ class NpuStream(HostStream):
 
     @contextmanager
     def after(self, times: Times) -> Iterator[None]:
-        from tests.support import npu
-
         assert isinstance(times, _NpuTimes)
         device, module = times.device, torch.npu  # type: ignore[attr-defined]
         if device not in self._streams:
             self._streams[device] = module.Stream(device)
-        # This thread plays the device's part: nobody's host waits here.
-        with npu.unnoted(), module.stream(self._streams[device]):
+        with module.stream(self._streams[device]):
             self._streams[device].wait_event(times.begin)
             yield
             # What the block has read and written may be freed then.

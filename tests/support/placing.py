@@ -78,8 +78,7 @@ def placed(rank: int = 0) -> Iterator[None]:
         with _Placing():
             yield
         # Process groups end after this, and with them what is under way.
-        with npu.unnoted():
-            torch.npu.synchronize()  # type: ignore[attr-defined]
+        torch.npu.synchronize()  # type: ignore[attr-defined]
     finally:
         torch.npu.set_device(before)  # type: ignore[attr-defined]
 

@@ -39,12 +39,6 @@ import torch
 LIBRARY_VARIABLE = "SHARDFUSE_TEST_NPU_LIBRARY"
 """What the process that has compiled it hands to the ranks: where the library is."""
 
-TO_HOST = ("item", "copy to the host")
-"""What a host waits for most often."""
-
-TO_DEVICE = "copy to the device"
-"""Of memory that is not pinned: waited for, too."""
-
 _ROOM = 1 << 20
 
 
@@ -92,32 +86,21 @@ def load() -> None:
 
 @contextmanager
 def host_syncs(*, refused: bool = False) -> Iterator[list[str]]:
-    """Note what waits for a device in the block: operators, copies, synchronize().
+    """Note what this thread waits for a device for: operators, copies, synchronize().
+
+    A copy to the device counts as well: memory that is not pinned is waited for there, too.
 
     Args:
         refused: raise where it would wait, which shows who it is.
     """
-    functions = library()
     found: list[str] = []
-    functions.npu_clear_syncs()
-    functions.npu_refuse_syncs(int(refused))
+    library().npu_note_syncs(int(refused))
     try:
         yield found
     finally:
-        functions.npu_refuse_syncs(0)
         text = ctypes.create_string_buffer(_ROOM)
-        functions.npu_syncs(text, _ROOM)
+        library().npu_noted_syncs(text, _ROOM)
         found += text.value.decode().splitlines()
-
-
-@contextmanager
-def unnoted() -> Iterator[None]:
-    """Leave out what this thread waits for in the block."""
-    library().npu_exempt(1)
-    try:
-        yield
-    finally:
-        library().npu_exempt(-1)
 
 
 class Deferred:
@@ -148,3 +131,14 @@ class Deferred:
 
     def __del__(self) -> None:
         library().npu_event_free(self._event)
+
+
+@contextmanager
+def held(device: int | None = None) -> Iterator[Deferred]:
+    """Have the current stream wait until the block is left, or what it yields is completed."""
+    gate = Deferred()
+    gate.block(torch.npu.current_device() if device is None else device)
+    try:
+        yield gate
+    finally:
+        gate.complete()

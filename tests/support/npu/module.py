@@ -73,18 +73,14 @@ def synchronize(device: _Device = None) -> None:
     torch.accelerator.synchronize(_index(device))
 
 
-class Stream(torch.Stream):
-    """A stream of the current device, or of ``device``."""
-
-    def __new__(cls, device: _Device = None, priority: int = 0) -> Stream:
-        return super().__new__(cls, torch.device("npu", _index(device)), priority=priority)
+def Stream(device: _Device = None, priority: int = 0) -> torch.Stream:
+    """Return a new stream of the current device, or of ``device``."""
+    return torch.Stream(torch.device("npu", _index(device)), priority=priority)
 
 
-class Event(torch.Event):
-    """An event of the npu."""
-
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False) -> Event:
-        return super().__new__(cls, "npu", enable_timing=enable_timing, blocking=blocking)
+def Event(enable_timing: bool = False, blocking: bool = False) -> torch.Event:
+    """Return a new event. Not a subclass, which torch.Stream.record_event() would not take."""
+    return torch.Event("npu", enable_timing=enable_timing, blocking=blocking)
 
 
 def current_stream(device: _Device = None) -> torch.Stream:

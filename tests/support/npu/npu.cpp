@@ -16,9 +16,10 @@ void Line::run() {
     }
     try {
       kernel();
+    } catch (const c10::Error& error) {
+      note_failure(error.what_without_backtrace());
     } catch (const std::exception& error) {
-      std::lock_guard<std::mutex> hold(failure().mutex);
-      if (failure().text.empty()) failure().text = error.what();
+      note_failure(error.what());
     }
     kernel = nullptr;
     {
@@ -64,6 +65,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar);
   m.impl("record_stream", record_stream);
+  // Made of others for devices, of whose results the CPU's kernels for backward take another kind.
+  m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.impl("native_group_norm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 TORCH_LIBRARY(shardfuse_npu, m) {
@@ -90,18 +94,17 @@ int npu_set_device(int device) {
 }
 int npu_count() { return npu::kDevices; }
 
-void npu_exempt(int more) { npu::exempt += more; }
-void npu_refuse_syncs(int refuses) { npu::sync_log().refuses = refuses != 0; }
-void npu_clear_syncs() {
-  std::lock_guard<std::mutex> hold(npu::sync_log().mutex);
-  npu::sync_log().names.clear();
+// Begin to note what this thread waits for, or to refuse it.
+void npu_note_syncs(int refuses) {
+  npu::sync_log.names.clear();
+  npu::sync_log.is_on = true;
+  npu::sync_log.refuses = refuses != 0;
 }
-int npu_syncs(char* text, int room) {
-  std::lock_guard<std::mutex> hold(npu::sync_log().mutex);
+void npu_noted_syncs(char* text, int room) {
   std::string all;
-  for (const auto& name : npu::sync_log().names) all += name + "\n";
+  for (const auto& name : npu::sync_log.names) all += name + "\n";
   std::snprintf(text, room, "%s", all.c_str());
-  return npu::sync_log().names.size();
+  npu::sync_log.is_on = false;
 }
 
 void npu_manual_seed(int device, uint64_t seed) {

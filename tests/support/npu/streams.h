@@ -39,32 +39,24 @@ struct WithoutGil {
   }
 };
 
-// What waited for a device: a host that runs ahead of it must not.
+// What this thread has waited for a device for: a host that runs ahead of it must not.
 struct SyncLog {
-  std::mutex mutex;
   std::vector<std::string> names;
-  std::atomic<bool> refuses{false};
+  bool is_on = false, refuses = false;
 };
-inline SyncLog& sync_log() {
-  static auto* log = new SyncLog;
-  return *log;
-}
-inline thread_local int exempt = 0;
+inline thread_local SyncLog sync_log;
 
 inline void note_sync(const std::string& name) {
-  if (exempt > 0) return;
-  auto& log = sync_log();
-  TORCH_CHECK(!log.refuses, "npu: the host waits for the device in ", name);
-  std::lock_guard<std::mutex> hold(log.mutex);
-  log.names.push_back(name);
+  if (!sync_log.is_on) return;
+  TORCH_CHECK(!sync_log.refuses, "npu: the host waits for the device in ", name);
+  sync_log.names.push_back(name);
 }
 
-// A device, too, keeps the host until memory that is not pinned has been read.
-inline void note_sync_to_device() {
-  if (exempt > 0) return;
-  std::lock_guard<std::mutex> hold(sync_log().mutex);
-  sync_log().names.emplace_back("copy to the device");
-}
+struct NotNoted {
+  const bool was_on = sync_log.is_on;
+  NotNoted() { sync_log.is_on = false; }
+  ~NotNoted() { sync_log.is_on = was_on; }
+};
 
 // The first error of a kernel, until somebody waits for the device and hears of it.
 struct Failure {
@@ -74,6 +66,10 @@ struct Failure {
 inline Failure& failure() {
   static auto* one = new Failure;
   return *one;
+}
+inline void note_failure(const std::string& text) {
+  std::lock_guard<std::mutex> hold(failure().mutex);
+  if (failure().text.empty()) failure().text = text;
 }
 inline void raise_failure() {
   std::string text;
