@@ -75,6 +75,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("fast")
         if EXHAUSTIVE.search(item.nodeid):
             item.add_marker("exhaustive")
+        if "test_deepspeed" in item.nodeid:
+            item.add_marker(pytest.mark.cpu_only("DeepSpeed knows no such accelerator"))
 
 
 def pytest_collection_finish() -> None:

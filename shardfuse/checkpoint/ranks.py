@@ -40,7 +40,8 @@ class Ranks:
     def call(self, name: str, *lines: str) -> Iterator[None]:
         """Make a call of all ranks, which have the same keys and ``lines``."""
         with self.comm.call(name):
-            self.comm.declare([*self._lines, *lines])
+            # Compared now: a save is over before accelerators, which compare late, would tell.
+            self.comm.declare([*self._lines, *lines], is_new=True)
             yield
 
     def words(self, word: int) -> list[int]:

@@ -17,7 +17,10 @@ from tests.support.contract_terms import Terms
 from tests.support.harness import RanksFailedError, run_procs, run_threads
 from tests.support.placing import device_type
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.cpu_only("its terms where waits block; of the device's tensors: test_stand_in_npu"),
+]
 
 
 def each(body: Callable[[], Any], world_size: int = 2) -> list[Any]:

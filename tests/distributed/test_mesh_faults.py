@@ -46,6 +46,7 @@ def fail_on_one_rank(how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "word"), [("another lr", "lr"), ("raises", "sparse"), ("lr later", "lr")]
 )
+@pytest.mark.cpu_only("where waits do not block the host, ranks hear of it in a later call")
 def test_an_error_on_one_rank_reaches_all(how: str, word: str) -> None:
     """Also those that share neither row nor column with it: rank 0 and rank 3."""
     for rank, text in enumerate(run_procs(4, fail_on_one_rank, how)):

@@ -92,8 +92,9 @@ class _Placing(TorchFunctionMode):  # type: ignore[misc]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        generator = kwargs.get("generator")
-        if generator is not None and args and _is_on_device(args[0]):
+        if kwargs.get("generator") is not None and "tensor" in kwargs:  # torch.nn.init's
+            args = (kwargs.pop("tensor"), *args)
+        if kwargs.get("generator") is not None and args and _is_on_device(args[0]):
             return _fill_on_host(func, args, kwargs)
         if func not in _device_constructors() or kwargs.get("device") is not None:
             return func(*args, **kwargs)
