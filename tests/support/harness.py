@@ -77,6 +77,7 @@ def run_threads(
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     multi_threaded_pg._install_threaded_pg()
     store = dist.HashStore()
+    args_of = [placing.of_rank(rank, args) for rank in range(world_size)]
     name = contract.ready(backend)
     name = "threaded" if name == "gloo" else name
 
@@ -87,7 +88,7 @@ def run_threads(
             try:
                 # Hooks of a backward run on the rank's own thread, the only one in its group.
                 with placing.placed(rank), torch.autograd.set_multithreading_enabled(False):
-                    results[rank] = fn(*args)
+                    results[rank] = fn(*args_of[rank])
             finally:
                 if name == "threaded":  # a contract group would end under the others' waits
                     dist.destroy_process_group()

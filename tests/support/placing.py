@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 VARIABLE = "SHARDFUSE_TEST_DEVICE"
 """What `pytest --device` hands to the ranks."""
@@ -45,6 +45,27 @@ def here(value: Any) -> Any:
     if not on_device():
         return value
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device_type()), value)
+
+
+def of_rank(rank: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return ``args`` with their tensors on the device of ``rank``.
+
+    Before the rank begins: a copy from another rank's device waits for that one's stream, which may
+    wait for a collective of both.
+    """
+    if not on_device():
+        return args
+    moved = []
+    for value in args:
+        has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
+        place = torch.device(device_type(), rank)
+        moved.append(
+            tree_map_only(torch.Tensor, lambda tensor: tensor.to(place), value)  # noqa: B023
+            if has_tensors
+            else value  # which ranks may share to write to
+        )
+    torch.accelerator.synchronize(rank)
+    return tuple(moved)
 
 
 def on_cpu(value: Any) -> Any:
