@@ -86,6 +86,7 @@ def differ(case: str, collectives: str) -> str:
         ("fails", "division by zero"),
     ],
 )
+@pytest.mark.cpu_only("where waits do not block the host, ranks hear of it in a later call")
 def test_a_rank_that_differs_is_told_of_everywhere(case: str, word: str, collectives: str) -> None:
     """A mesh on one rank alone, or on all but one, and a rank that fails before or in a step."""
     for text in run_procs(4, differ, case, collectives, timeout=30):
@@ -179,6 +180,7 @@ for step in range(3):
 
 
 @pytest.mark.parametrize("collectives", ["auto", "pairwise", "native"])
+@pytest.mark.cpu_only("where waits do not block the host, ranks hear of it in a later call")
 def test_a_rank_that_dies_ends_the_step_of_all(collectives: str, tmp_path: Path) -> None:
     """Long before the group's timeout, on the rank that shares nothing with it as well."""
     ended = run_scripts(DIES, 4, tmp_path, collectives, timeout=50)
