@@ -45,8 +45,9 @@ class BlockQuantizer(NamedTuple):
             is_zero = scales == 0
             scales.div_(self._most).masked_fill_(scales < _TINY, 0.0)
             steps = (rows * torch.where(scales > 0, scales.reciprocal(), 0.0)[:, None]).round_()
-            if is_zero.any():
-                scales[is_zero & rows.signbit().all(dim=1)] = -0.0
+            # An accelerator does it always: the host would wait for the answer.
+            if scales.device.type != "cpu" or is_zero.any():
+                scales.masked_fill_(is_zero & rows.signbit().all(dim=1), -0.0)
             whole = steps.to(torch.int8)
             if self.bits == 8:
                 codes.view(torch.int8).view(-1, BLOCK).copy_(whole)

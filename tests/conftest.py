@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support import contract
+from tests.support import contract, placing
 from tests.support.tiers import EXHAUSTIVE, FAST
 
 
@@ -22,19 +22,37 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def _on_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    with placing.placed():
+        yield
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the transport of the ranks be chosen."""
+    """Let the transport of the ranks, and where their tensors lie, be chosen."""
     parser.addoption(
         "--backend",
         choices=["gloo", "hccl", "hccl-zero-copy"],
         default="gloo",
         help="what joins ranks: gloo, or a stand-in for HCCL (tests/support/contract.py)",
     )
+    parser.addoption(
+        "--device",
+        choices=["cpu", "npu"],
+        default="cpu",
+        help="where params lie: npu is a stand-in (tests/support/npu), whose ranks HCCL's joins",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hand the choice to all ranks, before the first is started."""
     choice = config.getoption("--backend")
+    os.environ[placing.VARIABLE] = config.getoption("--device")
+    if placing.on_device():
+        choice = "hccl" if choice == "gloo" else choice
+        from tests.support import npu
+
+        npu.load()
     os.environ[contract.VARIABLE] = choice
     if choice == "hccl-zero-copy":
         os.environ[contract.ZERO_COPY_VARIABLE] = "1"
@@ -43,8 +61,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Leave out what is about gloo itself, where ranks are joined by something else."""
     marker = item.get_closest_marker("gloo_only")
-    if marker is not None and item.config.getoption("--backend") != "gloo":
+    if marker is not None and contract.chosen() != "gloo":
         pytest.skip(f"gloo only: {marker.args[0]}")
+    marker = item.get_closest_marker("cpu_only")
+    if marker is not None and placing.on_device():
+        pytest.skip(f"CPU only: {marker.args[0]}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -54,6 +75,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("fast")
         if EXHAUSTIVE.search(item.nodeid):
             item.add_marker("exhaustive")
+        if "test_deepspeed" in item.nodeid:
+            item.add_marker(pytest.mark.cpu_only("DeepSpeed knows no such accelerator"))
 
 
 def pytest_collection_finish() -> None:

@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
-
 from shardfuse.agreement import everyones_errors, everyones_words
 from shardfuse.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from shardfuse.comm import Communicator, communicator_for
+from shardfuse.comm import Communicator, communicator_for, device_for
 from shardfuse.files import describe
 from shardfuse.optim.base import ShardedOptimizer
 
@@ -29,20 +27,21 @@ class Ranks:
     def __init__(self, objects: Mapping[str, Any], process_group: Any, doing: str) -> None:
         self._doing = doing
         self._lines = [f"keys = {list(objects)}"]
-        self._device = torch.device("cpu")
         optimizers = [value for value in objects.values() if isinstance(value, ShardedOptimizer)]
         self.comm: Communicator
         if optimizers:
             self.comm = optimizers[0].communicator.everyone
             self._device = optimizers[0].param_groups[0]["params"][0].device
         else:
+            self._device = device_for(process_group)
             self.comm = communicator_for(process_group, self._device).everyone
 
     @contextmanager
     def call(self, name: str, *lines: str) -> Iterator[None]:
         """Make a call of all ranks, which have the same keys and ``lines``."""
         with self.comm.call(name):
-            self.comm.declare([*self._lines, *lines])
+            # Compared now: a save is over before accelerators, which compare late, would tell.
+            self.comm.declare([*self._lines, *lines], is_new=True)
             yield
 
     def words(self, word: int) -> list[int]:

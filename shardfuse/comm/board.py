@@ -186,6 +186,7 @@ class Board:
         message = f"rank {self.rank} {text}"
         with suppress(RuntimeError):  # the process that keeps the store may have ended
             self.store.compare_set(f"alarm/{self.present.number}", "", message[:_MAX_TEXT])
+            self.store.compare_set(f"first alarm/{self.epoch}", "", message[:_MAX_TEXT])
 
     def look(self, still_waits: Callable[[], bool] = lambda: True) -> None:
         """Look for an alarm, tell the others what this rank does, and compare.
@@ -302,11 +303,8 @@ class Board:
         if self.present.is_over:
             # Under backward, or while parameters arrive: others may be in the next call.
             numbers.append(self.present.number + 1)
-        for key in (f"alarm/{number}" for number in numbers):
-            if self.store.check([key]):
-                text = _text(self.store.get(key))
-                return text if text.endswith(".") else f"{text}."
-        return None
+        texts = (_alarm_at(self.store, f"alarm/{number}") for number in numbers)
+        return next((text for text in texts if text is not None), None)
 
     def _find_difference(self, still_waits: Callable[[], bool]) -> str | None:
         """Tell others what this rank does; return how a neighbour's doings differ from that."""
@@ -349,9 +347,19 @@ def _find_reason(board: Board, patience_s: float) -> str | None:
     deadline = time.monotonic() + patience_s
     while True:
         found = board._find_alarm() or board._find_difference(lambda: False)
-        if found is not None or time.monotonic() >= deadline:
+        if found is not None:
             return found
+        if time.monotonic() >= deadline:
+            # Hosts that run ahead of their devices are in other calls when they hear of it.
+            return _alarm_at(board.store, f"first alarm/{board.epoch}")
         time.sleep(0.01)
+
+
+def _alarm_at(store: Any, key: str) -> str | None:
+    if not store.check([key]):
+        return None
+    text = _text(store.get(key))
+    return text if text.endswith(".") else f"{text}."
 
 
 def _text(value: bytes) -> str:

@@ -11,7 +11,11 @@ import torch
 from shardfuse.comm.base import Communicator, SingleRank
 from shardfuse.comm.gloo.pairwise import PairwiseCommunicator
 from shardfuse.comm.mesh import MeshCommunicator
-from shardfuse.comm.process_group import ProcessGroupCommunicator, is_initialized
+from shardfuse.comm.process_group import (
+    ProcessGroupCommunicator,
+    backend_for,
+    is_initialized,
+)
 from shardfuse.comm.traits import traits_of
 
 logger = logging.getLogger("shardfuse")
@@ -41,6 +45,23 @@ def communicator_for(
         _check_launched_alone()
         return SingleRank()
     return _chosen(process_group, device, collectives) or SingleRank()
+
+
+def device_for(process_group: Any) -> torch.device:
+    """Return a device on which all ranks can tell each other of an error, whatever else they have.
+
+    The accelerator, where there is one and ``process_group`` serves it: HCCL and NCCL serve no CPU.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or isinstance(process_group, str) or not is_initialized():
+        return torch.device("cpu")
+    if isinstance(process_group, Communicator):
+        return accelerator
+    try:
+        backend_for(process_group, accelerator)
+    except ValueError:
+        return torch.device("cpu")
+    return accelerator
 
 
 def _chosen(

@@ -124,6 +124,7 @@ class Watch:
         except PeerError as error:
             if not self._blocks:
                 logger.error("%s", error)
+                self._board.explain(error)  # why no later call can be made
             self._unblock()
             with self._lock:
                 self._thread = None

@@ -39,13 +39,6 @@ def common_device(groups: Groups) -> torch.device:
     return device or torch.device("cpu")
 
 
-def fallback_device() -> torch.device:
-    """Return a device on which ranks can tell each other of an error."""
-    if torch.accelerator.is_available():
-        return torch.accelerator.current_accelerator() or torch.device("cpu")
-    return torch.device("cpu")
-
-
 def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tensor, ParamSpec]]:
     """Return (parameter, spec) of every parameter of the groups from ``first_group`` on.
 

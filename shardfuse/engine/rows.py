@@ -86,7 +86,9 @@ class RowReduction:
         if factors is None:
             return None
         start = self._rows[unit.cohort][0].start
-        spread = factors.new_tensor(self._rule.neutral)[:, None].repeat(1, unit.numel)
+        spread = factors.new_empty(len(self._rule.neutral), unit.numel)
+        for row, value in zip(spread, self._rule.neutral, strict=True):
+            row.fill_(value)  # a tensor of the values would be a copy that the host waits for
         for f in unit.fragments:
             if f.param in self._starts:
                 spec = self._specs[f.param]

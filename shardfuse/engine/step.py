@@ -151,7 +151,7 @@ class StepEngine:
                 square = known if known is not None and clip.scope == "global" else None
                 if square is None:
                     assert squares is not None
-                    square = squares[_peers(cohorts, own, clip)].sum()
+                    square = _sum_over(squares, _peers(cohorts, own, clip))
                 factor = _factor(clip, square, coefficient)
             mean: Scale = self._shards.mean(own.number)
             if factor is not None:
@@ -201,10 +201,17 @@ class StepEngine:
         return total.to(sums.device)
 
 
-def _peers(cohorts: list[Cohort], own: Cohort, clip: Clip) -> slice | list[int]:
-    """Return the flats whose norm clips ``own``."""
+def _sum_over(values: Tensor, places: list[int] | None) -> Tensor:
+    """Return the sum of those of ``values``, of all for None; no index goes to the device."""
+    if places is None:
+        return values.sum()
+    return torch.stack([values[place] for place in places]).sum()
+
+
+def _peers(cohorts: list[Cohort], own: Cohort, clip: Clip) -> list[int] | None:
+    """Return the flats whose norm clips ``own``; None for all."""
     if clip.scope == "global":
-        return slice(None)
+        return None
     group = [t for t in cohorts if t.group is own.group]
     return sorted({t.flat for t in group if clip.scope == "group" or t.dtype == own.dtype})
 

@@ -173,7 +173,7 @@ class Rounds:
         device = self._flats()[0].arena.data.device
         total = torch.tensor(mine, dtype=torch.float32, device=device)
         self._comm.everyone.all_reduce(total, "max").wait()
-        (num_rounds, most, least), late = total[:NUM_COUNTS].tolist(), total[NUM_COUNTS:].tolist()
+        (num_rounds, most, least), late = (told := total.tolist())[:NUM_COUNTS], told[NUM_COUNTS:]
         if most != -least:
             raise RuntimeError(
                 "Ranks have cleared gradients that were under way at different times, so that "

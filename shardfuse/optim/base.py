@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 from shardfuse.agreement import agree, on_rank
 from shardfuse.buffers import CombinedBuffers
-from shardfuse.comm import Communicator, communicator_for, communicator_over
+from shardfuse.comm import Communicator, communicator_for, communicator_over, device_for
 from shardfuse.comm.base import bucket_nbytes, overlapped
 from shardfuse.config import ShardConfig
 from shardfuse.engine import intake
@@ -93,8 +93,9 @@ class ShardedOptimizer(Clipped):
             self._device = intake.common_device(self.param_groups)
         except Exception as failure:
             error = failure
-            self._device = intake.fallback_device()
         try:
+            if error is not None:  # on a device that the other ranks have, too
+                self._device = device_for(self._config.process_group)
             self.communicator = self._communicator()
         except Exception as failure:
             raise error or failure from None

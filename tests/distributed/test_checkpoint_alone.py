@@ -13,7 +13,10 @@ from shardfuse.checkpoint import Checkpoints, load, saving, whole
 from tests.support.checkpoints import Job
 from tests.support.harness import STAYING, run_procs
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.cpu_only("where waits do not block the host, ranks hear of it in a later call"),
+]
 
 WORDS = {
     "saves": "checkpoint.save()",

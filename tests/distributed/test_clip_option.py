@@ -25,6 +25,7 @@ from shardfuse import (
 from tests.support.counting import counted
 from tests.support.harness import run_procs, run_threads
 from tests.support.models import rank_grads
+from tests.support.placing import device_type
 from tests.support.runs import Case, assert_bitwise
 
 pytestmark = pytest.mark.timeout(120)
@@ -137,7 +138,7 @@ def train_scaled(scaler_class: Any, unscale: bool) -> list[Tensor]:
     """Train with the option under a scaler (none: unscaled); the second step overflows."""
     model = net()
     optimizer = ShardedAdamW(model.parameters(), lr=0.1, sharding={"clip_grad_norm": 0.05})
-    scaler = None if scaler_class is None else scaler_class("cpu", init_scale=8.0)
+    scaler = None if scaler_class is None else scaler_class(device_type(), init_scale=8.0)
     for step in range(4):
         optimizer.zero_grad()
         loss = loss_of(model, step)
@@ -205,7 +206,7 @@ def test_frameworks_may_clip_the_mean_only() -> None:
         def ask(self, optimizer: Any) -> bool:
             return getattr(optimizer, "_step_supports_amp_scaling", False)
 
-    assert Asking("cpu").ask(reduced)
+    assert Asking(device_type()).ask(reduced)
     reduced._step_supports_amp_scaling = True
     assert asks(reduced)
 
@@ -215,7 +216,7 @@ def skip_on_one_rank(unscale: bool) -> tuple[Any, bool]:
     param = nn.Parameter(torch.ones(3000))
     sharding = {"grads_are_reduced": True, "report_overflow": True}
     optimizer = ShardedSGD([("w", param)], 0.1, sharding=sharding)
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler = GradScaler(device_type(), init_scale=8.0)
     scaler.scale(param.sum()).backward()
     if dist.get_rank() == 1:
         assert param.grad is not None

@@ -20,10 +20,12 @@ from shardfuse import (
     ShardedRMSpropTF,
     ShardedSGD,
 )
+from shardfuse.layout import SLOT_NBYTES
 from tests.support import contract
 from tests.support.counting import Call, counted
 from tests.support.harness import count_c10d_calls, run_threads
 from tests.support.models import Entry, ParamSet, rank_grads
+from tests.support.placing import device_type
 from tests.support.runs import Case, train_rank
 
 pytestmark = pytest.mark.timeout(60)
@@ -126,7 +128,7 @@ def test_norms_carry_two_floats_per_parameter() -> None:
 def test_bytes_on_the_wire(
     dtype: torch.dtype, grad_sync_dtype: torch.dtype | None, param_sync_dtype: torch.dtype | None
 ) -> None:
-    """A step moves the parameters once and the gradients once, plus padding to 64 bytes."""
+    """A step moves the parameters once and the gradients once, plus padding of each."""
     world_size = 3
     entries = many(40)
     case = Case(ShardedAdam, {}, dtype=dtype, entries=entries, overrides=({},))
@@ -134,7 +136,7 @@ def test_bytes_on_the_wire(
     sharding = {**wires, "bucket_cap_mb": 0.05}
     gathered = param_sync_dtype if param_sync_dtype and dtype == torch.float32 else dtype
     calls, _ = run_threads(world_size, calls_of_step, case, sharding)[0]
-    align = 64 // dtype.itemsize
+    align = SLOT_NBYTES[device_type()] // dtype.itemsize
     numel = sum(-(-torch.Size(entry.shape).numel() // align) * align for entry in entries)
     for op, wire in (("reduce_scatter", grad_sync_dtype or dtype), ("all_gather", gathered)):
         nbytes = sum(call.nbytes for call in calls if call.op == op)

@@ -15,8 +15,12 @@ from shardfuse.comm.process_group import all_gather_single, reduce_scatter_singl
 from tests.support import contract
 from tests.support.contract_terms import Terms
 from tests.support.harness import RanksFailedError, run_procs, run_threads
+from tests.support.placing import device_type
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.cpu_only("its terms where waits block; of the device's tensors: test_stand_in_npu"),
+]
 
 
 def each(body: Callable[[], Any], world_size: int = 2) -> list[Any]:
@@ -100,7 +104,7 @@ def test_refusals(name: str) -> None:
 
 def test_coalescing_is_refused() -> None:
     def body() -> None:
-        with dist.distributed_c10d._coalescing_manager(device=torch.device("cpu")):
+        with dist.distributed_c10d._coalescing_manager(device=torch.device(device_type())):
             dist.all_reduce(torch.ones(4))
 
     assert "HcclGroupStart" in message(body)
@@ -210,7 +214,7 @@ def test_an_abort_ends_a_wait() -> None:
         dist.barrier()
         if rank() == 0:
             work = dist.all_reduce(torch.ones(1), async_op=True)
-            backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+            backend = dist.group.WORLD._get_backend(torch.device(device_type()))
             backend.abort()  # does nothing
             backend.abort_hccl_comm("a test")
             for call in (work.wait, dist.barrier):

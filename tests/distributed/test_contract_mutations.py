@@ -24,7 +24,10 @@ from shardfuse.comm.staging import Staging
 from shardfuse.comm.traits import BackendTraits
 from tests.support.harness import RanksFailedError, run_procs
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.cpu_only("mutations of what runs on either backend"),
+]
 
 NUM_STEPS = 3
 TOLERANCE = 1e-5

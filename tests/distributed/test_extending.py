@@ -24,8 +24,9 @@ from shardfuse.rules.base import (
     check_at_least_zero,
 )
 from tests.support.harness import run_threads
+from tests.support.placing import device_type
 
-CPU = torch.device("cpu")
+CPU = torch.device(device_type())
 
 
 class Rate(NamedTuple):

@@ -271,7 +271,7 @@ def test_initial_state_is_in_use() -> None:
     param.grad = torch.zeros(3, 500)
     optimizer.step()
     square_avg = optimizer.state_dict()["state"][0]["square_avg"]
-    assert torch.equal(square_avg, torch.full((3, 500), 0.75))
+    assert torch.equal(square_avg.cpu(), torch.full((3, 500), 0.75, device="cpu"))
 
 
 @pytest.mark.parametrize("name", {**RMSPROP_CASES, **ADADELTA_CASES})

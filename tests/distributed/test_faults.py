@@ -7,7 +7,10 @@ import pytest
 from tests.faults.runner import Setting, run
 from tests.faults.table import FAULTS
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.cpu_only("where waits do not block the host, ranks hear of it in a later call"),
+]
 
 # Of a machine that runs other things as well; the command keeps to the bounds of the table.
 SLOWNESS_S = 10.0

@@ -136,6 +136,7 @@ def lightning_jobs(folder: str) -> tuple[list[Any], str]:
 
 
 @needs_lightning
+@pytest.mark.cpu_only("it is told to take the CPU")
 def test_lightning(tmp_path: Path) -> None:
     """gradient_clip_val works in all precisions, and so does the option in its place.
 
@@ -185,6 +186,7 @@ def accelerate_jobs() -> list[list[Tensor]]:
 
 
 @needs_accelerate
+@pytest.mark.cpu_only("it is told to take the CPU")
 def test_accelerate() -> None:
     """accelerator.clip_grad_norm_ under DDP; the option, also for a model that is not wrapped."""
     ranks = run_procs(2, accelerate_jobs, timeout=220)

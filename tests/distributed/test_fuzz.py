@@ -38,6 +38,7 @@ _ENDS_IN_A_DEADLOCK = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "world", [1, *(pytest.param(world, marks=_ENDS_IN_A_DEADLOCK) for world in (2, 3))]
 )
+@pytest.mark.cpu_only("programs make their tensors by themselves")
 def test_random_programs(world: int, worlds: Worlds) -> None:
     """Every program ends as the references say, on every rank; most of them have no fault."""
     counts: Counter[str] = Counter()
@@ -86,6 +87,7 @@ def simple(**changes: Any) -> Program:
 DELAY = {"milliseconds": (1, 0, 2)}
 
 
+@pytest.mark.cpu_only("programs make their tensors by themselves")
 def test_an_error_on_one_rank_alone_is_no_pass(worlds: Worlds) -> None:
     """Where no rank may have an error, one of all ranks fails too, and the next program runs."""
     assert worlds.run(simple()).status == "passed"

@@ -66,6 +66,7 @@ def outcome(optimizer: Any) -> tuple[str, float, bool]:
 # Importing torch._dynamo, as torch.optim does, gives functions of torch.distributed.nn the default
 # group as a default argument: it outlives destroy_process_group(), and so a weak reference to it.
 @pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.cpu_only("it makes groups of gloo")
 def test_a_destroyed_group_is_an_error(choice: str) -> None:
     """At once and on every rank, in the words that tell the remedy; no parameter changes."""
     for found in run_procs(2, after_destroying, choice, timeout=60):
@@ -92,6 +93,7 @@ def initialised_anew(choice: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.cpu_only("it makes groups of gloo")
 def test_a_new_group_is_not_the_old_one(choice: str) -> None:
     """After init_process_group() anew the old optimizer still says so, and a new one trains."""
     for text, value in run_procs(2, initialised_anew, choice, timeout=60):

@@ -17,6 +17,7 @@ from tests.distributed.test_overlap import OPTIMIZERS
 from tests.support.harness import run_procs
 from tests.support.models import MIXED, ParamSet, rank_grads
 from tests.support.overlap import OFF, ON, PROGRAMS, Net
+from tests.support.placing import device_type
 from tests.support.runs import assert_bitwise
 
 pytestmark = pytest.mark.timeout(150)
@@ -25,7 +26,7 @@ NAMED = ("replicate", "shard")
 
 
 def mesh_of(shape: tuple[int, int] | None, names: tuple[str, ...] | None = NAMED) -> Any:
-    return None if shape is None else init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return None if shape is None else init_device_mesh(device_type(), shape, mesh_dim_names=names)
 
 
 def train(shape: tuple[int, int] | None, name: str, sharding: dict[str, Any]) -> list[Tensor]:
@@ -157,7 +158,7 @@ def overflow(stage: int) -> tuple[float, bool, tuple[str, int] | None]:
     model = Net()
     options = {"mesh": mesh_of((2, 2)), "stage": stage, "report_overflow": True}
     optimizer = ShardedAdam(model.named_parameters(), lr=0.1, sharding=options)
-    scaler = ShardedGradScaler("cpu", init_scale=8.0)
+    scaler = ShardedGradScaler(device_type(), init_scale=8.0)
     before = [param.detach().clone() for param in model.parameters()]
     loss = model(torch.zeros(2, 6, dtype=torch.long))
     scaler.scale(loss * (float("inf") if dist.get_rank() == 3 else 1.0)).backward()

@@ -19,6 +19,7 @@ from shardfuse.grads.sends import Sends
 from tests.distributed.test_mesh import mesh_of, train_model
 from tests.support.harness import STAYING, run_procs, run_scripts
 from tests.support.overlap import ON
+from tests.support.placing import device_type
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -45,6 +46,7 @@ def fail_on_one_rank(how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "word"), [("another lr", "lr"), ("raises", "sparse"), ("lr later", "lr")]
 )
+@pytest.mark.cpu_only("where waits do not block the host, ranks hear of it in a later call")
 def test_an_error_on_one_rank_reaches_all(how: str, word: str) -> None:
     """Also those that share neither row nor column with it: rank 0 and rank 3."""
     for rank, text in enumerate(run_procs(4, fail_on_one_rank, how)):
@@ -84,6 +86,7 @@ def differ(case: str, collectives: str) -> str:
         ("fails", "division by zero"),
     ],
 )
+@pytest.mark.cpu_only("where waits do not block the host, ranks hear of it in a later call")
 def test_a_rank_that_differs_is_told_of_everywhere(case: str, word: str, collectives: str) -> None:
     """A mesh on one rank alone, or on all but one, and a rank that fails before or in a step."""
     for text in run_procs(4, differ, case, collectives, timeout=30):
@@ -92,7 +95,7 @@ def test_a_rank_that_differs_is_told_of_everywhere(case: str, word: str, collect
 
 def build(case: str) -> str:
     shapes: dict[str, Any] = {"one axis": (4,), "no shards": (4, 1), "half the ranks": (2, 2)}
-    mesh = init_device_mesh("cpu", shapes[case])
+    mesh = init_device_mesh(device_type(), shapes[case])
     group = dist.new_group([0, 1]) if case == "half the ranks" else None
     if group is not None and dist.get_rank() > 1:
         return "other ranks"
@@ -154,12 +157,13 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from shardfuse import ShardedAdam
 from tests.support.harness import join_world
+from tests.support.placing import device_type
 
 rank, collectives = int(sys.argv[1]), sys.argv[3]
 join_world(rank, 4, sys.argv[2])
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
 sharding = {
-    "mesh": init_device_mesh("cpu", (2, 2)),
+    "mesh": init_device_mesh(device_type(), (2, 2)),
     "collectives": collectives,
     "bucket_cap_mb": 0.004,
     "kernel": "eager",
@@ -176,6 +180,7 @@ for step in range(3):
 
 
 @pytest.mark.parametrize("collectives", ["auto", "pairwise", "native"])
+@pytest.mark.cpu_only("where waits do not block the host, ranks hear of it in a later call")
 def test_a_rank_that_dies_ends_the_step_of_all(collectives: str, tmp_path: Path) -> None:
     """Long before the group's timeout, on the rank that shares nothing with it as well."""
     ended = run_scripts(DIES, 4, tmp_path, collectives, timeout=50)

@@ -15,6 +15,7 @@ from shardfuse import ShardedAdam, ShardedBertAdam, ShardedGradScaler, ShardedLa
 from tests.support.harness import run_procs, run_threads
 from tests.support.models import MIXED, ParamSet, mean_grads, rank_grads
 from tests.support.oracles import AdamOracle, BertAdamOracle, LambOracle
+from tests.support.placing import device_type
 from tests.support.runs import assert_bitwise, max_relative_error
 
 pytestmark = pytest.mark.timeout(60)
@@ -166,7 +167,7 @@ def train_scaled(names: str, scaler_class: Any = ShardedGradScaler) -> dict[str,
     cls: Any = {"sgd": ShardedSGD, "bert": ShardedBertAdam, "lamb": ShardedLamb}[names]
     params = [nn.Parameter(torch.zeros(3000)), nn.Parameter(torch.zeros(5))]
     optimizer = cls(params, lr=0.5, weight_decay=0.0)
-    scaler = scaler_class("cpu", init_scale=8.0, growth_interval=100)
+    scaler = scaler_class(device_type(), init_scale=8.0, growth_interval=100)
     values, scales = [], []
     for step in range(3):
         inputs = torch.ones(3000)
@@ -215,7 +216,7 @@ def train_half(world_size: int) -> tuple[list[Tensor], dict[str, Any]]:
     rank = dist.get_rank() if world_size > 1 else 0
     param = nn.Parameter(torch.linspace(-1, 1, 3000, dtype=torch.float16))
     optimizer = ShardedAdam([param], lr=0.1)
-    scaler = ShardedGradScaler("cpu", init_scale=64.0, growth_interval=100)
+    scaler = ShardedGradScaler(device_type(), init_scale=64.0, growth_interval=100)
     for step in range(4):
         loss = (param.float() ** 2).sum() * (1e30 if step == 1 and rank == world_size - 1 else 1.0)
         scaler.scale(loss).backward()
@@ -251,7 +252,7 @@ def test_rank_without_gradients() -> None:
     def train() -> Tensor:
         param = nn.Parameter(torch.zeros(3000))
         optimizer = ShardedSGD([param], 1.0)
-        scaler = ShardedGradScaler("cpu", init_scale=8.0)
+        scaler = ShardedGradScaler(device_type(), init_scale=8.0)
         loss = scaler.scale(param.sum())
         if dist.get_rank() == 0:
             loss.backward()
@@ -269,7 +270,7 @@ def test_scaled_gradients_are_unscaled() -> None:
     def train(enabled: bool) -> Tensor:
         param = nn.Parameter(torch.linspace(-1, 1, 3000))
         optimizer = ShardedAdam([param], lr=0.1)
-        scaler = ShardedGradScaler("cpu", init_scale=1024.0, enabled=enabled)
+        scaler = ShardedGradScaler(device_type(), init_scale=1024.0, enabled=enabled)
         for _ in range(3):
             scaler.scale((param**2).sum()).backward()
             scaler.unscale_(optimizer)

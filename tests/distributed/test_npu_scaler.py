@@ -17,6 +17,7 @@ from shardfuse.optim import npu
 from tests.distributed.test_npu import CASES, SHARDING
 from tests.support.harness import run_procs, run_threads
 from tests.support.npu_scaler import NpuScaler
+from tests.support.placing import device_type
 from tests.support.runs import TOLERANCE, assert_bitwise, max_relative_error
 
 pytestmark = pytest.mark.timeout(60)
@@ -24,8 +25,8 @@ pytestmark = pytest.mark.timeout(60)
 SCALERS: dict[str, Any] = {
     "npu": lambda: NpuScaler(64.0),
     "npu-static": lambda: NpuScaler(64.0, dynamic=False),
-    "torch": lambda: GradScaler("cpu", init_scale=64.0, growth_interval=1000),
-    "sharded": lambda: ShardedGradScaler("cpu", init_scale=64.0, growth_interval=1000),
+    "torch": lambda: GradScaler(device_type(), init_scale=64.0, growth_interval=1000),
+    "sharded": lambda: ShardedGradScaler(device_type(), init_scale=64.0, growth_interval=1000),
 }
 OVERFLOW_STEP = 2
 

@@ -28,6 +28,7 @@ from tests.support.overlap import (
     plain,
     without_backward,
 )
+from tests.support.placing import device_type
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -206,7 +207,7 @@ def test_over_gloo(collectives: str, world_size: int) -> None:
 def train_two_by_one_communicator(is_shared: bool) -> list[Tensor]:
     """Train two models of the same shapes, whose backwards come before both steps."""
     models = [Net(), Net()]
-    comm = communicator_for(None, torch.device("cpu"), "pairwise")
+    comm = communicator_for(None, torch.device(device_type()), "pairwise")
     options = {"bucket_cap_mb": 0.004, "kernel": "eager", "collectives": "pairwise", **ON}
     if is_shared:
         options["process_group"] = comm
@@ -248,7 +249,7 @@ def choices() -> dict[str, tuple[bool, bool]]:
 @pytest.mark.gloo_only("compares its own collectives with pairs of ranks")
 def test_defaults() -> None:
     """Overlap is where bytes move while a rank computes: sockets, not the memory of one host."""
-    comm = communicator_for("alone", torch.device("cpu"))
+    comm = communicator_for("alone", torch.device(device_type()))
     assert comm.progress == "when waited for"
     for found in run_procs(2, choices):
         assert found["pairwise"] == (True, True)

@@ -133,6 +133,7 @@ def read(
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("name", READERS)
+@pytest.mark.cpu_only("params are under way over sockets only")
 def test_nobody_reads_what_has_not_arrived(name: str) -> None:
     """Every way to a parameter waits for it; what has not arrived is NaN here."""
     for (found, under_way, types), (expected, _, _) in zip(

@@ -23,6 +23,7 @@ from shardfuse.optim.npu import NpuFusedAdamW
 from tests.distributed.test_partitioned import Sums, assert_same, seed_of
 from tests.support.harness import RanksFailedError, run_procs, run_threads
 from tests.support.overlap import OFF
+from tests.support.placing import device_type
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -162,7 +163,7 @@ def scaled_run(stage: int, scaler_class: Any, *, unscales: bool) -> list[Tensor]
     model, rank = Sums(), dist.get_rank()
     sharding = {**OFF, "stage": stage, "report_overflow": True}
     optimizer = make(model, **sharding)
-    scaler = scaler_class("cpu", init_scale=1024.0, growth_interval=2)
+    scaler = scaler_class(device_type(), init_scale=1024.0, growth_interval=2)
     for step in range(5):
         loss = model(seed_of(rank, step))
         if step == 2 and rank == 1:

@@ -21,6 +21,7 @@ from shardfuse.plan.models import shapes_in
 from tests.support import contract
 from tests.support.counting import CountingCommunicator
 from tests.support.harness import run_procs
+from tests.support.placing import device_type
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -55,7 +56,7 @@ def train(name: str, dtype: torch.dtype, sharding: dict[str, Any]) -> dict[str, 
     model = model_of(dtype)
     cls, options = OPTIMIZERS[name]
     how = sharding.get("collectives", "pairwise")
-    comm = CountingCommunicator(communicator_for(None, torch.device("cpu"), how))
+    comm = CountingCommunicator(communicator_for(None, torch.device(device_type()), how))
     own = {**sharding, "process_group": comm, "kernel": "eager", "consolidate_every": 0}
     optimizer = cls(model.named_parameters(), **options, sharding=own)
     for _ in range(3):

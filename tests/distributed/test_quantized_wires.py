@@ -16,6 +16,7 @@ from shardfuse.layout import PART_NBYTES, round_up
 from tests.distributed.test_overlap import OPTIMIZERS
 from tests.support.counting import counted
 from tests.support.harness import run_procs, run_threads
+from tests.support.placing import device_type
 from tests.support.runs import assert_bitwise
 
 pytestmark = pytest.mark.timeout(120)
@@ -141,7 +142,7 @@ def overflow(sharding: dict[str, Any]) -> tuple[float, bool, tuple[str, int] | N
     named = [(f"p{i}", param) for i, param in enumerate(params)]
     options = {"kernel": "eager", "report_overflow": True, **sharding}
     optimizer = ShardedAdam(named, lr=0.1, sharding=options)
-    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    scaler = ShardedGradScaler(device_type(), init_scale=4.0)
     before = [param.detach().clone() for param in params]
     loss = torch.stack([(param * param).sum() for param in params]).sum()
     scaler.scale(loss * (float("inf") if dist.get_rank() == 0 else 1.0)).backward()
@@ -193,6 +194,7 @@ def test_ranks_are_equal_and_lack_what_is_kept(name: str, world_size: int, bits:
         optimizer.consolidate_state_dict(to=None)
         entries = optimizer.state_dict()["state"]
         errors = [entries.get(i, {}).get("param_error") for i in range(len(values))]
+        values = [value.cpu() for value in values]
         whole = [v if e is None else v + e for v, e in zip(values, errors, strict=True)]
         return [values, whole]
 

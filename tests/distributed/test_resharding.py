@@ -20,6 +20,7 @@ from tests.distributed.test_overlap import OPTIMIZERS
 from tests.support import contract
 from tests.support.checkpoints import Everything, Job, assert_same
 from tests.support.harness import count_c10d_calls, run_procs, run_threads
+from tests.support.placing import device_type
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -193,7 +194,7 @@ def test_a_manifest_that_says_less(tmp_path: Path) -> None:
 
 def in_processes(folder: Path, shape: tuple[int, int] | None, is_first: bool) -> Any:
     """Save or load over a mesh; return half and end, and the bytes that this rank wrote."""
-    mesh = None if shape is None else init_device_mesh("cpu", shape)
+    mesh = None if shape is None else init_device_mesh(device_type(), shape)
     job = Job(ShardedAdam, {"mesh": mesh}, seed=int(not is_first))
     if is_first:
         job.train(3)

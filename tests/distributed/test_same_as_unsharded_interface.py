@@ -18,6 +18,7 @@ from shardfuse.optim import npu
 from tests.support.harness import run_threads
 from tests.support.models import lie_in
 from tests.support.npu_scaler import NpuScaler
+from tests.support.placing import device_type
 from tests.support.runs import TOLERANCE, assert_bitwise, max_relative_error
 from tests.support.upstream import (
     CLASSES,
@@ -174,7 +175,7 @@ def train_scaled(name: str, scaler: Any, overflow_at: int | None) -> Any:
 
 
 SCALERS: dict[str, Callable[[], Any]] = {
-    "torch": lambda: GradScaler("cpu", init_scale=64.0),
+    "torch": lambda: GradScaler(device_type(), init_scale=64.0),
     "torch_npu": NpuScaler,
 }
 every_scaler = pytest.mark.parametrize("scaler", SCALERS)

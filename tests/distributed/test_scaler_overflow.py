@@ -16,6 +16,7 @@ from torch.amp import GradScaler
 from shardfuse import ShardedAdam, ShardedGradScaler, ShardedLamb, ShardedSGD
 from tests.support.counting import Call, counted
 from tests.support.harness import run_procs, run_threads
+from tests.support.placing import device_type
 from tests.support.runs import assert_bitwise
 
 pytestmark = pytest.mark.timeout(60)
@@ -62,7 +63,7 @@ def train(
 ) -> tuple[list[Any], list[list[Tensor]]]:
     """Train; the second step overflows. Return last_overflow and the values after every step."""
     params, optimizer = build()
-    scaler = scaler_class("cpu", init_scale=8.0, growth_interval=100)
+    scaler = scaler_class(device_type(), init_scale=8.0, growth_interval=100)
     reports, values = [], []
     for step in range(num_steps):
         backward(params, scaler, overflows.get(dist.get_rank(), {}) if step == 1 else {})
@@ -109,7 +110,7 @@ def test_over_gloo(scaler_class: Any) -> None:
 def test_one_rank() -> None:
     """Without a process group it works too."""
     params, optimizer = build(ShardedAdam)
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler = GradScaler(device_type(), init_scale=8.0)
     backward(params, scaler, {"third": math.inf, "second": math.nan})
     scaler.step(optimizer)
     assert optimizer.last_overflow == ("second", 0)
@@ -120,7 +121,7 @@ def test_rank_without_gradients() -> None:
 
     def skip() -> Any:
         params, optimizer = build()
-        scaler = ShardedGradScaler("cpu", init_scale=8.0)
+        scaler = ShardedGradScaler(device_type(), init_scale=8.0)
         if dist.get_rank() == 1:
             backward(params, scaler, {"third": math.inf})
         else:
@@ -138,7 +139,7 @@ def test_reduced_gradients() -> None:
         param = nn.Parameter(torch.ones(3000))
         sharding = {"report_overflow": True, "grads_are_reduced": True}
         optimizer = ShardedSGD([("w", param)], 0.1, sharding=sharding)
-        scaler = ShardedGradScaler("cpu", init_scale=8.0)
+        scaler = ShardedGradScaler(device_type(), init_scale=8.0)
         scaler.scale((param * math.inf).sum()).backward()
         scaler.step(optimizer)
         assert torch.equal(param.detach(), torch.ones(3000))
@@ -152,7 +153,7 @@ def test_survives_a_new_group() -> None:
 
     def skip_twice() -> list[Any]:
         params, optimizer = build()
-        scaler = ShardedGradScaler("cpu", init_scale=8.0)
+        scaler = ShardedGradScaler(device_type(), init_scale=8.0)
         overflows = {"second": math.inf} if dist.get_rank() == 1 else {}
         backward(params, scaler, overflows)
         scaler.step(optimizer)
@@ -173,7 +174,7 @@ def test_gradients_changed_after_unscaling(caplog: pytest.LogCaptureFixture) -> 
 
     def change() -> Any:
         params, optimizer = build()
-        scaler = ShardedGradScaler("cpu", init_scale=8.0)
+        scaler = ShardedGradScaler(device_type(), init_scale=8.0)
         backward(params, scaler, {"third": math.inf})
         scaler.unscale_(optimizer)
         params["third"].grad = torch.ones(5)
@@ -190,7 +191,7 @@ def calls_of_steps(scaler_class: Any, report: bool) -> list[Counter[Call]]:
     params = {name: nn.Parameter(torch.ones(size)) for name, size in SIZES.items()}
     sharding = {**REPORT, "report_overflow": report, "process_group": counted()}
     optimizer = ShardedLamb(list(params.items()), lr=0.1, sharding=sharding)
-    scaler = scaler_class("cpu", init_scale=8.0)
+    scaler = scaler_class(device_type(), init_scale=8.0)
     counts = []
     for overflows in ({}, {"second": math.inf}):
         backward(params, scaler, overflows if dist.get_rank() == 1 else {})
@@ -220,7 +221,7 @@ def test_off_by_default(caplog: pytest.LogCaptureFixture) -> None:
     """Without the option a skip is silent and leaves nothing."""
     param = nn.Parameter(torch.ones(3))
     optimizer = ShardedSGD([param], 0.1)
-    scaler = GradScaler("cpu")
+    scaler = GradScaler(device_type())
     with caplog.at_level(logging.WARNING, "shardfuse"):
         scaler.scale((param * math.inf).sum()).backward()
         scaler.step(optimizer)
@@ -254,7 +255,7 @@ STATIC_SCALE = 1024.0
 def train_static(scaler_class: Any, cls: Any, overflow_at: int | None) -> dict[str, Any]:
     """Train under a scale that never changes; a step that overflows is left out of the count."""
     params, optimizer = build(cls)
-    scaler = scaler_class("cpu", init_scale=STATIC_SCALE)
+    scaler = scaler_class(device_type(), init_scale=STATIC_SCALE)
     num_steps = 3 if overflow_at is None else 4
     for step in range(num_steps):
         overflows = {"second": math.inf} if step == overflow_at and dist.get_rank() == 1 else {}
@@ -290,7 +291,7 @@ def test_static_scale(cls: Any, scaler_class: Any, run: Any) -> None:
 
 def clip_under_other_scales() -> str:
     params, optimizer = build()
-    scaler = GradScaler("cpu", init_scale=8.0 * (1 + dist.get_rank()))
+    scaler = GradScaler(device_type(), init_scale=8.0 * (1 + dist.get_rank()))
     backward(params, scaler, {})
     before = [param.detach().clone() for param in params.values()]
     optimizer.clip_grad_norm(1.0)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfuse import ShardedGradScaler
+from tests.support.placing import device_type
 from tests.support.runs import assert_bitwise
 
 SHARDING = {"kernel": "eager", "bucket_cap_mb": 0.005, "consolidate_every": 0}
@@ -75,7 +76,7 @@ class Job:
         ]
         self.optimizer = build(groups, lr=0.125, sharding={**SHARDING, **(sharding or {})})
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
-        self.scaler = ShardedGradScaler("cpu", init_scale=4.0, growth_interval=2)
+        self.scaler = ShardedGradScaler(device_type(), init_scale=4.0, growth_interval=2)
         self.step = 0
         self._num_micro = num_micro
 

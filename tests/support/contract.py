@@ -15,8 +15,9 @@ which are slow only; and the all-gather in place, which its documents can be rea
 last two do not hold for DeepSpeed's own calls.
 
 Sums are in the order of ranks and in the tensor's dtype, as with HCCL_DETERMINISTIC=strict. Work is
-done on a thread, in the order of launches (contract_stream.py); wait() blocks, as tensors are on
-the CPU. Tags of messages mean nothing, as in HCCL.
+done on a thread, in the order of launches (contract_stream.py); wait() blocks where tensors are on
+the CPU, and else has the current stream wait (contract_device.py). Tags of messages mean nothing,
+as in HCCL.
 """
 
 from __future__ import annotations
@@ -175,7 +176,9 @@ class Collectives:
 
     def barrier(self, opts: Any = None) -> ContractWork:
         """An all-reduce, as in torch_npu."""
-        return self.allreduce([torch.ones(1, device=self.terms.devices[0])])
+        work = self.allreduce([torch.ones(1, device=self.terms.devices[0])])
+        work.times.blocks_host = True
+        return work
 
     def _gathered(self, tensor: Tensor) -> list[Tensor]:
         """Return every rank's tensor, on the CPU, in order."""
@@ -205,7 +208,7 @@ class ContractGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         gloo = dist.ProcessGroupGloo(
             options.store, options.group_rank, options.group_size, options.timeout
         )
-        self._stream = Stream(gloo, options.timeout)
+        self._stream = Stream(gloo, options.timeout, terms.devices[0])
         self._name = str(options.group_id)
         ranks = options.global_ranks_in_group
         self._me = ranks[options.group_rank] if ranks else options.group_rank

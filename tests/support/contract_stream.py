@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.contract_device import HostStream, NpuStream, Times
 from tests.support.contract_terms import ContractError
 
 _HEADER_NBYTES = 128
@@ -30,9 +31,10 @@ _JOIN_S = 5.0
 class ContractWork(dist.Work):
     """A collective in flight."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, times: Times | None = None) -> None:
         super().__init__()
         self._stream = stream
+        self._times = times or Times()
         self._over = threading.Event()
         self._error: BaseException | None = None
         self._future: Any = None
@@ -44,17 +46,25 @@ class ContractWork(dist.Work):
             return
         self._error, self._result = error, list(result)
         self._over.set()
+        self._times.end()
         if self._future is not None:
             self._settle()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block this thread, as a stream of the CPU would."""
+        """Block this thread, as a stream of the CPU would, or the current stream of a device."""
+        if not self._over.is_set() and self._times.block():
+            return True
         seconds = (timeout or self._stream.timeout).total_seconds() or None
         if not self._over.wait(seconds):
             self._stream.abort("timed out")
         if self._error is not None:
             raise type(self._error)(*self._error.args)
         return True
+
+    @property
+    def times(self) -> Times:
+        """When it begins and ends on its device."""
+        return self._times
 
     def is_completed(self) -> bool:
         return self._over.is_set()
@@ -84,10 +94,12 @@ class Stream:
     Args:
         gloo: carries the data; only this thread makes its collectives.
         timeout: of a wait.
+        device: of its tensors.
     """
 
-    def __init__(self, gloo: Any, timeout: timedelta) -> None:
+    def __init__(self, gloo: Any, timeout: timedelta, device: str) -> None:
         self.gloo = gloo
+        self._device = HostStream() if device == "cpu" else NpuStream()
         self.timeout = timeout
         self._error: BaseException | None = None
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -107,7 +119,7 @@ class Stream:
     ) -> ContractWork:
         """Run ``body`` when all ranks have launched a collective ``name``."""
         self.check()
-        work = ContractWork(self)
+        work = ContractWork(self, self._device.times())
         with self._lock:
             self._open.add(work)
         if self._thread is None:
@@ -123,7 +135,7 @@ class Stream:
             try:
                 if error is None:
                     self._compare(name)
-                    with torch.no_grad():
+                    with torch.no_grad(), self._device.after(work.times):
                         body()
             except RuntimeError as failure:
                 error = self._error = self._error or _as_hccl(name, failure)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from tests.support import placing
 
 
 class ContractError(RuntimeError):
@@ -32,13 +34,13 @@ class Terms:
     """What may differ between machines with HCCL.
 
     Args:
-        devices: types of device whose tensors it takes: a stand-in's, here the CPU.
+        devices: types of device whose tensors it takes: the CPU, or that of `pytest --device`.
         align: bytes whose multiples storage offsets must be; 1 for any.
         modifies_input: of a reduce-scatter, as zero-copy does.
         memory_mb: for communicators, each of which takes two buffers of HCCL_BUFFSIZE.
     """
 
-    devices: tuple[str, ...] = ("cpu",)
+    devices: tuple[str, ...] = field(default_factory=lambda: (placing.device_type(),))
     align: int = 512
     modifies_input: bool = False
     memory_mb: int = 12800

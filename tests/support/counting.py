@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardfuse.comm import communicator_for
+from tests.support.placing import device_type
 
 
 class Call(NamedTuple):
@@ -103,4 +104,4 @@ class CountingCommunicator:
 
 def counted(collectives: str = "auto") -> CountingCommunicator:
     """Return a communicator of the default group that counts, for `ShardConfig.process_group`."""
-    return CountingCommunicator(communicator_for(None, torch.device("cpu"), collectives))
+    return CountingCommunicator(communicator_for(None, torch.device(device_type()), collectives))

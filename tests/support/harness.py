@@ -1,6 +1,7 @@
 """Run a function on every rank of a small world: as threads, or as real processes.
 
-`pytest --backend` says what joins them: gloo (threads: torch's threaded group), or contract.py.
+`pytest --backend` says what joins them: gloo (threads: torch's threaded group), or contract.py;
+`pytest --device` where their tensors lie (placing.py).
 
 The only place in the tests that uses private torch API (the threaded process group).
 
@@ -36,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from tests.support import contract, contract_stream
+from tests.support import contract, contract_stream, placing
 
 _ROOT = Path(__file__).parents[2]
 
@@ -76,6 +77,7 @@ def run_threads(
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     multi_threaded_pg._install_threaded_pg()
     store = dist.HashStore()
+    args_of = [placing.of_rank(rank, args) for rank in range(world_size)]
     name = contract.ready(backend)
     name = "threaded" if name == "gloo" else name
 
@@ -84,7 +86,9 @@ def run_threads(
         try:
             dist.init_process_group(name, rank=rank, world_size=world_size, store=store)
             try:
-                results[rank] = fn(*args)
+                # Hooks of a backward run on the rank's own thread, the only one in its group.
+                with placing.placed(rank), torch.autograd.set_multithreading_enabled(False):
+                    results[rank] = fn(*args_of[rank])
             finally:
                 if name == "threaded":  # a contract group would end under the others' waits
                     dist.destroy_process_group()
@@ -109,7 +113,7 @@ def run_threads(
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
     if failures:
         raise RanksFailedError(failures)
-    return results
+    return list(map(placing.here, results))
 
 
 def everywhere(body: Callable[..., None], *args: Any) -> None:
@@ -153,6 +157,7 @@ def run_procs(
     # process is inherited.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    carried = placing.on_cpu(args)
     with tempfile.TemporaryDirectory() as folder:
         store_file = str(Path(folder) / "store")
         procs, pipes = [], []
@@ -160,7 +165,7 @@ def run_procs(
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
                 target=_process_main,
-                args=(rank, world_size, store_file, timeout, backend, sender, fn, args),
+                args=(rank, world_size, store_file, timeout, backend, sender, fn, carried),
                 daemon=True,
             )
             process.start()
@@ -175,7 +180,7 @@ def run_procs(
                 process.join()
     if failures:
         raise RanksFailedError(failures)
-    return results
+    return list(map(placing.here, results))
 
 
 def run_scripts(
@@ -236,7 +241,8 @@ def _process_main(
             store=store,
             timeout=timedelta(seconds=timeout),
         )
-        payload = pickle.dumps((True, fn(*args)))
+        with placing.placed(rank):
+            payload = pickle.dumps((True, fn(*placing.here(args))))
     except BaseException:
         payload = pickle.dumps((False, traceback.format_exc()))
     pipe.send_bytes(payload)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shardfuse.comm.base import Parts, Progress
+from tests.support import placing
 
 TIMEOUT_S = 30.0
 
@@ -40,12 +41,12 @@ class Post:
         with self._arrival:
             return all((key, rank) in self._letters for rank in range(world_size))
 
-    def fetch(self, key: str, rank: int) -> Tensor:
+    def fetch(self, key: str, rank: int) -> Any:
         """Return what ``rank`` has left, as soon as it has."""
         with self._arrival:
             found = self._arrival.wait_for(lambda: (key, rank) in self._letters, TIMEOUT_S)
             assert found, f"rank {rank} has not sent {key}"
-            return self._letters[key, rank]
+            return placing.here(self._letters[key, rank])
 
 
 class _Late:

@@ -14,6 +14,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tests.support import placing
+
 Role = Literal["used", "frozen", "unused", "late", "some"]
 GradKind = Literal["integers", "floats"]
 
@@ -126,7 +128,6 @@ def has_grad(entry: Entry, rank: int, step: int) -> bool:
 Grads = Sequence[Tensor | None]
 
 
-@lru_cache(maxsize=512)
 def rank_grads(
     kind: GradKind, world_size: int, rank: int, step: int, entries: tuple[Entry, ...] = MIXED
 ) -> Grads:
@@ -137,6 +138,14 @@ def rank_grads(
     that all ranks share: where ranks cancel to 1e-6 the fp32 sum has few digits left, and Adam's
     first step, sign(g) with eps beside it, would show that and not an error of the optimizer.
     """
+    return placing.here(_rank_grads(kind, world_size, rank, step, entries))
+
+
+@lru_cache(maxsize=512)
+@placing.on_host
+def _rank_grads(
+    kind: GradKind, world_size: int, rank: int, step: int, entries: tuple[Entry, ...]
+) -> Grads:
     generator = torch.Generator().manual_seed(1_000_003 * step + rank)
     shared = torch.Generator().manual_seed(1_000_003 * step + 999_983)
     grads: list[Tensor | None] = []
@@ -150,7 +159,6 @@ def rank_grads(
     return grads
 
 
-@lru_cache(maxsize=512)
 def mean_grads(
     kind: GradKind,
     world_size: int,
@@ -162,7 +170,15 @@ def mean_grads(
 
     No gradient counts as zero on that rank; None where no rank has one.
     """
-    ranks = [rank_grads(kind, world_size, rank, step, entries) for rank in range(world_size)]
+    return placing.here(_mean_grads(kind, world_size, step, entries, dtype))
+
+
+@lru_cache(maxsize=512)
+@placing.on_host
+def _mean_grads(
+    kind: GradKind, world_size: int, step: int, entries: tuple[Entry, ...], dtype: torch.dtype
+) -> Grads:
+    ranks = [_rank_grads(kind, world_size, rank, step, entries) for rank in range(world_size)]
     means: list[Tensor | None] = []
     for column in zip(*ranks, strict=True):
         present = [grad.to(dtype).double() for grad in column if grad is not None]

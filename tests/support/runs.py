@@ -138,6 +138,7 @@ def max_relative_error(
     for a, b, c in zip(actual, expected, start, strict=True):
         assert a.shape == b.shape
         if a.numel():
+            a, b = a.cpu(), b.cpu()
             difference = (a.double() - b.double()).abs().max().item()
             # NaN compares false with everything; it must not pass.
             assert difference == difference
@@ -150,5 +151,6 @@ def assert_bitwise(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None
     """Fail unless all tensors are equal, element for element, and finite."""
     for index, (a, b) in enumerate(zip(actual, expected, strict=True)):
         assert a.dtype == b.dtype
+        a, b = a.cpu(), b.cpu()
         assert torch.isfinite(a).all()
         assert torch.equal(a, b), f"tensor {index}: {int((a != b).sum())} of {a.numel()} differ"

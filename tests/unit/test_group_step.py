@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardfuse import ShardedAdam, ShardedLamb
 from shardfuse.optim import npu, paddle
 from tests.support.harness import run_procs, run_threads
+from tests.support.placing import device_type
 from tests.unit.test_validation import case_id
 
 # One process saves; torch says so.
@@ -239,7 +240,7 @@ def test_moments_without_any_step_are_refused() -> None:
 def test_skipped_step_is_not_counted() -> None:
     """As in NVIDIA's: a step that the scaler skips does not move the schedule."""
     model, optimizer = build(ShardedLamb)
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler = GradScaler(device_type(), init_scale=8.0)
     for step, factor in enumerate([1.0, float("inf"), 1.0]):
         backward(model, step, scaler.scale(torch.tensor(1.0)).item() * factor)
         scaler.step(optimizer)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardfuse import ShardedAdam, ShardedAdamW, ShardedBertAdam, ShardedLamb, ShardedSGD
 from shardfuse.engine.kernels import SegmentSum
 from tests.support.models import flat_buffers
+from tests.support.placing import device_type
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None,
@@ -107,7 +108,10 @@ def test_segment_sums(seed: int) -> None:
     for segment, start, stop in segments:
         expected[:, segment] += values[:, start:stop].sum(1)
     add = SegmentSum(
-        segments, num_values=num_values, num_segments=num_segments, device=torch.device("cpu")
+        segments,
+        num_values=num_values,
+        num_segments=num_segments,
+        device=torch.device(device_type()),
     )
     assert torch.equal(add(values), expected)
 
@@ -116,7 +120,10 @@ def test_segment_sums_keep_digits() -> None:
     """Adding a million fp32 values in levels loses a few roundings, not a million."""
     values = torch.full((1, 1_000_000), 0.1)
     add = SegmentSum(
-        [(0, 0, 1_000_000)], num_values=1_000_000, num_segments=1, device=torch.device("cpu")
+        [(0, 0, 1_000_000)],
+        num_values=1_000_000,
+        num_segments=1,
+        device=torch.device(device_type()),
     )
     exact = values.double().sum()
     assert abs(add(values).double() - exact) < 1e-6 * exact

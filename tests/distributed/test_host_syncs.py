@@ -1,0 +1,133 @@
+"""A step on an accelerator launches and waits for nothing, so that the host runs ahead.
+
+On the stand-in of `pytest --device npu`, which notes what the host waits for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardfuse
+from shardfuse import ShardedGradScaler
+from shardfuse.optim import npu as optim_npu
+from shardfuse.optim import paddle
+from tests.support import npu, placing
+from tests.support.harness import run_threads
+
+pytestmark = [
+    pytest.mark.skipif(not placing.on_device(), reason="the CPU computes where it is called"),
+    pytest.mark.timeout(100),
+]
+
+NUM_STEPS = 4
+
+BUILDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    **{
+        name: (getattr(shardfuse, f"Sharded{name}"), {"lr": 1e-3})
+        for name in ("SGD", "Adam", "AdamW", "BertAdam", "Lamb", "RMSprop", "RMSpropTF")
+    },
+    "Adadelta": (shardfuse.ShardedAdadelta, {"lr": 1e-3}),
+    "AdamP": (shardfuse.ShardedAdamP, {"lr": 1e-3}),
+    "Lamb google": (shardfuse.ShardedLamb, {"lr": 1e-3, "variant": "google"}),
+    "Lamb global norm": (shardfuse.ShardedLamb, {"lr": 1e-3, "use_global_grad_norm": True}),
+    "NpuFusedAdamW": (optim_npu.NpuFusedAdamW, {"lr": 1e-3}),
+    "Paddle's Lamb": (paddle.Lamb, {"learning_rate": 1e-3}),
+}
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "buckets": {"bucket_cap_mb": 0.01},
+    "clip": {"clip_grad_norm": 1.0},
+    "bf16 wires": {"grad_sync_dtype": "bfloat16", "param_sync_dtype": "bfloat16"},
+    "8-bit gradients": {"grad_sync_bits": 8},
+}
+
+
+def train(
+    build: Callable[..., Any], options: dict[str, Any], sharding: dict[str, Any], dtype: torch.dtype
+) -> list[list[str]]:
+    """Return what this rank's host has waited for in each step, its backward included."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(40, 300), torch.nn.LayerNorm(300), torch.nn.Linear(300, 50)
+    ).to(dtype)
+    key = "parameters" if build is paddle.Lamb else "params"
+    named = {key: model.named_parameters()}
+    optimizer = build(**named, **options, sharding={"kernel": "eager", **sharding})
+    batch, syncs = torch.ones(8, 40, dtype=dtype), []
+    for _ in range(NUM_STEPS):
+        with npu.host_syncs() as found:
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        syncs.append(found)
+    return syncs
+
+
+def everywhere(*args: Any) -> list[list[list[str]]]:
+    """Return it of a process alone and of two ranks."""
+    return [train(*args), *run_threads(2, train, *args)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", BUILDS)
+def test_no_optimizer_waits(name: str, dtype: torch.dtype) -> None:
+    """From the second step on: at first ranks agree on what they do, and tables are made."""
+    for syncs in everywhere(*BUILDS[name], {}, dtype):
+        assert syncs[1:] == [[]] * (NUM_STEPS - 1)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_option_waits(name: str) -> None:
+    build, options = BUILDS["BertAdam"]
+    for syncs in everywhere(build, options, OPTIONS[name], torch.float32):
+        assert syncs[1:] == [[]] * (NUM_STEPS - 1)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "most"),
+    [
+        # Whether a gradient came late on some rank decides what is sent again.
+        ({"stage": 2}, {"copy to the device": 1, "copy to the host": 1}),
+        # Whether a rank's parameters are those that a difference is to; of the one bucket.
+        ({"param_sync_bits": 8}, {"aten::equal": 1}),
+    ],
+    ids=["stage 2", "8-bit params"],
+)
+def test_what_ranks_must_know_is_waited_for_once(
+    sharding: dict[str, Any], most: dict[str, int]
+) -> None:
+    build, options = BUILDS["Adam"]
+    for syncs in run_threads(2, train, build, options, sharding, torch.float32):
+        assert [Counter(found) for found in syncs[1:]] == [Counter(most)] * (NUM_STEPS - 1)
+
+
+def train_scaled(has_scaler: bool) -> list[list[str]]:
+    model = torch.nn.Linear(40, 30)
+    optimizer = shardfuse.ShardedAdam(model.named_parameters(), sharding={"kernel": "eager"})
+    scaler = ShardedGradScaler("npu", init_scale=4.0)
+    syncs = []
+    for _ in range(NUM_STEPS):
+        loss = model(torch.ones(8, 40)).square().mean()
+        with npu.host_syncs() as found, nullcontext():
+            (scaler.scale(loss) if has_scaler else loss).backward()
+            scaler.step(optimizer) if has_scaler else optimizer.step()
+            if has_scaler:
+                scaler.update()
+        optimizer.zero_grad()
+        syncs.append(found)
+    assert dist.is_initialized()
+    return syncs
+
+
+def test_a_scaler_waits_for_its_decision() -> None:
+    """Whether a step is skipped, and the scale, are read by the host: torch's own do so, too."""
+    for syncs in run_threads(2, train_scaled, False):
+        assert syncs[1:] == [[]] * (NUM_STEPS - 1)
+    for syncs in run_threads(2, train_scaled, True):
+        assert 1 <= len(syncs[-1]) <= 4, syncs

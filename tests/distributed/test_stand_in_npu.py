@@ -1,0 +1,160 @@
+"""What `pytest --device npu` puts params on is a device, and asks what one asks of who uses it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardfuse import ShardedAdam
+from tests.support import npu, placing
+from tests.support.contract_terms import ContractError
+from tests.support.harness import run_procs, run_threads
+from tests.support.models import ParamSet, flat_buffers, lie_in, rank_grads
+
+pytestmark = [
+    pytest.mark.skipif(not placing.on_device(), reason="of the device of pytest --device npu"),
+    pytest.mark.timeout(100),
+]
+
+NPU: Any = getattr(torch, "npu", None)
+
+
+def test_is_a_device_of_its_own() -> None:
+    there, here = torch.arange(6.0, device="npu"), torch.arange(6.0, device="cpu")
+    assert (there.device.type, there.is_cpu, there.is_cuda) == ("npu", False, False)
+    assert torch.accelerator.current_accelerator() == torch.device("npu")
+    for mixed in (lambda: there + here, lambda: here + there, lambda: torch.cat([there, here])):
+        with pytest.raises(RuntimeError, match="at least two devices"):
+            mixed()
+    with pytest.raises(RuntimeError, match="at least two devices"):
+        here.to("npu:1") + there
+    with pytest.raises(TypeError, match="numpy"):
+        there.numpy()
+    with pytest.raises(AssertionError, match="CUDA"):
+        there.cuda()
+    assert torch.equal(there * 2.0, (here * 2).to("npu"))  # numbers are of every device
+
+
+def test_data_pass_by_copies() -> None:
+    here = torch.arange(6.0, device="cpu")
+    there = here.to("npu")
+    back = there.cpu()
+    assert len({tensor.data_ptr() for tensor in (here, there, back)}) == 3
+    here.zero_()
+    there.add_(1)
+    assert back.tolist() == [0, 1, 2, 3, 4, 5]
+    assert there.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def placed_params() -> list[tuple[str, str, bool]]:
+    """Return where this rank's params lie, and whether in buffers there."""
+    params = ParamSet()
+    optimizer = ShardedAdam(params.groups(), sharding={"kernel": "eager"})
+    params.assign(rank_grads("integers", dist.get_world_size(), dist.get_rank(), 0))
+    optimizer.step()
+    model = torch.nn.Linear(3, 3)
+    buffers = flat_buffers(optimizer)
+    devices = {str(tensor.device) for tensor in [*params.params, *buffers, *model.parameters()]}
+    assert len(devices) == 1
+    grads = {str(p.grad.device) for p in params.params if p.grad is not None}
+    return [(devices.pop(), grads.pop(), lie_in(params.params, buffers))]
+
+
+@pytest.mark.parametrize("run", [run_threads, run_procs])
+def test_the_option_places_params(run: Any) -> None:
+    """Each rank has a device of its own, as on a machine with several."""
+    assert torch.zeros(1).device == torch.device("npu:0")
+    expected = [[(f"npu:{rank}", f"npu:{rank}", True)] for rank in range(2)]
+    assert run(2, placed_params) == expected
+
+
+def test_a_launch_waits_for_nothing() -> None:
+    x = torch.zeros(5)
+    with npu.held():
+        x.add_(1)
+        y = x * 3
+        assert not NPU.current_stream().query()
+    assert y.tolist() == [3.0] * 5
+
+
+def test_streams_wait_for_events_and_for_nothing_else() -> None:
+    x, side, end = torch.zeros(5), NPU.Stream(), NPU.Event()
+    NPU.synchronize()
+    with npu.held() as gate:
+        x.add_(1)
+        with NPU.stream(side):
+            assert x.tolist() == [0.0] * 5  # on a stream that is not held
+            side.wait_stream(NPU.default_stream())
+            late = x * 3
+        side.record_event(end)
+        assert not end.query()
+        gate.complete()
+        end.synchronize()
+    assert late.tolist() == [3.0] * 5
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_memory_is_reused_under_another_stream_unless_recorded(is_recorded: bool) -> None:
+    side, x = NPU.Stream(), torch.ones(1000)
+    NPU.synchronize()
+    with NPU.stream(side), npu.held():
+        y = x + 1
+        if is_recorded:
+            x.record_stream(side)
+        del x
+        NPU.default_stream().synchronize()
+    NPU.synchronize()
+    assert bool(y.eq(2).all()) == is_recorded
+    assert bool(y.isnan().all()) != is_recorded
+
+
+def test_errors_of_kernels_are_heard_of_where_the_host_waits() -> None:
+    values = torch.zeros(3)[torch.tensor([7])]
+    with pytest.raises(RuntimeError, match=r"after its launch.*index 7 is out of bounds"):
+        values.cpu()
+    assert torch.ones(3).sum().item() == 3
+
+
+def test_random_numbers_are_the_devices_own() -> None:
+    torch.manual_seed(3)
+    state = NPU.get_rng_state()
+    first = torch.randn(4, device="npu")
+    torch.randn(4, device="cpu")
+    NPU.set_rng_state(state)
+    assert torch.equal(torch.randn(4, device="npu"), first)
+
+
+def test_waits_of_the_host_are_noted() -> None:
+    x = torch.ones(4)
+    with npu.host_syncs() as found:
+        (x * 2).sqrt_().sum().div_(3)
+    assert found == []
+    with npu.host_syncs() as found:
+        x.sum().item()
+        torch.nonzero(x)
+        x.cpu()
+        x.add_(torch.ones(4, device="cpu").to("npu"))
+    assert found == ["item", "aten::nonzero", "copy to the host", "copy to the device"]
+    with npu.host_syncs(refused=True), pytest.raises(RuntimeError, match="waits for the device"):
+        bool(x.any())
+
+
+def reduce_behind_a_gate() -> tuple[bool, float]:
+    """Return whether wait() came back before the collective could begin, and its result."""
+    x = torch.ones(1024)
+    with npu.held():
+        work = dist.all_reduce(x.mul_(2), async_op=True)
+        assert work is not None
+        work.wait()
+        x.add_(1)
+        is_ahead = not NPU.current_stream().query()
+        with pytest.raises(ContractError, match="must be NPU"):
+            dist.all_reduce(torch.ones(1024, device="cpu"))
+    return is_ahead, x.sum().item() / 1024
+
+
+def test_collectives_are_of_streams_and_of_the_device_only() -> None:
+    assert run_threads(2, reduce_behind_a_gate) == [(True, 5.0), (True, 5.0)]
