@@ -147,3 +147,8 @@ def empty_cache() -> None:
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.float16, torch.bfloat16]
+
+
+def get_device_name(device: _Device = None) -> str:
+    """Return what no NPU is called."""
+    return "a stand-in for an NPU, on the CPU"
