@@ -23,6 +23,7 @@ from shardfuse.training import FolderLock, Job, RandomState
 from shardfuse.training import job as job_module
 from shardfuse.training.job import StopTogether
 from tests.support.harness import run_procs
+from tests.support.placing import on_device
 from tests.support.runs import assert_bitwise
 
 pytestmark = pytest.mark.timeout(120)
@@ -203,6 +204,8 @@ def stop_at_random(seed: int) -> list[int]:
         for step in range(1, 100):
             time.sleep(own.choice([0.0, 0.0, 0.001, 0.004]))
             dist.all_reduce(torch.ones(world_size))  # what step() waits for
+            if on_device():
+                torch.accelerator.synchronize()  # as Job does
             if stop.is_after(step, is_asked=step > told_at):
                 ends.append(step)
                 break

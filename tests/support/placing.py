@@ -26,7 +26,7 @@ VARIABLE = "SHARDFUSE_TEST_DEVICE"
 """What `pytest --device` hands to the ranks."""
 
 # What carries data of the device over the host, or is the device.
-_OURS = ("tests.support.contract", "tests.support.npu", "tests.support.placing")
+_OURS = ("tests.support.contract", "tests.support.npu.", "tests.support.placing")
 _BUILT_BY_TESTS = ("tests", "launch", "__main__", "transformers")
 
 

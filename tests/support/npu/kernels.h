@@ -150,10 +150,13 @@ class Call {
         device_ = value.toDevice().has_index() ? value.toDevice().index() : current_device;
     }
     if (device_ < 0) device_ = current_device;
-    for (const auto& value : arguments_) {
-      with_tensors(value, [&](const at::Tensor& tensor) {
+    for (size_t index = 0; index < arguments_.size(); ++index) {
+      const auto* alias = schema_.arguments()[index].alias_info();
+      const bool is_written = alias && alias->isWrite();
+      with_tensors(arguments_[index], [&](const at::Tensor& tensor) {
         TORCH_CHECK(
-            is_npu(tensor) || tensor.dim() == 0 || takes_indices_of_the_host(name()),
+            is_npu(tensor) ||
+                (!is_written && (tensor.dim() == 0 || takes_indices_of_the_host(name()))),
             "Expected all tensors to be on the same device, but found at least two devices, ",
             tensor.device(), " and ", kType, ":", device_, "! (", name(), ")");
         return tensor;

@@ -34,7 +34,8 @@ struct WithoutGil {
   WithoutGil() {
     if (PyGILState_Check && Py_IsInitialized() && PyGILState_Check()) state = PyEval_SaveThread();
   }
-  ~WithoutGil() {
+  // The interpreter ends a thread that comes back to it too late, from in here.
+  ~WithoutGil() noexcept(false) {
     if (state) PyEval_RestoreThread(state);
   }
 };
