@@ -44,6 +44,17 @@ def script(
     )
 
 
+def stand_in(folder: Path) -> dict[str, str]:
+    """Return variables by which torch loads the stand-in npu, as it loads torch_npu."""
+    package = folder / "path" / "stand_in_npu-0.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: stand-in-npu\nVersion: 0\n")
+    (package / "entry_points.txt").write_text(
+        "[torch.backends]\nstand_in = tests.support.npu.autoload:load\n"
+    )
+    return {"PYTHONPATH": os.pathsep.join([str(package.parent), str(REPOSITORY)])}
+
+
 def check_report(path: Path, kind: str = "cpu") -> dict[str, Any]:
     """Every row is there; those that only hardware can fill are not called right."""
     report: dict[str, Any] = json.loads(path.read_text())
@@ -59,6 +70,30 @@ def check_report(path: Path, kind: str = "cpu") -> dict[str, Any]:
             assert row["verdict"] == "not run", row
             assert row["text"].startswith("needs "), row
     return report
+
+
+@pytest.mark.timeout(300)
+def test_quick_on_the_stand_in(tmp_path: Path) -> None:
+    """With params and collectives on a device that is none: nothing fails, no row of hardware's."""
+    pytest.importorskip("ninja")
+    report_file = tmp_path / "report.json"
+    result = script(
+        "npu/acceptance.sh",
+        "--quick",
+        timeout=280,
+        DEVICE="npu",
+        NPROC="2",
+        REPORT=str(report_file),
+        **stand_in(tmp_path),
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    report = check_report(report_file, "npu")
+    assert "a stand-in for an NPU" in report["hardware"]
+    assert "on npu:0" in result.stdout + result.stderr  # where the BERT job says that its model is
+    verdicts = {row["name"]: row["verdict"] for row in report["rows"]}
+    assert verdicts.pop(rows.BERT) == "not run"  # a few steps are not a hundred
+    assert verdicts.pop("order of a step") == "warning"  # torch's profiler knows no such device
+    assert {verdicts[name] for name in verdicts.keys() - HARDWARE} == {"ok"}, report
 
 
 @pytest.mark.timeout(300)

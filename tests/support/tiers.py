@@ -154,7 +154,7 @@ EXHAUSTIVE = re.compile(
             r"test_checkpoint_alone\.py::.*\[(?!(saves|fails in load)-auto)",
             r"test_save_beside_training\.py::test_the_state_of_the_call\[lamb",
             # Whole jobs by their real commands, of which the default has one of each kind.
-            r"test_acceptance\.py::test_whole",
+            r"test_acceptance\.py::test_(whole|quick_on_the_stand_in)",
             r"test_doctor\.py::test_on_what_stands_in_for_hccl\[0",
             r"test_npu_scripts\.py::test_(it_runs|sixteen|a_variable)",
             r"test_npu_scripts\.py::test_one_node\[(?!bert-large-phase1)",
