@@ -228,10 +228,7 @@ class ContractGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
     def getBackendName(self) -> str:
         return "hccl"
 
-    supports_splitting = False
-
-    def eager_connect_single_device(self, device: Any) -> None:
-        """Do nothing: as with HCCL, the first collective connects the ranks."""
+    supports_splitting = False  # so torch 2.13 connects no rank before the first collective
 
     def _launch(
         self, name: str, body: Callable[[], None], result: Sequence[Tensor] = ()
