@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -35,16 +35,20 @@ def communicator_for(
     Raises:
         RuntimeError: a launcher started several ranks, and no process group was initialised.
     """
-    # Not isinstance(), which reads the properties of a protocol: `progress` may communicate.
-    if hasattr(type(process_group), "reduce_scatter") and hasattr(type(process_group), "declare"):
-        communicator: Communicator = process_group
-        return communicator
+    if _is_communicator(process_group):
+        return process_group
     if isinstance(process_group, str) and process_group == "alone":
         return SingleRank()
     if process_group is None and not is_initialized():
         _check_launched_alone()
         return SingleRank()
     return _chosen(process_group, device, collectives) or SingleRank()
+
+
+def _is_communicator(process_group: Any) -> TypeGuard[Communicator]:
+    """Return what isinstance() would, which reads a protocol's properties: one communicates."""
+    names = ("reduce_scatter", "all_gather", "declare")
+    return all(hasattr(type(process_group), name) for name in names)
 
 
 def device_for(process_group: Any) -> torch.device:
@@ -55,7 +59,7 @@ def device_for(process_group: Any) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or isinstance(process_group, str) or not is_initialized():
         return torch.device("cpu")
-    if isinstance(process_group, Communicator):
+    if _is_communicator(process_group):
         return accelerator
     try:
         backend_for(process_group, accelerator)
