@@ -140,7 +140,7 @@ def test_names_of_devices_exist(version: str) -> None:
     """What is taken from torch.npu and torch.accelerator is there, and is called as it can be."""
     uses = touched()
     assert {"get_rng_state", "set_rng_state"} <= {use.name for use in uses.device_module}
-    assert {"current_accelerator", "is_available"} <= {use.name for use in uses.accelerator}
+    assert {"current_accelerator", "synchronize"} <= {use.name for use in uses.accelerator}
     theirs, torchs = inventory("torch_npu", version), inventory("torch", version)
     assert lacks(uses.device_module, theirs["npu"], "torch.npu") == []
     assert lacks(uses.accelerator, torchs["accelerator"], "torch.accelerator") == []
