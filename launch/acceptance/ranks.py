@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     rank = int(os.environ.get("RANK", "0"))
     device = World(LIMIT_S, options.device).device
-    sizes = ON_CPU if device.type == "cpu" else ON_DEVICE
+    sizes = ON_DEVICE if is_hardware(device) else ON_CPU  # what stands for one has its memory, too
     checks = own_checks(QUICK if options.quick else sizes, device, options.trace)
     assert {*CHECKS, *checks} <= {row.name for row in ROWS}
 
