@@ -99,6 +99,7 @@ def _torchrun(arguments: Sequence[str], environment: Mapping[str, str]) -> Job:
     options = parsed.training_script_args
     check_options(options, num_nodes * per_node)
     config = parse_config(options)
+    config.check_batches(num_nodes * per_node)  # those of a recipe, too
     # Autocast leaves parameters in fp32.
     return Job(num_nodes * per_node, config.model_size, config.optimizer, "fp32", config.sharding)
 
