@@ -323,6 +323,7 @@ def test_killed_on_both_sides_of_the_seam(
     job = jobs.start(tmp_path, inputs, 2, lambda own: KILLS[moment]() if own == rank else None)
     codes = job.wait()
     assert codes[rank] == -signal.SIGKILL, job.output()
+    assert codes[1 - rank] not in (None, 0), job.output()  # told of it, and not by a time-out
     jobs.run(tmp_path, inputs, 2)
     assert jobs.losses(tmp_path / "run") == jobs.losses(whole)
     told, expected = (jobs.records(run, "eval") for run in (tmp_path / "run", whole))
