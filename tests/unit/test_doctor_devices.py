@@ -45,10 +45,13 @@ def test_without_torch_npu_nothing_is_run() -> None:
 def test_formats(number: int, verdict: str) -> None:
     found = formats(SingleRank(), CPU, torch_npu(number))
     assert found.verdict == verdict
-    assert found.values == {"before": [number, 2], "after": [number, 2]}
-    if verdict == "failed":
+    before = {"before": [number, 2]}
+    if verdict == "failed":  # the optimizer is not built: it would refuse them
+        assert found.values == before
         assert str(number) in found.text
         assert "allow_internal_format = False" in found.remedy
+    else:
+        assert found.values == {**before, "after": [number, 2]}
 
 
 @pytest.mark.parametrize(
