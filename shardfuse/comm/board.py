@@ -217,6 +217,7 @@ class Board:
         *,
         patience_s: float = 0.0,
         what: str = "the connection to another rank",
+        remedy: str = "",
     ) -> PeerError:
         """Return the error to raise where a transport failed with ``error``.
 
@@ -224,6 +225,7 @@ class Board:
             error: of the transport.
             patience_s: for how long the others may still come to tell what they do.
             what: has failed, if no other rank has told of an error.
+            remedy: to name then.
         """
         if self._closed is not None and self.present.is_over:
             # Between two calls: gradients are sent under backward.
@@ -233,7 +235,7 @@ class Board:
             with suppress(RuntimeError):
                 text = _find_reason(self, patience_s)
         if text is None:
-            text = f"{what} failed: {error}{self._absent()}"
+            text = f"{what} failed: {error}{remedy}{self._absent()}"
             self.alarm(f"failed in {self.present.name}: {text}")
         self.present.is_failed = True
         self._closed = text

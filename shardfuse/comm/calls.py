@@ -19,8 +19,9 @@ class Call:
 
     number: int
     name: str
-    lines: tuple[str, ...] = ()
-    digest: int = 0
+    declared: tuple[tuple[str, ...], ...] = ()
+    """What all ranks hold in common, in the order declared: a call may be made of several parts."""
+    digest: int = 0  # of the last part
     ops: list[str] = field(default_factory=list)
     is_confirmed: bool = False
     num_confirmed: int = 0
@@ -32,16 +33,16 @@ class Call:
         return {
             "number": self.number,
             "name": self.name,
-            "lines": self.lines,
-            "digest": self.digest,
+            "declared": [list(lines) for lines in self.declared],
             "ops": self.ops[-_MAX_OPS:],
             "num_ops": len(self.ops),
             "is_over": self.is_over,
         }
 
     def declare(self, lines: Sequence[str]) -> None:
-        """Set what all ranks hold in common."""
-        self.lines = tuple(lines)
+        """Add what all ranks hold in common from here on."""
+        if lines:
+            self.declared = (*self.declared, tuple(lines))
         self.digest = digest("\n".join((str(self.number), self.name, *lines)))
         self.is_confirmed = False
 
@@ -75,10 +76,10 @@ def compare(
                 f"rank {rank} is in {call['name']}, rank {other} in {match['name']}. Every rank "
                 "has to make the same calls in the same order."
             )
-        if call["digest"] != match["digest"]:
-            if call["lines"] and match["lines"]:
-                return _first_difference(call["name"], rank, call["lines"], other, match["lines"])
-            continue  # one of them has not declared its lines yet
+        # One of them may be in a later part, which says nothing of the other.
+        for lines, others in zip(call["declared"], match["declared"], strict=False):
+            if lines != others:
+                return _first_difference(call["name"], rank, lines, other, others)
         difference = _first_other_op(call, match)
         if difference is not None:
             number, op, other_op = difference
@@ -98,7 +99,7 @@ def wait_for_each_other(
     ``theirs`` may be old. In a step() that sends gradients itself, as where a rank had no backward,
     it may well come later to each of them than a rank under backward: more will follow.
     """
-    is_in_call = not mine["is_over"] and len(mine["lines"]) > 0 and not mine["is_sending"]
+    is_in_call = not mine["is_over"] and len(mine["declared"]) > 0 and not mine["is_sending"]
     is_behind = theirs["is_over"] and theirs["number"] == mine["number"] - 1
     if is_in_call and is_behind and theirs["num_between"] > mine["num_between"]:
         return (

@@ -122,8 +122,8 @@ def communicator_over(
     columns = _chosen(mesh.get_group(replicate), device, collectives, everyone)
     if rows is None:
         raise ValueError(
-            f"Invalid mesh: {mesh!r} has one rank along its shard dimension, so that nothing is "
-            "sharded. Use more, or DistributedDataParallel."
+            f"Invalid mesh: {mesh!r} has one rank along its shard dimension, so nothing is "
+            "sharded. Use more ranks, or DistributedDataParallel."
         )
     return everyone if columns is None else MeshCommunicator(everyone, rows, columns)
 
@@ -141,7 +141,7 @@ def _check_launched_alone() -> None:
     raise RuntimeError(
         f"WORLD_SIZE is {launched}, but torch.distributed is not initialised: every rank would "
         "train by itself. Call init_process_group() first (under DeepSpeed "
-        "deepspeed.init_distributed(), under Accelerate Accelerator()). If this process is to be "
-        'alone, say so: process_group="alone", for an optimizer '
+        "deepspeed.init_distributed(), under Accelerate Accelerator()). To let this process train "
+        'by itself, pass process_group="alone", to an optimizer '
         'sharding={"process_group": "alone"}.'
     )

@@ -69,7 +69,7 @@ def _watch_over(board: Board, group: Any, device: torch.device, backend: str) ->
         board,
         lambda: unblock(group_ref(), device),
         blocks=device.type == "cpu",
-        compares=traits_of(backend).compares_collectives,
+        mismatch_code=traits_of(backend).mismatch_code,
     )
 
 
@@ -214,7 +214,7 @@ class ProcessGroupCommunicator:
                 raise
             # gloo sends here; others only check what they are given, or that nothing has failed.
             what = "the connection to another rank" if self.backend == "gloo" else self.backend
-            raise self._board.explain(error, what=what) from error
+            raise self._watch.explain(error, what=what) from error
 
     @property
     def staging_nbytes(self) -> int:
@@ -272,8 +272,8 @@ class ProcessGroupCommunicator:
         self._changes_inputs = put_back(input, kept)
         if self._changes_inputs:
             logger.warning(
-                "%s changes what it reduce-scatters (zero-copy): gradients are copied before they "
-                "are sent from now on, which takes a bucket's memory.",
+                "%s changes the input of a reduce-scatter (zero-copy). From now on gradients are "
+                "copied before they are sent, which takes a bucket's memory.",
                 self.backend,
             )
         return arrived

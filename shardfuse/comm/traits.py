@@ -19,8 +19,8 @@ class BackendTraits:
     aborts_on_mismatch: bool = False
     """The process is ended by a signal where ranks give a collective different sizes."""
 
-    compares_collectives: bool = False
-    """It raises where ranks launch different ones."""
+    mismatch_code: str | None = None
+    """What is in its errors where ranks launch different collectives; None: it does not compare."""
 
     changes_inputs: bool | None = False
     """A reduce-scatter leaves anything in its input; None: not known before the first has run."""
@@ -32,9 +32,7 @@ _TRAITS = {
     # Its documents can be read as forbidding overlap of send and receive buffers: it gets a staged
     # copy until the in-place form has been run on hardware. EI0005 is its word for a mismatch.
     # Zero-copy is TORCH_HCCL_ZERO_COPY's to turn on, and beta: it is looked for without that, too.
-    "hccl": BackendTraits(
-        in_place_all_gather=False, compares_collectives=True, changes_inputs=None
-    ),
+    "hccl": BackendTraits(in_place_all_gather=False, mismatch_code="EI0005", changes_inputs=None),
 }
 
 _CAUTIOUS = BackendTraits(in_place_all_gather=False, changes_inputs=None)

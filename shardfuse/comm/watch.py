@@ -26,6 +26,10 @@ _IDLE_S = 5.0
 _PERIOD_S = 1.0
 """Between two looks where waits do not block the host and it is not known when they last."""
 
+_REMEDY = (
+    " Every rank has to make the same calls in the same order, and as many backward() before each."
+)
+
 
 class Watch:
     """Looks at ``board`` whenever a wait lasts.
@@ -35,17 +39,22 @@ class Watch:
         unblock: ends the transport, so that waits in it raise.
         blocks: whether wait() blocks the host, as on the CPU. On accelerators it does not, and the
             thread looks once a second from the first collective on. (Not run on hardware.)
-        compares: whether the transport itself raises where ranks launch different collectives, as
-            HCCL does: each then waits for the others to tell what they do, and says that.
+        mismatch_code: what is in an error of the transport where ranks launch different
+            collectives; None if it does not compare them.
     """
 
     def __init__(
-        self, board: Board, unblock: Callable[[], None], *, blocks: bool, compares: bool = False
+        self,
+        board: Board,
+        unblock: Callable[[], None],
+        *,
+        blocks: bool,
+        mismatch_code: str | None = None,
     ) -> None:
         self._board = board
         self._unblock = unblock
         self._blocks = blocks
-        self._patience_s = RESOLVE_S if compares else 0.0
+        self._mismatch_code = mismatch_code
         self._since: float | None = None
         self._differences: torch.Tensor | None = None
         self._before = 0
@@ -65,10 +74,24 @@ class Watch:
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._board.explain(error, patience_s=self._patience_s) from error
+            raise self.explain(error) from error
         finally:
             if self._blocks:
                 self._since = None
+
+    def explain(
+        self, error: RuntimeError, *, what: str = "the connection to another rank"
+    ) -> PeerError:
+        """Return the error to raise where ``what``, of the transport, failed with ``error``.
+
+        A transport that compares is faster than the ranks are in telling each other what they do:
+        this waits for that. Where nobody has more to tell, as of hosts that ran ahead of their
+        devices, the remedy is named all the same.
+        """
+        if self._mismatch_code is None:
+            return self._board.explain(error, what=what)
+        remedy = _REMEDY if self._mismatch_code in str(error) else ""
+        return self._board.explain(error, patience_s=RESOLVE_S, what=what, remedy=remedy)
 
     def compare(self, differences: torch.Tensor, before: int) -> None:
         """Take note of what is all zeros where the ranks make the same calls.

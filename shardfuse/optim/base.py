@@ -37,10 +37,10 @@ from shardfuse.grads.reduced import PresyncedGrads
 from shardfuse.grads.slots import FlatParams, clear_grads
 from shardfuse.grads.wires import GradWireChoice
 from shardfuse.layout import FlatLayout
-from shardfuse.optim.clipping import Clipped
 from shardfuse.optim.foreign import is_laid_out_elsewhere
 from shardfuse.optim.memory import MemorySummary
 from shardfuse.optim.torch_like import TorchOptions, checked
+from shardfuse.optim.watched import Watched
 from shardfuse.rules import UpdateRule
 from shardfuse.scaling import Overflow, OverflowReport, agree_on_step
 
@@ -50,22 +50,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger("shardfuse")
 
 
-class ShardedOptimizer(Clipped):
-    """A torch optimizer whose states are partitioned over ranks (ZeRO stage 1).
+class ShardedOptimizer(Watched):
+    """A torch optimizer whose states are sharded over ranks (ZeRO stages 1 and 2).
 
-    Building it moves every parameter into a flat buffer (same tensors, same values) and is a
-    collective call: all ranks of the group build it alike, after the model is on its device.
-    Gradients accumulate locally in ``p.grad``; ``step()`` takes their mean over ranks, updates this
-    rank's shard and gathers the parameters. Subclasses give the rule and the defaults.
+    Build it after the model is on its device. That is a collective call, with the same arguments on
+    all ranks of the group. It moves every parameter into a flat buffer (same tensors, same values).
+    Gradients accumulate locally in ``p.grad``. ``step()`` takes their mean over ranks, updates this
+    rank's shard and gathers the parameters. Subclasses provide the rule and the defaults.
 
     Args:
         params: parameters, (name, parameter) pairs, or group dicts holding either.
         defaults: hyper-parameters of groups that do not have their own.
         make_rule: builds the rule; its errors are raised on all ranks.
         sharding: a ShardConfig or a plain dict with its keys.
-        torch_options: ``maximize``, as in torch.optim; ``foreach``, ``fused`` and ``capturable``,
-            which choose nothing here; ``differentiable``, which is refused if true. Those given
-            are added to ``defaults``.
+        torch_options: ``maximize``, as in torch.optim; ``foreach``, ``fused``, ``capturable``,
+            which have no effect; ``differentiable``, refused if true. ``defaults`` gets them too.
 
     Raises:
         ValueError: a hyper-parameter out of range, or ranks that disagree.
@@ -89,7 +88,7 @@ class ShardedOptimizer(Clipped):
         try:
             self._config, is_known = ShardConfig.of(sharding), True
             self._rule = make_rule()
-            super().__init__(params, {**defaults, **checked(torch_options, type(self))})
+            super().__init__(intake.given(params), checked(torch_options, type(self), defaults))
             self._device = intake.common_device(self.param_groups)
         except Exception as failure:
             error = failure
@@ -164,7 +163,7 @@ class ShardedOptimizer(Clipped):
     # Parameters
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, at any time; collective, like the constructor. See torch.optim.Optimizer."""
+        """Add a group, at any time. Collective, like the constructor. See torch.optim.Optimizer."""
         if not self._built:
             super().add_param_group(self._read_group(param_group))
             return
@@ -245,7 +244,7 @@ class ShardedOptimizer(Clipped):
         )
 
     def rebind(self) -> None:
-        """Take parameters that were re-allocated (``.data =``, ``.to()``) back into the buffers.
+        """Move parameters that were re-allocated (``.data =``, ``.to()``) back into the buffers.
 
         Their present values are kept. Local: call it on every rank.
 
@@ -270,17 +269,18 @@ class ShardedOptimizer(Clipped):
         )
 
     def accumulates_while(self, condition: Callable[[], bool]) -> None:
-        """Have gradients stay here while ``condition()``, which is asked under backward, holds.
+        """Act as no_sync(), for an engine that knows which backward is the last one of a step.
 
-        What no_sync() is to a loop, for an engine that knows which backward is a step's last.
+        Args:
+            condition: asked under backward, on all ranks alike; gradients stay here while it holds.
         """
         if self._foreign is None:
             self._grads.under_backward.accumulates = condition
 
     def synchronize(self) -> None:
-        """Wait until all parameters have arrived that step() has left under way. Local.
+        """Wait for all parameters that step() has left in flight. Local.
 
-        Whoever reads a parameter waits for it; see ``overlap_param_sync`` for what cannot be seen.
+        Reading a parameter waits for it, unless Python cannot see it (``overlap_param_sync``).
         """
         if self._foreign is None:
             self._gather.finish()
@@ -302,8 +302,8 @@ class ShardedOptimizer(Clipped):
     def no_sync(self) -> Iterator[None]:
         """Accumulate without communication, as under DistributedDataParallel.
 
-        For all backwards of a step but the last, where gradients leave under backward
-        (``overlap_grad_sync``): what is added to a gradient that has left is sent once more.
+        Use it for all backwards of a step except the last. Where buckets are sent during backward
+        (``overlap_grad_sync``), a gradient that changes after that is sent again.
         """
         if self._foreign is not None:
             yield
@@ -317,9 +317,9 @@ class ShardedOptimizer(Clipped):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters from the mean gradient over ranks. Collective.
 
-        Parameters without a gradient on every rank are left untouched; one without a gradient on
-        this rank only counts as zero here. ``p.grad`` is not changed. Under torch.amp.GradScaler a
-        non-finite gradient on any rank makes all ranks skip: nothing changes anywhere.
+        A parameter without a gradient on any rank does not change. If only some ranks lack the
+        gradient, it counts as zero there. ``p.grad`` is not changed. Under torch.amp.GradScaler a
+        non-finite gradient on one rank makes all ranks skip the step, and nothing changes.
 
         Args:
             closure: called first, with gradients enabled; its result is returned.
@@ -342,7 +342,7 @@ class ShardedOptimizer(Clipped):
         self._before_step()
         scaler = "without" if self.__dict__.get("found_inf") is None else "under"
         clipped = "without" if self._clip_coefficient is None else "with"
-        self._begin(f"{scaler} a gradient scaler, {clipped} clipped gradients")
+        self._begin(f"{scaler} a gradient scaler, {clipped} clipped gradients{self._watched}")
         if self._clip_coefficient is not None and self._grads.phase is not GradPhase.REDUCED:
             self._clip_coefficient = None
             raise RuntimeError(
@@ -362,7 +362,7 @@ class ShardedOptimizer(Clipped):
             else:
                 coefficient = self._shards.unscale(scaled, self._clip_coefficient)
                 self._gather.expect()
-                self._engine.run(coefficient, self._config.clip_grad_norm)
+                self._engine.run(coefficient, self._config.clip_grad_norm, self._watching(scaled))
             self._grads.spend()
             if not scaled.skip:
                 self._gather.leave()
@@ -377,24 +377,24 @@ class ShardedOptimizer(Clipped):
 
     def _begin(self, *lines: str) -> None:
         """Check and pack what the next collectives need; ``lines`` are what ranks must agree on."""
-        self._gather.finish()
-        self._grads.under_backward.end()
-        prefix = f"{on_rank(self.communicator)}{type(self).__name__}: "
-        check_params(self.param_groups, self._params, self._flats, prefix)
-        woken = []
-        for state in self._flats:
-            if not self._grads.has(state.flat):
-                if any(p.requires_grad or p.grad is not None for p in state.params):
-                    woken.append(state)
-                continue
-            values = self._rule.initial_states(self.param_groups[state.flat.group])
-            if state.allocate(values) and not self._rule.counts_steps:
-                # Momentum was set above 0 later: its first update comes now.
-                state.set_steps({slot.param: 0 for slot in state.flat.slots})
+        awake, woken = self._check()
         grads = None if "found_inf" in self.__dict__ else self._shards.named_grads
-        awake = [state for state in self._flats if self._grads.has(state.flat)]
         self._terms.declare(lines, self.param_groups, awake, woken, grads)
         self._terms.averaged.warn(self._params)
         if woken:
             self._wake(woken)
         self._grads.note()
+
+    def _check(self) -> tuple[list[FlatState], list[FlatState]]:
+        """Check params, make states; return flats that train, and that begin to. Tells nobody."""
+        self._gather.finish()
+        self._grads.under_backward.end()
+        prefix = f"{on_rank(self.communicator)}{type(self).__name__}: "
+        check_params(self.param_groups, self._params, self._flats, prefix)
+        awake = [state for state in self._flats if self._grads.has(state.flat)]
+        for state in awake:
+            values = self._rule.initial_states(self.param_groups[state.flat.group])
+            if state.allocate(values) and not self._rule.counts_steps:
+                # Momentum was set above 0 later: its first update comes now.
+                state.set_steps({slot.param: 0 for slot in state.flat.slots})
+        return awake, [s for s in self._flats if s not in awake and s.is_trained]

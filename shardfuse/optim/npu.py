@@ -2,8 +2,8 @@
 
     from shardfuse.optim.npu import NpuFusedLamb
 
-Nothing here imports torch_npu. Compared with the sources of torch_npu 2.7.1, 2.12.0, 2.13.0 and
-2.14.0 by tests/unit/test_torch_npu_api.py, on 2026-11-23; not run on an NPU.
+Nothing here imports torch_npu. On 2026-11-23 tests/unit/test_torch_npu_api.py compared it with the
+sources of torch_npu 2.7.1, 2.12.0, 2.13.0 and 2.14.0. It was not run on an NPU.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from shardfuse.engine.flat_state import FlatState
 from shardfuse.layout import BLOCK
 from shardfuse.optim.adadelta import ShardedAdadelta
 from shardfuse.optim.adam import ShardedAdam, ShardedAdamW
@@ -52,6 +53,9 @@ class _NpuFused(ShardedOptimizer):
         backward does not reach is left alone by step(), moments and decay included, as if its
         gradient were None. (torch_npu goes on moving it. Under grads_are_reduced the gradients
         belong to DistributedDataParallel or its like, and a zero is a gradient.)
+
+        Args:
+            set_to_none: free them, in place of zeros.
         """
         super().zero_grad(set_to_none)
 
@@ -136,7 +140,7 @@ class _NpuFused(ShardedOptimizer):
             RuntimeError: the gradients are reduced elsewhere (``grads_are_reduced``).
         """
         self._refuse_if_foreign("get_combined_grads()")
-        self._begin()
+        self._show_grads()
         return self._grads.combined(shared=True)
 
     @property
@@ -144,7 +148,7 @@ class _NpuFused(ShardedOptimizer):
     def grads_all_group_combined(self) -> list[Tensor | None]:
         """What torch_npu's GradScaler unscales in place: tensors that hold every gradient."""
         self._refuse_if_foreign("torch_npu's GradScaler")
-        self._begin()
+        self._show_grads()
         combined = self._grads.combined(shared=False)
         # The operator that unscales counts as no write to torch: what was reduced before is stale.
         self._grads.release()
@@ -154,14 +158,25 @@ class _NpuFused(ShardedOptimizer):
     def _maybe_init_combined_params_and_grads(self) -> None:
         """Make every gradient a view of the combined ones; for torch_npu's GradScaler."""
         self._refuse_if_foreign("torch_npu's GradScaler")
-        self._begin()
+        self._show_grads()
         self._grads.combined(shared=False)
 
-    def _begin(self, *lines: str) -> None:
+    def _show_grads(self) -> None:
+        """Note which gradients there are. Collective only where parameters were just unfrozen.
+
+        Not in a call else: what is declared after one would be taken for a part of it.
+        """
+        _, woken = self._check()
+        if woken:
+            with self.communicator.call("unfreezing, before gradients are combined"):
+                self._begin()
+        self._grads.note()
+
+    def _check(self) -> tuple[list[FlatState], list[FlatState]]:
         if self._padding_is_shared:
             for state in self._flats:
                 state.params_buffer.clear_padding()
-        super()._begin(*lines)
+        return super()._check()
 
     # The step
 
@@ -172,6 +187,10 @@ class _NpuFused(ShardedOptimizer):
         See ShardedOptimizer.step(). torch_npu's GradScaler passes itself as ``grad_scaler``: the
         gradients are unscaled if they are not yet, and all ranks skip the step where the gradients
         of one are not finite, with a static scale too (torch_npu would apply them).
+
+        Args:
+            closure: as in ShardedOptimizer.step().
+            kwargs: ``grad_scaler`` alone.
 
         Raises:
             TypeError: an unknown keyword.
@@ -223,36 +242,80 @@ class _NpuFused(ShardedOptimizer):
 
 
 class NpuFusedSGD(_NpuFused, ShardedSGD):
-    """torch_npu.optim.NpuFusedSGD, sharded. See ShardedSGD for the formula and arguments."""
+    """torch_npu.optim.NpuFusedSGD, sharded. See ShardedSGD for formula and errors.
+
+    Args:
+        params, lr, momentum, dampening, weight_decay, nesterov, sharding: as for ShardedSGD.
+        torch_options: as for ShardedSGD.
+    """
 
 
 class NpuFusedAdam(_NpuFused, ShardedAdam):
-    """torch_npu.optim.NpuFusedAdam, sharded. See ShardedAdam for the formula and arguments."""
+    """torch_npu.optim.NpuFusedAdam, sharded. See ShardedAdam for formula and errors.
+
+    Args:
+        params, lr, betas, eps, weight_decay, amsgrad, sharding, torch_options: as for ShardedAdam.
+    """
 
 
 class NpuFusedAdamW(_NpuFused, ShardedAdamW):
-    """torch_npu.optim.NpuFusedAdamW, sharded. See ShardedAdamW for the formula and arguments."""
+    """torch_npu.optim.NpuFusedAdamW, sharded. See ShardedAdamW for formula and errors.
+
+    Args:
+        params, lr, betas, eps, weight_decay, amsgrad, sharding, torch_options: as for ShardedAdamW.
+    """
 
 
 class NpuFusedBertAdam(_NpuFused, ShardedBertAdam):
-    """torch_npu.optim.NpuFusedBertAdam, sharded. See ShardedBertAdam for the formula."""
+    """torch_npu.optim.NpuFusedBertAdam, sharded. See ShardedBertAdam for formula and errors.
+
+    Args:
+        params, lr, warmup, t_total, schedule, b1, b2, e, weight_decay: as for ShardedBertAdam.
+        max_grad_norm, sharding, torch_options: as for ShardedBertAdam.
+    """
 
 
 class NpuFusedLamb(_NpuFused, ShardedLamb):
-    """torch_npu.optim.NpuFusedLamb, sharded. See ShardedLamb for the formula and arguments."""
+    """torch_npu.optim.NpuFusedLamb, sharded. See ShardedLamb for formula and errors.
+
+    Args:
+        params, lr, betas, eps, weight_decay, adam, use_global_grad_norm: as for ShardedLamb.
+        variant, max_grad_norm, bias_correction, clamp_value, min_coeff: as for ShardedLamb.
+        max_coeff, always_adapt, exclude_from_weight_decay: as for ShardedLamb.
+        exclude_from_layer_adaptation, sharding, torch_options: as for ShardedLamb.
+    """
 
 
 class NpuFusedRMSprop(_NpuFused, ShardedRMSprop):
-    """torch_npu.optim.NpuFusedRMSprop, sharded. See ShardedRMSprop for the formula."""
+    """torch_npu.optim.NpuFusedRMSprop, sharded. See ShardedRMSprop for formula and errors.
+
+    Args:
+        params, lr, alpha, eps, weight_decay, momentum, centered, sharding: as for ShardedRMSprop.
+        torch_options: as for ShardedRMSprop.
+    """
 
 
 class NpuFusedRMSpropTF(_NpuFused, ShardedRMSpropTF):
-    """torch_npu.optim.NpuFusedRMSpropTF, sharded. See ShardedRMSpropTF for the formula."""
+    """torch_npu.optim.NpuFusedRMSpropTF, sharded. See ShardedRMSpropTF for formula and errors.
+
+    Args:
+        params, lr, alpha, eps, weight_decay, momentum, centered: as for ShardedRMSpropTF.
+        decoupled_decay, lr_in_momentum, sharding, torch_options: as for ShardedRMSpropTF.
+    """
 
 
 class NpuFusedAdadelta(_NpuFused, ShardedAdadelta):
-    """torch_npu.optim.NpuFusedAdadelta, sharded. See ShardedAdadelta for the formula."""
+    """torch_npu.optim.NpuFusedAdadelta, sharded. See ShardedAdadelta for formula and errors.
+
+    Args:
+        params, lr, rho, eps, weight_decay, sharding, torch_options: as for ShardedAdadelta.
+    """
 
 
 class NpuFusedAdamP(_NpuFused, ShardedAdamP):
-    """torch_npu.optim.NpuFusedAdamP, sharded. See ShardedAdamP for the formula and arguments."""
+    """torch_npu.optim.NpuFusedAdamP, sharded. See ShardedAdamP for formula and errors.
+
+    Args:
+        params, lr, betas, eps, weight_decay, delta, wd_ratio, nesterov: as for ShardedAdamP.
+        sharding, torch_options: as for ShardedAdamP.
+    """

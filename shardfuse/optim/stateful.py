@@ -26,8 +26,13 @@ _said = set[str]()
 """What was said once in this process."""
 
 
+def no_word_of_saves() -> None:
+    """Leave out the line of the first step about state_dict() on rank 0 alone, in this process."""
+    _said.add("rank 0")
+
+
 class StatefulOptimizer(torch.optim.Optimizer):
-    """Saving and loading; ShardedOptimizer sets what it is done with."""
+    """Saving and loading, with the layout and states of ShardedOptimizer."""
 
     layout: FlatLayout
     """Where every parameter lies; grows by add_param_group()."""
@@ -50,7 +55,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """{parameter: {"step": ..., "exp_avg": ...}}: this rank's states; see StateView.
+        """This rank's states, as {parameter: {"step": ..., "exp_avg": ...}}; see StateView.
 
         Raises:
             RuntimeError: another mapping was assigned.
@@ -71,12 +76,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return torch's ordinary state dict: full per-parameter tensors, on the CPU.
 
-        With one rank, or before the first step, this needs no other call. With several ranks
-        consolidate_state_dict() has to be called first, on all of them, or step() does so every
-        ``ShardConfig.consolidate_every`` calls; this method itself never communicates. The
-        exception is torch.distributed.checkpoint, which is collective: the functions of its module
-        state_dict get whole or sharded states, as they were asked for, and save() and load() of
-        the optimizer itself, among the values of their dict, get sharded_state_dict().
+        With one rank, or before the first step, this needs no other call. With several ranks, call
+        consolidate_state_dict() on all of them first, or let step() do so every
+        ``ShardConfig.consolidate_every`` calls. This method does not communicate, except for
+        torch.distributed.checkpoint, whose calls are collective: the functions of its module
+        state_dict get full or sharded states, as requested, and its save() and load() of the
+        optimizer itself get sharded_state_dict().
 
         Hooks of register_state_dict_pre_hook() and _post_hook() are called as by torch.
 
@@ -138,7 +143,13 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Bring the full state to rank ``to`` of the group, for state_dict(). Collective.
 
-        Goes bucket by bucket into CPU memory; ``to=None`` is every rank. Valid until the next step.
+        The state goes to CPU memory, bucket by bucket. It is valid until the next step.
+
+        Args:
+            to: a rank of the group; None: every rank.
+
+        Raises:
+            ValueError: the group has no such rank.
         """
         self._refuse_if_foreign("consolidate_state_dict()")
         self._refuse_in_join("consolidate_state_dict()")
@@ -151,7 +162,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self._consolidated = state_io.consolidate(self._held(), to)
 
     def saves_are_arranged(self) -> None:
-        """Leave out the line of the first step about state_dict() on rank 0 alone. Local."""
+        """Do not log the first step's warning about state_dict() on rank 0 alone. Local."""
         self._can_be_saved = True
 
     def _after_step(self) -> None:
@@ -169,11 +180,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
         if not alone and not arranged and "rank 0" not in _said:
             _said.add("rank 0")
             logger.warning(
-                "%s over %d ranks: state_dict() on rank 0 alone will raise after this step. Call "
-                "consolidate_state_dict() on all ranks before it, or save by "
-                "torch.distributed.checkpoint, or build the optimizer with "
-                "sharding={'consolidate_every': steps between saves}; 0 is never, without this "
-                "line.",
+                "%s over %d ranks, each of which holds a part of the state: state_dict() on rank 0 "
+                "alone will raise. To save, use shardfuse.checkpoint, or call "
+                "consolidate_state_dict() on all ranks first, as Lightning does by itself, or "
+                "build the optimizer with sharding={'consolidate_every': steps between saves}; 0 "
+                "is never, and leaves out this line.",
                 type(self).__name__,
                 self.communicator.world_size,
             )
@@ -182,15 +193,15 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load torch's ordinary state dict, saved at any world size. Local: on every rank.
 
-        Takes over hyper-parameters, steps and this rank's part of the states, without casting them
-        to the parameters' dtype. Dicts of the torch optimizer of the same name are accepted, and
-        what torch.distributed.checkpoint.load() of the optimizer itself has filled. Parameters that
-        were re-allocated are taken back first, as by rebind().
+        Loads hyper-parameters, steps and this rank's part of the states, without casting them to
+        the parameters' dtype. Also accepts dicts of the torch optimizer of the same name, and those
+        that torch.distributed.checkpoint.load() of the optimizer itself has filled. Re-allocated
+        parameters are moved back into the buffers first, as by rebind().
 
         Hooks of register_load_state_dict_pre_hook() and _post_hook() are called as by torch.
 
         Raises:
-            ValueError: groups, shapes or states that do not fit; nothing is loaded then.
+            ValueError: groups, shapes or states do not fit; nothing is loaded.
             TypeError: a parameter has another device, dtype or shape now; nothing is loaded.
         """
         state_dict = dict(state_dict)
@@ -223,11 +234,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return this rank's state for torch.distributed.checkpoint. Collective.
 
-        Its tensors alias the state: save them before the next step(), or by async_save(), which
-        copies them first. Give async_save() a process group of its own
-        (``process_group=dist.new_group()``): it communicates while training does. To load, at any
-        world size, pass the dict to ``torch.distributed.checkpoint.load``, then call
-        load_sharded_state_dict(). State-dict hooks are not called: it is not of their format.
+        Its tensors alias the state: save them before the next step(), or with async_save(), which
+        copies them first. Give async_save() its own process group
+        (``process_group=dist.new_group()``), because it communicates during training. To load, at
+        any world size, pass the dict to ``torch.distributed.checkpoint.load``, then call
+        load_sharded_state_dict(). State-dict hooks are not called, because they expect another
+        format.
         """
         self._can_be_saved = True
         self._refuse_if_foreign("sharded_state_dict()")
@@ -239,7 +251,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Return what shardfuse.checkpoint saves and loads of this optimizer. Local.
 
         Raises:
-            RuntimeError: inside Join, or under DeepSpeed, whose engine saves.
+            RuntimeError: inside Join; or under DeepSpeed, whose engine saves.
         """
         self._refuse_if_foreign("parts()")
         self._refuse_in_join("parts()")
@@ -250,6 +262,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Finish loading a sharded_state_dict() that torch.distributed.checkpoint has filled.
 
         Local: call it on every rank. State-dict hooks are not called.
+
+        Args:
+            state_dict: the result of sharded_state_dict(), filled in place.
 
         Raises:
             ValueError: a state is missing, or is another rank's part.
@@ -270,7 +285,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Raise RuntimeError inside a Join: a rank that has joined would not take part."""
         if self._join_config is not None and self._join_config.enable and not self._left_join:
             raise RuntimeError(
-                f"{what} is a collective that a rank whose inputs have ended does not take part "
-                "in, so that it is refused inside Join. Clip with "
+                f"{what} is refused inside Join: it is a collective, and a rank whose inputs have "
+                "ended does not take part in it. Clip with "
                 'sharding={"clip_grad_norm": max_norm}; save after the end of Join.'
             )

@@ -1,0 +1,34 @@
+"""What is said of an error of a transport, where no other rank has told what it does."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from shardfuse.comm import watch as watch_module
+from shardfuse.comm.board import Board
+from shardfuse.comm.watch import Watch
+
+REMEDY = "as many backward() before each"
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "is_named"),
+    [
+        ("EI0005", "EI0005: The arguments for collective communication are inconsistent.", True),
+        ("EI0005", "EI0006: Getting socket times out.", False),
+        (None, "EI0005: of a transport that compares nothing.", False),
+    ],
+)
+def test_remedy_of_a_mismatch(
+    code: str | None, error: str, is_named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named where the transport says that collectives differ, and nowhere else."""
+    monkeypatch.setattr(watch_module, "RESOLVE_S", 0.0)
+    board = Board(dist.HashStore(), rank=0, world_size=2)
+    watch = Watch(board, lambda: None, blocks=False, mismatch_code=code)
+    with board.call("step()"):
+        text = str(watch.explain(RuntimeError(error), what="hccl"))
+    assert text.startswith(f"[rank 0] step(): hccl failed: {error}")
+    assert (REMEDY in text) == is_named
+    assert "Not seen in this call: rank 1." in text
