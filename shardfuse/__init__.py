@@ -18,8 +18,7 @@ from shardfuse.optim import (
     compare_lamb_variants,
 )
 from shardfuse.scaling import ShardedGradScaler
-
-__version__ = "0.1.0"
+from shardfuse.version import __version__ as __version__
 
 __all__ = [
     "LambComparison",

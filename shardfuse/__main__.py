@@ -1,18 +1,27 @@
-"""``python -m shardfuse COMMAND``: examine hosts, plan runs, look at checkpoints."""
+"""``python -m shardfuse COMMAND``: examine hosts, plan runs, compare, look at checkpoints."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import functools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
+
+from shardfuse.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code: 0 for success, 1 for damage, 2 for wrong use."""
-    arguments = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    parser = _parser()
+    if words and not words[0].startswith("-") and words[0] not in _COMMANDS:
+        parser.error(_unknown(words[0]))
+    arguments = parser.parse_args(words)
     # Seconds to import, and not wanted for --help.
     from shardfuse.checkpoint import CheckpointError, DamagedCheckpoint
 
@@ -27,20 +36,103 @@ def main(argv: Sequence[str] | None = None) -> int:
     return found
 
 
+def console() -> int:
+    """Run a command as the console script ``shardfuse``."""
+    # As python -m has it: models by import path are looked for in the working directory.
+    sys.path.insert(0, "")
+    return main()
+
+
+def _unknown(word: str) -> str:
+    near = difflib.get_close_matches(word, _COMMANDS, n=1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    return f"there is no command {word!r}. {hint}Commands: {', '.join(_COMMANDS)}."
+
+
+class _Command(NamedTuple):
+    """What is said of a command."""
+
+    text: str
+    example: str
+
+
+_COMMANDS = {
+    "doctor": _Command(
+        "find out whether this host, or all ranks under torchrun, can train; exit code 1 if not",
+        "torchrun --nproc-per-node 8 -m shardfuse doctor --full",
+    ),
+    "plan": _Command(
+        "compute what ranks will hold and send, and how long a step takes; needs no device",
+        "python -m shardfuse plan --model bert-large --world-size 8 --optimizer lamb",
+    ),
+    "compare-variants": _Command(
+        "compare the steps that two variants of LAMB take at equal lr, and how to translate lr",
+        "python -m shardfuse compare-variants npu google --model my_package.models:build",
+    ),
+    "inspect": _Command(
+        "print what a checkpoint holds; reads no data",
+        "python -m shardfuse inspect checkpoints/step-1000",
+    ),
+    "verify": _Command(
+        "read every byte of a checkpoint, or of a folder of them; exit code 1 if any is damaged",
+        "python -m shardfuse verify checkpoints",
+    ),
+    "export": _Command(
+        "write whole tensors of a checkpoint to files that others read",
+        "python -m shardfuse export checkpoints/step-1000 --model model.safetensors",
+    ),
+    "import": _Command(
+        "write the optimizer state that another library has saved in torch.optim's format",
+        "python -m shardfuse import deepspeed checkpoints/ds --to optimizer.pt",
+    ),
+}
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m shardfuse", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, run, text in (
-        ("inspect", _inspect, "print what a checkpoint holds; reads no data"),
-        ("verify", _verify, "read every byte of a checkpoint, or of a folder of them"),
-    ):
-        command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("folder", type=Path)
-        command.add_argument("--json", action="store_true", help="for scripts")
-        command.set_defaults(run=run)
-    text = "write whole tensors of a checkpoint to files that others read"
-    command = commands.add_parser("export", help=text, description=text)
-    command.add_argument("folder", type=Path)
+    examples = "\n".join(f"  {command.example}" for command in _COMMANDS.values())
+    parser = argparse.ArgumentParser(
+        prog=_PROG,
+        description="Examine hosts, plan runs, look at checkpoints, compare optimizers.",
+        epilog=f"examples:\n{examples}\n\n{_PROG} COMMAND --help has the options of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"shardfuse {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    fill = {
+        "doctor": _add_doctor,
+        "plan": _add_plan,
+        "compare-variants": _add_variants,
+        "inspect": _add_inspect,
+        "verify": _add_verify,
+        "export": _add_export,
+        "import": _add_import,
+    }
+    for name, (text, example) in _COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            epilog=f"example:\n  {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        fill[name](command)
+    return parser
+
+
+def _add_inspect(command: argparse.ArgumentParser) -> None:
+    command.add_argument("folder", type=Path, help="one checkpoint, such as checkpoints/step-1000")
+    command.add_argument("--json", action="store_true", help="print JSON, for scripts")
+    command.set_defaults(run=_inspect)
+
+
+def _add_verify(command: argparse.ArgumentParser) -> None:
+    command.add_argument("folder", type=Path, help="one checkpoint, or a folder of them")
+    command.add_argument("--json", action="store_true", help="print JSON, for scripts")
+    command.set_defaults(run=_verify)
+
+
+def _add_export(command: argparse.ArgumentParser) -> None:
+    command.add_argument("folder", type=Path, help="one checkpoint, such as checkpoints/step-1000")
     command.add_argument(
         "--model", type=Path, metavar="FILE", help="safetensors, or for torch.load() if named *.pt"
     )
@@ -48,34 +140,31 @@ def _parser() -> argparse.ArgumentParser:
         "--optimizer", type=Path, metavar="FILE", help="torch.optim's format, for torch.load()"
     )
     command.set_defaults(run=_export)
-    _add_import(commands)
-    _add_plan(commands)
-    _add_doctor(commands)
-    return parser
 
 
-def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_doctor(command: argparse.ArgumentParser) -> None:
     from shardfuse.doctor.command import add_options, run
 
-    text = "find out whether this host, or all ranks under torchrun, can train; exit code 1 if not"
-    command = commands.add_parser("doctor", help=text, description=text)
     add_options(command)
     command.set_defaults(run=run)
 
 
-def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from shardfuse.plan.command import add_options
+def _add_plan(command: argparse.ArgumentParser) -> None:
+    from shardfuse.plan.command import add_options, run
 
-    text = "compute what ranks will hold and send, and how long a step takes; needs no device"
-    command = commands.add_parser("plan", help=text, description=text)
     add_options(command)
-    command.set_defaults(run=_plan)
+    command.set_defaults(run=functools.partial(_with_options, run))
 
 
-def _add_import(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "write the optimizer state that another library has saved in torch.optim's format"
-    command = commands.add_parser("import", help=text, description=text)
-    command.add_argument("kind", choices=_KINDS)
+def _add_variants(command: argparse.ArgumentParser) -> None:
+    from shardfuse.plan.variants import add_options, run
+
+    add_options(command)
+    command.set_defaults(run=functools.partial(_with_options, run))
+
+
+def _add_import(command: argparse.ArgumentParser) -> None:
+    command.add_argument("kind", choices=_KINDS, help="who has saved it")
     command.add_argument("source", type=Path, help="a file; of DeepSpeed, a folder")
     command.add_argument(
         "--to", type=Path, metavar="FILE", required=True, help="for torch.load(); is replaced"
@@ -94,10 +183,11 @@ def _add_import(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 _KINDS = ("torch", "zero-redundancy", "apex", "deepspeed", "deepspeed-universal")
 
 
-def _plan(arguments: argparse.Namespace) -> int:
-    """Return 2 for options that make no plan."""
-    from shardfuse.plan.command import run
+_PROG = "shardfuse" if Path(sys.argv[0]).name == "shardfuse" else "python -m shardfuse"
 
+
+def _with_options(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+    """Return 2 for options that cannot be planned or compared."""
     try:
         return run(arguments)
     except (ValueError, TypeError) as error:
@@ -128,12 +218,17 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     import torch
 
+    from shardfuse.checkpoint import CheckpointError
     from shardfuse.checkpoint.export import read_model, read_optimizer, write_model
 
+    if arguments.model is None and arguments.optimizer is None:
+        raise CheckpointError("Nothing is asked for: give --model FILE, --optimizer FILE or both.")
     if arguments.model is not None:
         write_model(read_model(arguments.folder), arguments.model)
+        print(arguments.model)
     if arguments.optimizer is not None:
         torch.save(read_optimizer(arguments.folder), arguments.optimizer)
+        print(arguments.optimizer)
     return 0
 
 
@@ -151,8 +246,9 @@ def _import(arguments: argparse.Namespace) -> int:
         try:
             given["names"] = json.loads(given["names"].read_text())
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"--names {given['names']} is no file of JSON: {error}") from None
+            raise CheckpointError(f"--names {given['names']} is not a JSON file: {error}") from None
     torch.save(read(arguments.source, trusted=arguments.trusted, **given), arguments.to)
+    print(arguments.to)
     return 0
 
 

@@ -30,10 +30,10 @@ _SWITCHES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardConfig:
-    """Every choice about sharding, its communication and its kernels.
+    """All options of sharding, its communication and its kernels.
 
-    A plain dict with the same keys is accepted wherever a ``ShardConfig`` is, so that it fits in a
-    JSON file; dtypes may then be written as strings (``"float32"``).
+    Wherever a ``ShardConfig`` is accepted, a plain dict with the same keys is accepted too, so that
+    options fit in a JSON file. Dtypes may then be strings (``"float32"``).
 
     Raises:
         TypeError: an unknown key, or a value of the wrong type.
@@ -43,117 +43,121 @@ class ShardConfig:
     stage: int = 1
     """ZeRO stage. 1: moments and fp32 masters are sharded, gradients live in a full flat buffer.
 
-    2: gradients, too. Each is summed over ranks as soon as autograd has made it, in every backward
-    outside no_sync(), and this rank keeps its shard of the sum, in fp32; ``p.grad`` is None then.
-    step() uses them up, as zero_grad() would. All ranks run as many backwards; buckets under way
-    take memory, so keep bucket_cap_mb at 1/32 of the gradients or less. One rank alone keeps all.
+    2: gradients are sharded too. In every backward outside no_sync(), each gradient is summed over
+    ranks as soon as autograd has made it. This rank keeps its shard of the sum in fp32, and
+    ``p.grad`` is None. step() clears the sums, as zero_grad() would. All ranks must run the same
+    number of backwards. Buckets in flight take memory, so keep bucket_cap_mb at 1/32 of the
+    gradients or less. A single rank keeps all gradients.
     """
 
     process_group: Any = None
-    """Ranks to shard over; None is the default group, or this process alone where there is none and
-    no launcher has started several; "alone" is this process alone in any case. An object with the
-    methods of ``shardfuse.comm.Communicator`` is used as it is."""
+    """Ranks to shard over. None: the default group, or this process by itself if there is no group
+    and no launcher has started several processes. "alone": this process by itself in any case. An
+    object with the methods of ``shardfuse.comm.Communicator`` is used as it is."""
 
     mesh: Any = None
     """A torch DeviceMesh of two dimensions, (replicate, shard), for hybrid sharding (HSDP).
 
-    States and masters are sharded over the second alone, gradients summed over both: within a row
-    of ranks as ever, and then each shard with the ranks that have its copies. ``process_group`` is
-    then the group of all ranks of the mesh. None: all ranks shard.
+    States and masters are sharded over the second dimension only. Gradients are summed over both:
+    first within a row of ranks, then each shard over the ranks that hold its copies.
+    ``process_group`` must then be the group of all ranks of the mesh. None: all ranks shard.
     """
 
     bucket_cap_mb: float | Literal["auto"] = "auto"
-    """Upper bound of one collective's payload in MiB. auto: 8 through gloo's sockets, where buckets
-    overlap backward and forward and small ones begin sooner (4 to 25 took the same time within the
+    """Upper bound of one collective's payload in MiB. auto: 8 with gloo over sockets, where buckets
+    overlap backward and forward and small ones start sooner (4 to 25 took the same time within the
     noise of two hosts at 1 Gbit/s); else 25, the fastest measured on one host.
 
-    One rank alone sends nothing and has one bucket (AdamP, which keeps products of a bucket, more).
+    A single rank sends nothing and has one bucket (AdamP, which keeps products of a bucket, more).
     """
 
     grad_sync_dtype: torch.dtype | None = None
-    """Dtype in which gradients travel. bf16 and fp16 are added up in fp32 where they arrive.
+    """Dtype in which gradients are sent. bf16 and fp16 gradients are summed in fp32 on arrival.
 
-    None is the parameter's own dtype, in which a backend may add them up, too.
+    None: the parameter's own dtype, in which a backend may also sum them.
     """
 
     param_sync_dtype: torch.dtype | None = None
-    """Dtype in which updated fp32 parameters travel, bf16 or fp16; None is their own.
+    """Dtype in which updated fp32 parameters are sent: bf16 or fp16. None: their own.
 
-    Half the bytes of an all-gather. On all ranks parameters are then rounded to it by every step,
-    those without a gradient too; masters in fp32 are sharded, and are part of the state. It takes
-    2 bytes an element more, and 4 / W. Parameters of lower precision travel as they are, and one
-    rank alone rounds nothing.
+    An all-gather then has half the bytes. Every step rounds the parameters to that dtype on all
+    ranks, also those without a gradient. Masters in fp32 are sharded and part of the state. This
+    takes 2 + 4 / W more bytes per element. Parameters of lower precision are sent as they are. A
+    single rank rounds nothing.
     """
 
     grad_sync_bits: int | None = None
-    """8: gradients travel in 8 bits an element and one scale for each block of 512, in place of
-    ``grad_sync_dtype``; None: not so.
+    """8: gradients are sent in 8 bits per element and one scale per block of 512, instead of
+    ``grad_sync_dtype``. None: they are not.
 
-    Each rank adds up in fp32 what arrives, its own part unrounded. The error of an element is at
-    most 1/254 of the largest magnitude in its block. Tensors then begin at whole blocks, and an
-    overflow makes all of its block non-finite.
+    Each rank sums in fp32 on arrival, with its own part unrounded. The error of an element is at
+    most 1/254 of the largest magnitude in its block. Tensors then start at whole blocks, and an
+    overflow makes its whole block non-finite.
     """
 
     param_sync_bits: int | None = None
-    """8 or 4: updated fp32 parameters travel as differences to what all ranks have, in so many bits
-    an element and one scale for each block of 512, in place of ``param_sync_dtype``; None: not so.
+    """8 or 4: updated fp32 parameters are sent as differences to the values that all ranks have, in
+    that many bits per element and one scale per block of 512, instead of ``param_sync_dtype``.
+    None: they are not.
 
-    What rounding leaves over goes into the next difference; it is sharded (4 / W bytes an
-    element) and part of the state, as "param_error". Ranks must have equal parameters, because only
-    differences travel: each step compares checksums of all of them. Load or edit parameters on all
-    ranks alike. Parameters of lower precision travel as they are; one rank alone rounds nothing.
+    The rounding error is added to the next difference. It is sharded (4 / W bytes per element) and
+    part of the state, as "param_error". Ranks must have equal parameters, because only differences
+    are sent: each step compares checksums of all parameters. Load or edit parameters in the same
+    way on all ranks. Parameters of lower precision are sent as they are. A single rank rounds
+    nothing.
     """
 
     error_feedback: bool = True
-    """Whether what ``param_sync_bits`` rounds off goes into the next difference, or is lost."""
+    """Whether the rounding error of ``param_sync_bits`` is added to the next difference."""
 
     overlap_grad_sync: bool | Literal["auto"] = "auto"
-    """Buckets of gradients leave under backward, as soon as they are complete.
+    """Send buckets of gradients during backward, as soon as they are complete.
 
-    A gradient that changes afterwards is sent anew, so that steps are the same bit for bit; run all
-    backwards of a step but the last inside no_sync(). auto: where bytes move while a rank computes
-    and nothing was measured to be slower, which is gloo through sockets. It keeps what arrives of
-    all buckets: (W - 1) / W of the gradients' bytes there, 1 / W on other backends.
+    A gradient that changes afterwards is sent again, so steps are the same bit for bit. Run all
+    backwards of a step except the last inside no_sync(). auto: with gloo over sockets, where bytes
+    move while a rank computes and no measurement was slower. Received parts of all buckets stay in
+    memory: (W - 1) / W of the gradients' bytes with gloo, 1 / W with other backends.
     """
 
     overlap_param_sync: bool | Literal["auto"] = "auto"
-    """step() returns while updated parameters are under way; who reads one waits for it.
+    """Let step() return while updated parameters are in flight; reading one waits for it.
 
-    See [Note: under way] in engine/gather.py for what counts as reading. auto: as above.
+    [Note: under way] in engine/under_way.py says what counts as reading. auto: as for
+    ``overlap_grad_sync``.
     """
 
     debug_sync: bool = False
-    """Wait for every collective where it is launched: whether overlap is at fault."""
+    """Wait for every collective where it is launched, to see whether overlap is at fault."""
 
     grads_are_reduced: bool = False
-    """``p.grad`` is the mean over ranks already, as under DistributedDataParallel."""
+    """Whether ``p.grad`` is already the mean over ranks, as under DistributedDataParallel."""
 
     clip_grad_norm: float | None = None
-    """Every step() scales the mean gradient to at most this L2 norm, as clip_grad_norm() before it
-    would: for loops of others, which call step() alone. One all-reduce of a float per flat."""
+    """Upper bound of the mean gradient's L2 norm in every step(), as by clip_grad_norm() before it.
+    Use it if a training loop only calls step(). Costs one all-reduce of a float per flat."""
 
     broadcast_params: bool = True
     """Copy the first rank's parameter values to all ranks at construction."""
 
     collectives: CollectivesChoice = "auto"
-    """native: the backend's own; pairwise: sends between pairs of ranks where those are faster,
-    which is gloo on the CPU; auto: and there, ranks on one host read each other's memory."""
+    """native: the backend's own. pairwise: with gloo on the CPU, where that is faster, ranks send
+    in pairs. auto: as pairwise, and ranks on one host read each other's memory."""
 
     kernel: KernelChoice = "auto"
-    """eager: over cache-sized tiles; compile: torch.compile; auto: picks, and logs the reason."""
+    """eager: cache-sized tiles. compile: torch.compile. auto: chooses, and logs the reason."""
 
     report_overflow: bool = False
-    """Log which parameter, on which rank, made a gradient scaler skip a step; kept as
+    """Log which parameter, on which rank, made a gradient scaler skip a step, and keep it as
     ``last_overflow``. Costs nothing in other steps. Reduced gradients overflow on all ranks."""
 
     consolidate_every: int | None = None
-    """After every so many calls of step(), bring the full state to the first rank's CPU memory.
+    """Every this many calls of step(), bring the full state to the first rank's CPU memory.
 
-    There ``if rank == 0: torch.save(optimizer.state_dict())`` works without a call on the other
-    ranks, until the next step; between, and at the end of a run of another length, state_dict()
-    raises. Calls count from the construction, or from where a state was loaded, so that a run
-    resumed from such a file goes on in its rhythm. Each time it costs one all-gather of the states.
-    0: never; None: never, and the first step of several ranks logs a line about it.
+    ``if rank == 0: torch.save(optimizer.state_dict())`` then works, without a call on the other
+    ranks, until the next step. After any other step state_dict() raises. Calls are counted from the
+    construction, or from the step of a loaded state, so a resumed run keeps the rhythm. Each time
+    costs one all-gather of the states. 0: never. None: never, and with several ranks the first
+    step logs a line about it.
     """
 
     def __post_init__(self) -> None:
@@ -188,7 +192,7 @@ class ShardConfig:
             dtype = getattr(self, name)
             if dtype is not None and dtype not in dtypes:
                 names = ", ".join(map(str, dtypes))
-                raise ValueError(f"Invalid {name}: {dtype}. Use one of {names}.")
+                raise ValueError(f"Invalid {name}: {dtype!r}. Use one of {names}.")
         self._check_bits()
         for name, choice in (("kernel", KernelChoice), ("collectives", CollectivesChoice)):
             if getattr(self, name) not in get_args(choice):
@@ -198,7 +202,7 @@ class ShardConfig:
 
     def _check_stage(self) -> None:
         if isinstance(self.stage, bool) or self.stage not in (1, 2):
-            raise ValueError(f"Invalid stage: {self.stage}. Use 1, or 2 to shard gradients, too.")
+            raise ValueError(f"Invalid stage: {self.stage!r}. Use 1, or 2 to shard gradients too.")
         if self.stage == 2 and self.grads_are_reduced:
             raise ValueError(
                 "Invalid stage: 2 with grads_are_reduced=True. Gradients that another wrapper "
@@ -212,23 +216,31 @@ class ShardConfig:
                 continue
             if isinstance(bits, bool) or bits not in choices:
                 names = " or ".join(map(str, choices))
-                raise ValueError(f"Invalid {name}: {bits}. Use {names}, or None.")
+                raise ValueError(f"Invalid {name}: {bits!r}. Use {names}, or None.")
             if getattr(self, dtype) is not None:
                 raise ValueError(f"Invalid {name}: {bits} with {dtype}. Use one of the two.")
         if self.grad_sync_bits is not None and self.mesh is not None:
             raise ValueError(
                 f"Invalid grad_sync_bits: {self.grad_sync_bits} with a mesh, whose second sum "
-                "needs more. Use grad_sync_dtype=torch.bfloat16."
+                "needs more bits. Use grad_sync_dtype=torch.bfloat16."
             )
         if self.grad_sync_bits is not None and self.grads_are_reduced:
             raise ValueError(
                 f"Invalid grad_sync_bits: {self.grad_sync_bits} with grads_are_reduced=True, where "
-                "another wrapper sends gradients. Choose how it does so there."
+                "another wrapper sends gradients. Set its own option, if it has one."
             )
 
     @classmethod
     def of(cls, value: ShardConfig | Mapping[str, Any] | None) -> ShardConfig:
-        """Return ``value`` as a ShardConfig: itself, built from a plain dict, or the defaults."""
+        """Return ``value`` as a ShardConfig: itself, built from a plain dict, or the defaults.
+
+        Args:
+            value: a ShardConfig, a dict with its keys, or None for the defaults.
+
+        Raises:
+            TypeError: an unknown key, or a value of the wrong type.
+            ValueError: a value out of range.
+        """
         if value is None:
             return cls()
         if isinstance(value, cls):

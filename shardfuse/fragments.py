@@ -287,7 +287,7 @@ def _overwrite(target: FragmentTensor, source: FragmentTensor) -> FragmentTensor
     if not target.has_pieces_of(source):
         raise ValueError(
             f"{source} holds other pieces than {target}: it is of another rank, another world size "
-            "or another model. Save and load it with torch.distributed.checkpoint, which finds "
+            "or another model. Save and load it with torch.distributed.checkpoint, which gives "
             "every rank its pieces."
         )
     for piece, other in zip(target.pieces, source.pieces, strict=True):

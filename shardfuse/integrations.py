@@ -1,23 +1,26 @@
-"""For trainers that save optimizers on one rank, without a call in which ranks could gather states.
+"""For Trainer and Accelerate, which save optimizers without letting ranks gather states first.
 
-Lightning needs nothing of this: it calls ``consolidate_state_dict()`` itself, on all ranks.
+Lightning does not need this: it calls ``consolidate_state_dict()`` itself, on all ranks.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from shardfuse.optim.stateful import StatefulOptimizer
+from torch import Tensor
+from torch.nn import Parameter
+
+from shardfuse.optim.stateful import StatefulOptimizer, no_word_of_saves
 
 
 def trainer_callback() -> Any:
-    """Return a TrainerCallback that brings the states to where Hugging Face's Trainer saves them.
+    """Return a TrainerCallback that gathers the states before Hugging Face's Trainer saves them.
 
         trainer = Trainer(..., optimizers=(optimizer, schedule), callbacks=[trainer_callback()])
 
-    It is for an optimizer under Trainer's DistributedDataParallel, and not needed with DeepSpeed.
-    It consolidates when a checkpoint is due, by ``save_strategy`` "steps", "epoch" or "best", and
-    does nothing else. A callback that sets ``control.should_save`` itself goes before it.
+    Use it for an optimizer under Trainer's DistributedDataParallel; DeepSpeed does not need it. It
+    only consolidates the state when a checkpoint is due (``save_strategy`` "steps", "epoch" or
+    "best"). A callback that itself sets ``control.should_save`` must come before it.
 
     Raises:
         ImportError: transformers is not installed.
@@ -48,16 +51,37 @@ def trainer_callback() -> Any:
 def consolidate_on_save(accelerator: Any) -> Any:
     """Make ``accelerator.save_state()`` save the whole states of shardfuse's optimizers.
 
-    It asks every rank for them, so that each gets all: the full state in CPU memory, once a rank.
+    Accelerate asks every rank for states, so each rank holds the full state in CPU memory. On
+    devices where parameters share one storage (Ascend), Accelerate would treat them as one tensor
+    and save only the first. There it gets copies in CPU memory.
 
     Returns:
-        What has ``remove()``, to undo this.
+        A handle whose ``remove()`` undoes this.
     """
 
     def consolidate(models: Any, weights: Any, output_dir: Any) -> None:
         _consolidate(accelerator._optimizers, everywhere=True)
+        for state in weights:
+            _separate(state)
 
+    if not accelerator._optimizers:  # it is called before prepare(), which will bring them
+        no_word_of_saves()
+    for optimizer in _unwrapped(accelerator._optimizers):
+        optimizer.saves_are_arranged()
     return accelerator.register_save_state_pre_hook(consolidate)
+
+
+def _separate(state: dict[str, Any]) -> None:
+    """Replace tensors that lie side by side in one storage by copies; tied ones stay tied."""
+    # Not of subclasses, whose storages are not what they hold.
+    tensors = {name: value for name, value in state.items() if type(value) in (Tensor, Parameter)}
+    copies: dict[tuple[Any, ...], Tensor] = {}
+    for name, value in tensors.items():
+        if value.untyped_storage().nbytes() > value.nbytes:
+            key = (value.device, value.data_ptr(), value.shape, value.stride())
+            if key not in copies:
+                copies[key] = value.detach().to("cpu", copy=True)
+            state[name] = copies[key]
 
 
 def _unwrapped(optimizers: list[Any]) -> list[StatefulOptimizer]:

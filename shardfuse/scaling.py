@@ -94,18 +94,18 @@ class OverflowReport:
             )
         else:
             logger.warning(
-                "step skipped: the gradient of %s is not finite, the first such parameter, on "
-                "rank %d, the lowest such rank",
+                "step skipped: the gradient of %s is not finite on rank %d (the first such "
+                "parameter, on the lowest such rank)",
                 self.last.name,
                 rank,
             )
 
 
 class ShardedGradScaler(GradScaler):
-    """torch.amp.GradScaler that skips a step on all ranks when one has a non-finite gradient.
+    """A torch.amp.GradScaler whose scale and skipped steps are the same on all ranks.
 
-    Gradients are local until ``step()``, so each rank sees other ones; with the plain scaler one
-    rank would skip the step's collectives and the others would wait for it.
+    Gradients are local until ``step()``, so ranks see different overflows. If one rank has a
+    non-finite gradient, all ranks skip the step and lower their scales.
 
     Args:
         device: device type of the gradients, "cuda", "npu", "cpu", ...

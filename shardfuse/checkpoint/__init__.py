@@ -1,4 +1,4 @@
-"""Checkpoints that any number of ranks can load, and that say where they are damaged."""
+"""Checkpoints that any number of ranks can load, with a digest of every byte."""
 
 from shardfuse.checkpoint.asynchronous import AsyncSave, async_save
 from shardfuse.checkpoint.errors import CheckpointError, DamagedCheckpoint

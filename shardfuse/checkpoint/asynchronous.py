@@ -28,7 +28,13 @@ _POLL_S = 0.02
 
 
 class AsyncSave:
-    """A save under way; see async_save()."""
+    """A save in progress, as async_save() returns it.
+
+    Args:
+        one: what is saved, and where.
+        copies: copies of what may change before it is written.
+        then: called when the checkpoint is complete.
+    """
 
     def __init__(self, one: Save, copies: Copies, then: Callable[[], None]) -> None:
         self._save, self._copies, self._then = one, copies, then
@@ -43,19 +49,19 @@ class AsyncSave:
 
     @property
     def extra_nbytes(self) -> int:
-        """The most bytes of copies that this rank has held at once."""
+        """Largest number of bytes of copies that this rank held at once."""
         return self._copies.most_nbytes
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank has no more to do. Local: other ranks may be slower, or faster."""
+        """Whether this rank has finished. Local: other ranks may be slower or faster."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return once the checkpoint is there. Collective.
+        """Return when the checkpoint is complete. Collective.
 
         Raises:
-            CheckpointError: on all ranks, where any could not write.
+            CheckpointError: on all ranks, if any could not write.
         """
         if self._is_over:
             return
@@ -137,24 +143,24 @@ def async_save(
     info: Mapping[str, Any] | None = None,
     then: Callable[[], None] = lambda: None,
 ) -> AsyncSave:
-    """Save as save() does, beside training; return at once. Collective.
+    """Save as save() does, while training continues; return at once. Collective.
 
-    Optimizer states and this rank's part of the parameters are copied fragment by fragment when
-    they are written, because they do not change before the next step(); what is not written by then
-    is copied there. So the extra memory is one fragment, or at most this rank's part where step()
-    comes first (``extra_nbytes`` says what it was). Everything else, such as buffers of modules, is
-    copied at once. Parameters must not be changed but by step(). The thread takes a core for a
-    second per GB, and what the disk takes: where ranks leave none free, training slows meanwhile.
+    Optimizer states and this rank's part of the parameters do not change before the next step().
+    So a thread copies and writes one fragment at a time, and the next step() first copies the rest.
+    The extra memory is one fragment, or at most this rank's part if step() comes first
+    (``extra_nbytes`` says how much it was). Everything else, such as buffers of modules, is copied
+    at once. Only step() may change parameters. The thread uses a core for one second per GB, and
+    the time of the disk. If ranks leave no core free, training is slower during that time.
 
-    A failure is raised by the next step() of that rank, which all hear of, or by wait(), whichever
-    comes first. Call wait() before the next save, and before the process ends.
+    A failure is raised on all ranks, by the next step() of the rank that failed or by wait(),
+    whichever comes first. Call wait() before the next save, and before the process ends.
 
     Args:
-        state, folder, process_group, info: as of save().
-        then: is called in the thread of the first rank, once the checkpoint is there.
+        state, folder, process_group, info: as for save().
+        then: called in the thread of the first rank when the checkpoint is complete.
 
     Raises:
-        CheckpointError: on all ranks, where one cannot begin.
+        CheckpointError: on all ranks, if one cannot start.
     """
     copies = Copies()
     one = Save(state, folder, process_group, info, copies)

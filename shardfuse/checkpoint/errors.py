@@ -10,11 +10,11 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """Files of a checkpoint are not as they were written.
+    """Files of a checkpoint differ from what was written.
 
     Args:
-        faults: what is damaged, each by its file and the key and place of what lies there.
-        advice: what can be done, such as the name of a whole checkpoint.
+        faults: what is damaged, each with its file, key and place.
+        advice: what to do, such as the name of a whole checkpoint.
     """
 
     def __init__(self, faults: Sequence[str], advice: str = "") -> None:

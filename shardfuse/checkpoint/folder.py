@@ -25,17 +25,17 @@ _NO_STEP = (1 << 24) - 1
 
 
 class Checkpoints:
-    """Checkpoints of one run in ``folder/step-N``; the newest whole one is the one that counts.
+    """The checkpoints of one run, in ``folder/step-N``; load_latest() loads the newest whole one.
 
-    A file ``latest`` names the newest. It decides nothing: it is there for people and scripts, and
-    so that checkpoints that are gone are not taken for a run that has not begun. Building a
-    Checkpoints touches nothing.
+    A file ``latest`` names the newest, for people and scripts. It also shows that a run has begun
+    whose checkpoints are gone; otherwise it decides nothing. Building a Checkpoints touches no
+    file.
 
     Args:
-        folder: of this run alone, in a file system that all ranks see.
-        keep: how many whole ones are left after a save. A damaged one counts for none, so that
-            there are ``keep`` to go back to, as far as there have been so many.
-        process_group: of the ranks, where what is saved has no ShardedOptimizer.
+        folder: folder of this run only, in a file system that all ranks see.
+        keep: number of whole checkpoints that remain after a save, if there are that many. Damaged
+            checkpoints do not count.
+        process_group: the ranks, if what is saved has no ShardedOptimizer.
 
     Raises:
         ValueError: ``keep`` is less than 1.
@@ -50,11 +50,15 @@ class Checkpoints:
         self._under_way: tuple[AsyncSave, Ranks, int] | None = None
 
     def path(self, step: int) -> Path:
-        """Return the folder of the checkpoint after ``step`` steps."""
+        """Return the folder of the checkpoint after ``step`` steps.
+
+        Args:
+            step: number of finished steps.
+        """
         return self.folder / f"step-{step}"
 
     def steps(self) -> list[int]:
-        """Return the steps of the checkpoints that are there, whole or not, the newest first."""
+        """Return the steps of existing checkpoints, whole or not, newest first."""
         return steps_in(self.folder)
 
     def save(
@@ -65,16 +69,16 @@ class Checkpoints:
         info: Mapping[str, Any] | None = None,
         beside_training: bool = False,
     ) -> None:
-        """Save the state after ``step`` steps, then remove what is not kept. Collective.
+        """Save the state after ``step`` steps, then remove old checkpoints. Collective.
 
         Args:
-            state, info: as of shardfuse.checkpoint.save().
-            step: of finished steps.
-            beside_training: return at once, as async_save() does; wait() ends it, and so does the
-                next save. There are never two at once.
+            state, info: as for shardfuse.checkpoint.save().
+            step: number of finished steps.
+            beside_training: return at once, as async_save() does. wait() and the next save wait for
+                it, so there are never two at once.
 
         Raises:
-            CheckpointError: on all ranks, where any cannot write.
+            CheckpointError: on all ranks, if any cannot write.
         """
         self.wait()
         noted = {**(info or {}), "step": step}
@@ -90,10 +94,10 @@ class Checkpoints:
         self._remove_old(ranks, step)
 
     def wait(self) -> None:
-        """Return once a save beside training has ended, and old ones are removed. Collective.
+        """Wait for a save beside training, then remove old checkpoints. Collective.
 
         Raises:
-            CheckpointError: on all ranks, where any could not write.
+            CheckpointError: on all ranks, if any could not write.
         """
         if self._under_way is not None:
             (saving, ranks, step), self._under_way = self._under_way, None
@@ -102,7 +106,7 @@ class Checkpoints:
 
     @property
     def under_way(self) -> AsyncSave | None:
-        """The save beside training that has not been waited for."""
+        """The save beside training that nothing has waited for yet, or None."""
         return None if self._under_way is None else self._under_way[0]
 
     def _finish_replacing(self) -> None:
@@ -154,15 +158,15 @@ class Checkpoints:
     ) -> int | None:
         """Load the newest whole checkpoint; return its step, or None if there is none. Collective.
 
-        Damaged ones are passed over, and named in a warning of the logger "shardfuse".
+        Damaged checkpoints are skipped; a warning of the logger "shardfuse" names them.
 
         Args:
-            state: as of shardfuse.checkpoint.load().
-            accept: is given the ``info`` that was saved, and raises if this is not to be loaded.
-            trusted: as of load().
+            state: as for shardfuse.checkpoint.load().
+            accept: called with the saved ``info``; raises if the checkpoint shall not be loaded.
+            trusted: as for load().
 
         Raises:
-            DamagedCheckpoint: there are some, and none is whole.
+            DamagedCheckpoint: there are checkpoints, and none is whole.
             CheckpointError: the newest whole one does not fit ``state``.
         """
         ranks = Ranks(state, self._group, f"{self.folder} is not loaded")
@@ -190,7 +194,7 @@ class Checkpoints:
                 continue
             if faults:
                 text = "; ".join(fault.rstrip(".") for fault in faults)
-                logger.warning("%s: step-%d is taken, the newest whole checkpoint.", text, step)
+                logger.warning("%s: loading step-%d, the newest whole checkpoint.", text, step)
             return step
         if faults:
             raise DamagedCheckpoint(faults, f"{self.folder} has no whole checkpoint.")

@@ -144,6 +144,11 @@ class Manifest:
         except (FileNotFoundError, NotADirectoryError):
             if not folder.is_dir():
                 raise CheckpointError(f"There is no checkpoint {folder}.") from None
+            inside = sorted(path.parent.name for path in folder.glob(f"step-*/{MANIFEST}"))
+            if inside:
+                raise CheckpointError(
+                    f"{folder} is a folder of checkpoints. Name one: {', '.join(inside)}."
+                ) from None
             raise DamagedCheckpoint(
                 [f"{folder.name}/{MANIFEST} is missing"],
                 "If shardfuse has not saved it, torch.distributed.checkpoint.load() may read it.",

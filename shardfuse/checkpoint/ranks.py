@@ -15,6 +15,15 @@ from shardfuse.optim.base import ShardedOptimizer
 T = TypeVar("T")
 
 
+def check_state(state: Any) -> None:
+    """Raise TypeError unless this is a dict of what is saved."""
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            'state must be a dict, such as {"model": model, "optimizer": optimizer}, got '
+            f"{type(state).__name__}."
+        )
+
+
 class Ranks:
     """All ranks that share what is saved. Building one cannot fail on one of them alone.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ from shardfuse.checkpoint.index import (
     item_faults,
 )
 from shardfuse.checkpoint.places import ranks_needed
-from shardfuse.checkpoint.ranks import Ranks, tried
+from shardfuse.checkpoint.ranks import Ranks, check_state, tried
 from shardfuse.checkpoint.state import TrainingState
 from shardfuse.checkpoint.storage import (
     Copies,
@@ -36,6 +37,9 @@ from shardfuse.checkpoint.storage import (
 from shardfuse.checkpoint.whole import whole_beside
 from shardfuse.comm import Communicator
 from shardfuse.files import discard, sync, write_whole
+
+_OF_A_CHECKPOINT = re.compile(r"\.?(part-\d+\.json|__\d+_\d+\.distcp).*")
+"""Names of files that a damaged one may consist of."""
 
 
 class Save:
@@ -56,6 +60,7 @@ class Save:
         info: Mapping[str, Any] | None = None,
         copies: Copies | None = None,
     ) -> None:
+        check_state(state)
         self.target = Path(folder).absolute()
         self.ranks = Ranks(state, process_group, f"{self.target} is not saved")
         self._unfinished = self.target.with_name(f".{self.target.name}.unfinished")
@@ -66,6 +71,8 @@ class Save:
 
     def _plan(self, state: Mapping[str, Any], copies: Copies | None) -> PlannedPart:
         rank = self.ranks.comm.rank
+        if rank == 0:
+            _check_replaceable(self.target)
         held = TrainingState(state, rank)
         self._params = {
             key: [ParamNote(spec.name, list(spec.shape), list(spec.stride)) for spec in parts.specs]
@@ -106,21 +113,22 @@ def save(
 ) -> None:
     """Write a checkpoint that any number of ranks can load. Collective.
 
-    Every rank writes its part of optimizers and of their parameters, and plans that alone: there is
-    no collective before the small all-reduce by which all learn that all parts are on the disk.
-    Then the first rank gives the folder its name. Until then, and if anything fails, what was there
-    before stays. ``torch.distributed.checkpoint.load()`` reads the result, too.
+    Every rank plans and writes its part of optimizers and of their parameters. The only collective
+    is a small all-reduce, by which all ranks learn that all parts are on the disk. Then the first
+    rank renames the folder. Until then, and if anything fails, the previous checkpoint stays.
+    ``torch.distributed.checkpoint.load()`` reads the result, too.
 
     Args:
         state: {key: ShardedOptimizer, module, object with state_dict(), or value}. See
-            TrainingState. Values that are the same on all ranks: the first rank's are saved.
-        folder: where; all ranks must see the same file system. A checkpoint there is replaced.
-        process_group: of the ranks, where there is no ShardedOptimizer in ``state``.
-        info: what Manifest.info shall have: values that JSON has.
-        then: is called on the first rank once the checkpoint is there.
+            TrainingState. Values must be the same on all ranks: those of the first rank are saved.
+        folder: where to save. All ranks must see it. A checkpoint there is replaced; anything
+            else is left alone, and is an error.
+        process_group: the ranks, if there is no ShardedOptimizer in ``state``.
+        info: values of JSON's types, which are saved as Manifest.info.
+        then: called on the first rank when the checkpoint is complete.
 
     Raises:
-        CheckpointError: on all ranks, where any rank cannot write.
+        CheckpointError: on all ranks, if any rank cannot write.
     """
     one = Save(state, folder, process_group, info)
     comm = one.ranks.comm
@@ -134,6 +142,24 @@ def save(
             if comm.rank == 0:
                 one.clear()
             raise
+
+
+def _check_replaceable(target: Path) -> None:
+    """Raise CheckpointError if there is something that is no checkpoint: a save would remove it."""
+    if not target.is_dir():
+        if target.exists():
+            raise CheckpointError("it is a file; name a folder.")
+        return
+    names = {path.name for path in target.iterdir()}
+    if names & {MANIFEST, METADATA}:
+        return
+    others = sorted(name for name in names if not _OF_A_CHECKPOINT.fullmatch(name))
+    if others:
+        more = f" and {len(others) - 1} more" if others[1:] else ""
+        raise CheckpointError(
+            f"the folder has {others[0]}{more}, of no checkpoint, which saving would remove; name "
+            "another, such as a new one inside of it."
+        )
 
 
 def _word(data: bytes) -> int:
@@ -206,26 +232,28 @@ def load(
     trusted: bool = False,
     look_beside: bool = True,
 ) -> dict[str, Any]:
-    """Load what save() wrote, at any number of ranks; return its ``info``. Collective.
+    """Load a checkpoint of save() with any number of ranks; return its ``info``. Collective.
 
-    Every rank reads its part, after it has compared its digests. Where anything is damaged, on any
-    rank, all raise and nothing has changed. What is read must be there. A checkpoint may have more
-    than ``state``, but not more of a module or an optimizer than that has. Where one of the
-    caller's own load_state_dict() raises on any rank, all do, with models and optimizers loaded.
+    Every rank checks the digests of its part, and reads it. If anything is damaged for any rank,
+    all raise and nothing has changed. Everything in ``state`` must be in the checkpoint. The
+    checkpoint may have more keys, but not more of a module or an optimizer than ``state`` has. If
+    the caller's own load_state_dict() raises on a rank, all raise, with models and optimizers
+    already loaded.
 
     Args:
-        state: as of save(). Objects are loaded in place, values are replaced in this dict.
+        state: as for save(). Objects are loaded in place, values are replaced in this dict.
         folder: the checkpoint.
-        process_group: as of save().
-        accept: is given the ``info`` that was saved, and raises if this is not to be loaded.
-        trusted: whether values may be of any class. Reading these runs code that is in the file.
-        look_beside: whether an error of damage names the newest whole checkpoint of the same run,
-            which all ranks read for that, each its share.
+        process_group: as for save().
+        accept: called with the saved ``info``; raises if the checkpoint shall not be loaded.
+        trusted: whether values may be of any class. Reading such values runs code from the file.
+        look_beside: whether an error of damage names the newest whole checkpoint of the same run.
+            To find it, all ranks read these checkpoints, each its share.
 
     Raises:
-        DamagedCheckpoint: files are not as they were written. It names them, and what lay there.
+        DamagedCheckpoint: files differ from what was written. It names them and their contents.
         CheckpointError: there is no checkpoint, or it does not fit ``state``.
     """
+    check_state(state)
     source = Path(folder).absolute()
     ranks = Ranks(state, process_group, f"{source} is not loaded")
     with ranks.call("checkpoint.load()", f"name = {source.name}"):
@@ -307,9 +335,9 @@ class _Loading:
         extra = sorted(key for key in self._saved - read if key.startswith(prefixes))
         if extra:
             raise CheckpointError(
-                f"{source} does not fit: it has {', '.join(extra[:3])} and {len(extra)} keys in "
-                "all for which there is no place here. Build the model and the optimizer that it "
-                "is of; torch.distributed.checkpoint.load() loads parts of it."
+                f"{source} does not fit: it has {', '.join(extra[:3])}, {len(extra)} keys in all, "
+                "for which there is no place here. Build the model and the optimizer that were "
+                "saved; torch.distributed.checkpoint.load() loads parts of a checkpoint."
             )
 
     def finish(self) -> None:

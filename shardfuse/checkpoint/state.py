@@ -21,14 +21,14 @@ from shardfuse.optim.base import ShardedOptimizer
 
 
 class PerRank:
-    """What every rank has its own of, such as the position of a data loader.
+    """A value that differs between ranks, such as the position of a data loader.
 
-    Every rank's is saved, and each gets its own back.
+    Every rank's value is saved, and each rank gets its own back.
 
     Args:
-        value: with state_dict() and load_state_dict(); the former returns plain data of any form.
-        on_resize: is called in place of load_state_dict() where a checkpoint of another number of
-            ranks is loaded, with (the number then, the number now). None: that is an error.
+        value: an object with state_dict(), which returns plain data, and load_state_dict().
+        on_resize: called with (saved number of ranks, present number of ranks) instead of
+            load_state_dict() if the two differ. None: that is an error.
     """
 
     def __init__(self, value: Any, *, on_resize: Callable[[int, int], None] | None = None) -> None:
@@ -89,7 +89,7 @@ class TrainingState:
             if self.objects[key].on_resize is None:
                 raise CheckpointError(
                     f"each of {saved} ranks saved its own {key!r}, and there are {present} now. "
-                    f"Load at {saved} ranks, or say PerRank(..., on_resize=...)."
+                    f"Load with {saved} ranks, or pass PerRank(..., on_resize=...)."
                 )
 
     def to_check(self) -> dict[str, Any]:

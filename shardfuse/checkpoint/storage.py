@@ -68,8 +68,8 @@ class _SavePlanner(DefaultSavePlanner):
             # Of a class of torch's own: DTensor, ShardedTensor.
             if hasattr(value, "placements") or hasattr(value, "local_shards"):
                 raise CheckpointError(
-                    f"{key} is a {type(value).__name__}, of which no rank knows here what others "
-                    "hold. Save it by torch.distributed.checkpoint.save()."
+                    f"{key} is a {type(value).__name__}, and no rank knows which part of it others "
+                    "hold. Save it with torch.distributed.checkpoint.save()."
                 )
         if self._rank > 0:
             held = self.state_dict.items()
@@ -283,8 +283,8 @@ class _LoadPlanner(DefaultLoadPlanner):
             except pickle.UnpicklingError as error:
                 raise CheckpointError(
                     f"{read_item.storage_index.fqn} is more than plain data: loading it may run "
-                    f"code that whoever wrote the file has chosen. {str(error).splitlines()[0]} "
-                    "If you trust them, load with trusted=True."
+                    f"code from the file. {str(error).splitlines()[0]} If you trust the author of "
+                    "the file, load with trusted=True."
                 ) from None
             value.seek(0)
         super().load_bytes(read_item, value)

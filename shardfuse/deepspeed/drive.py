@@ -49,7 +49,7 @@ def configure(active: Registration, engine: Any, client_optimizer: Any, params: 
         if getattr(engine.client_lr_scheduler, "optimizer", None) is client:
             raise ValueError(
                 "The lr_scheduler was made for the FusedLamb that ShardedLamb replaces, and would "
-                "go on to change that. Pass a callable: lr_scheduler=lambda optimizer: ..."
+                "change only that one. Pass a callable: lr_scheduler=lambda optimizer: ..."
             )
         groups, options = from_fused_lamb(client)
         plan = _Plan(engine, ShardedLamb, groups, options)
@@ -82,7 +82,7 @@ def _by_name(
         return None
     if "max_grad_norm" in options:
         raise ValueError(
-            f'"max_grad_norm" in the params of {name}: DeepSpeed takes it away. Write '
+            f'"max_grad_norm" in the params of {name}: DeepSpeed removes it. Write '
             '"gradient_clipping" for the norm of all gradients, or "clip_grad_norm" for the '
             "max_grad_norm of the optimizer itself."
         )
@@ -145,7 +145,7 @@ class _Plan:
             raise ValueError(
                 f"shardfuse's {self.cls.__name__} was wrapped by {type(wrapper).__name__}, whose "
                 'partitions it cannot read. Set "zero_optimization": {"stage": 1} or 2 with no '
-                "further options, and see the list in shardfuse's README."
+                "further options, and see shardfuse/deepspeed/README.md."
             )
         peer.probe(wrapper, zero.__name__, peer.ZERO_ATTRIBUTES)
         partitions.bind(wrapper, optimizer, own)
@@ -190,7 +190,7 @@ def _rebind(optimizer: ShardedOptimizer) -> None:
     if any(not group["params"] for group in optimizer.param_groups):
         raise ValueError(
             f"{type(optimizer).__name__} has a parameter group without parameters, which "
-            "DeepSpeed removes. Build it without that group."
+            "DeepSpeed removes. Build the optimizer without that group."
         )
     try:
         optimizer.rebind()

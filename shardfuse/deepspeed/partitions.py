@@ -76,7 +76,7 @@ class Partitions:
         if sent:
             raise ValueError(
                 f'sharding={{"{sent[0]}": ...}} is for what shardfuse sends. At ZeRO stages 1 and '
-                '2 DeepSpeed does: remove it, and see "communication_data_type"; or set '
+                '2 DeepSpeed sends: remove the option, and see "communication_data_type"; or set '
                 '"zero_optimization": {"stage": 0}.'
             )
         flats = optimizer._flats
@@ -104,8 +104,8 @@ class Partitions:
             flat = group["params"][0]
             if id(flat) not in self._partitions or flat.grad is None:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} was given a flat partition that it knows no "
-                    "tensors of, or no gradient for it. Build it through deepspeed.initialize() "
+                    f"{type(optimizer).__name__} got a flat partition whose tensors it does not "
+                    "know, or no gradient for it. Build it through deepspeed.initialize() "
                     "with shardfuse.deepspeed imported, and leave the steps to the engine."
                 )
             with self._partitions[id(flat)].comm.call("step()"):
@@ -162,8 +162,8 @@ class Partitions:
     def refuse(self, what: str) -> NoReturn:
         """Raise RuntimeError: ``what`` is DeepSpeed's, or of buffers that are not there."""
         raise RuntimeError(
-            f"{what} is not there while DeepSpeed shards (ZeRO stage 1 and 2): ask the engine, or "
-            'set "zero_optimization": {"stage": 0}.'
+            f"{what} is not available while DeepSpeed shards (ZeRO stages 1 and 2). Ask the "
+            'engine, or set "zero_optimization": {"stage": 0}.'
         )
 
 
@@ -216,8 +216,8 @@ def _segments(zero: Any, number: int, rank: int, policies: list[str]) -> list[Se
         if offset < end or offset + param.numel() > whole.numel():
             raise RuntimeError(
                 f"Parameter {position} of group {number} does not lie in DeepSpeed's "
-                "bit16_groups_flat after the one before, so that its norm cannot be told. Report "
-                "this with the DeepSpeed version."
+                "bit16_groups_flat after the one before, so its norm is unknown. Report this "
+                "with the DeepSpeed version."
             )
         end = offset + param.numel()
         start, stop = max(offset, first), min(end, last)
@@ -236,8 +236,9 @@ def _check_map(members: list[Tensor], segments: list[Segment], number: int) -> N
         address = None if mapping is None else mapping.get_hp_fragment_address()
         if address is None or (address.start, address.numel) != (segment.start, segment.numel):
             logger.warning(
-                "Checkpoints of this run must not be made universal: DeepSpeed's map of group %d "
-                "names other tensors than lie in the partition. Remove round_robin_gradients.",
+                "Do not convert checkpoints of this run to universal ones: DeepSpeed's map of "
+                "group %d names other tensors than the partition holds. Remove "
+                "round_robin_gradients.",
                 number,
             )
             return

@@ -93,7 +93,7 @@ def engine_class() -> Any:
         if found is not None and Version(found) < Version(OLDEST_VERSION):
             raise RuntimeError(
                 f"DeepSpeed {found} is older than shardfuse.deepspeed was checked with. Install "
-                f"deepspeed>={OLDEST_VERSION}, or do without importing shardfuse.deepspeed."
+                f"deepspeed>={OLDEST_VERSION}, or do not import shardfuse.deepspeed."
             )
     engine = import_module("deepspeed.runtime.engine").DeepSpeedEngine
     probe(engine, "DeepSpeedEngine", ENGINE_METHODS)
@@ -123,7 +123,7 @@ def probe(owner: Any, name: str, attributes: Iterable[str]) -> None:
     missing = [attribute for attribute in attributes if not hasattr(owner, attribute)]
     if missing:
         raise RuntimeError(
-            f"DeepSpeed {version()} has no {name}.{missing[0]}, which shardfuse.deepspeed leans "
-            f"on. It was checked with deepspeed {', '.join(CHECKED_VERSIONS)}: install that, or "
+            f"DeepSpeed {version()} has no {name}.{missing[0]}, which shardfuse.deepspeed needs. "
+            f"It was checked with deepspeed {', '.join(CHECKED_VERSIONS)}: install that, or "
             "call shardfuse.deepspeed.unregister() to use DeepSpeed without shardfuse."
         )

@@ -41,20 +41,20 @@ def classes() -> dict[str, type[ShardedOptimizer]]:
 def register(*, replace_lamb: bool | None = None) -> bool:
     """Let DeepSpeed find shardfuse's optimizers by name. Called by importing shardfuse.deepspeed.
 
-    Calling it again changes nothing but ``replace_lamb``, if given. DeepSpeed looks for names in
-    torch.optim, which gets them as attributes.
+    A second call changes only ``replace_lamb``, if given. DeepSpeed looks for names in torch.optim,
+    so the classes become attributes there.
 
     Args:
-        replace_lamb: also take over ``{"type": "Lamb"}`` and instances of DeepSpeed's FusedLamb, by
-            ShardedLamb with ``variant="deepspeed"``: the same formula with exact trust ratios. None
-            leaves it as it is, which at first is not to.
+        replace_lamb: also replace ``{"type": "Lamb"}`` and instances of DeepSpeed's FusedLamb by
+            ShardedLamb with ``variant="deepspeed"``: the same formula with exact trust ratios.
+            None: keep the present setting, which is False at first.
 
     Returns:
         Whether DeepSpeed is installed; if not, nothing is done.
 
     Raises:
-        RuntimeError: DeepSpeed's insides are other than those the plug-in was written for, or
-            torch.optim has another optimizer of one of the names.
+        RuntimeError: the internals of DeepSpeed differ from those the plug-in was written for, or
+            torch.optim has another optimizer with one of the names.
     """
     global _active
     if _active is not None:
@@ -70,7 +70,7 @@ def register(*, replace_lamb: bool | None = None) -> bool:
         if getattr(torch.optim, name, cls) is not cls:
             raise RuntimeError(
                 f"torch.optim.{name} is not shardfuse's: something else has taken the name. Import "
-                "shardfuse.deepspeed first, or remove the other."
+                "shardfuse.deepspeed first, or remove the other optimizer."
             )
 
     @functools.wraps(active.original)
@@ -85,7 +85,7 @@ def register(*, replace_lamb: bool | None = None) -> bool:
 
 
 def unregister() -> None:
-    """Undo register(); engines that exist already keep running."""
+    """Undo register(). Existing engines keep running."""
     global _active
     if _active is None:
         return

@@ -261,7 +261,10 @@ def _integers(numel: int, rank: int, device: Device) -> Tensor:
 
 
 def _meet(comm: Communicator, device: Device) -> None:
-    comm.all_reduce(torch.zeros(1, device=device)).wait()
+    """Return once all ranks are here: a device's wait() does not block the host, item() does."""
+    total = torch.zeros(1, device=device)
+    comm.all_reduce(total).wait()
+    total.item()
 
 
 def _sharding() -> dict[str, Any]:

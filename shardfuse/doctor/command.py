@@ -22,10 +22,10 @@ from shardfuse.doctor.world import CONNECT_REMEDY, World
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    command.add_argument("--json", action="store_true", help="for scripts")
+    command.add_argument("--json", action="store_true", help="print JSON, for scripts")
     command.add_argument("--backend", help="of the process group; that of the device, if left out")
     command.add_argument(
-        "--limit-s", type=float, default=60.0, help="seconds for each thing (%(default)s)"
+        "--limit-s", type=float, default=60.0, help="seconds for each thing (default: %(default)s)"
     )
     command.add_argument("--device", choices=["cpu"], help="even where there is an accelerator")
     command.add_argument(

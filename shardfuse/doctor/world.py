@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardfuse.doctor.findings import Finding, merged
 from shardfuse.training.attempts import fresh_part
+from shardfuse.training.device import set_device
 
 CONNECT_REMEDY = (
     "A firewall that blocks ports between the hosts, or another network interface than meant, ends "
@@ -55,16 +56,15 @@ class World:
 
     def take_device(self) -> Finding:
         """Make this rank's accelerator the current one."""
-        name, index = "device", self.device.index
         if self.device.type == "cpu":
-            return Finding(name, "ok", "cpu")
-        number = torch.accelerator.device_count()  # not run on hardware
-        if index >= number:
-            text = f"local rank {index} has no device of its own: this host shows {number}"
-            remedy = "Start as many ranks as devices (--nproc-per-node), or show it more of them."
-            return Finding(name, "failed", text, remedy)
-        torch.accelerator.set_device_index(index)
-        return Finding(name, "ok", f"{self.device.type}, {number} on this host")
+            return Finding("device", "ok", "cpu")
+        try:
+            set_device(self.device.index)
+        except ValueError as error:
+            text, _, remedy = str(error).partition(". ")
+            return Finding("device", "failed", text, remedy)
+        number = torch.accelerator.device_count()
+        return Finding("device", "ok", f"{self.device.type}, {number} on this host")
 
     def meet(self) -> Finding:
         """Find the other ranks in the launcher's store."""

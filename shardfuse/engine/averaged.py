@@ -34,6 +34,10 @@ class AveragedCheck:
         """Whether there is nothing more to look at."""
         return self._num_seen > 1 or self.comm.world_size == 1
 
+    def restart(self) -> None:
+        """Look once more: an error may have kept some ranks from having looked."""
+        self._num_seen = 0
+
     def lines(self, grads: Sequence[tuple[str, Tensor | None]]) -> list[str]:
         """Return what ranks must have in common in the first step, if gradients are reduced.
 
@@ -63,7 +67,7 @@ class AveragedCheck:
         if None not in told and len(set(told)) == 1 and is_wrapped(params):
             warnings.warn(
                 "The model is wrapped in DistributedDataParallel, which averages the gradients, "
-                "and the optimizer averages them once more: all communication is paid twice. Say "
+                "and the optimizer averages them again, so everything is sent twice. Pass "
                 "sharding={'grads_are_reduced': True}, or train the model without the wrapper.",
                 UserWarning,
                 stacklevel=levels_to_caller(),

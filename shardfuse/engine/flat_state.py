@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,10 @@ _REMEDY = (
     "Change it back, as by model.float(), and call opt.rebind(); or build a new optimizer after "
     "casting and moving the model."
 )
+
+
+# Of this process. Parameters themselves have no weak references: torch would not swap them then.
+_live = set[weakref.ref["FlatState"]]()
 
 
 class FlatState:
@@ -63,6 +68,7 @@ class FlatState:
         # Steps are one number while all parameters have the same one, which is the usual case.
         self._step = 0
         self._steps: dict[int, int] | None = None
+        _live.add(weakref.ref(self, _live.discard))
         self._stepped: set[int] = set()  # missing ones that are updated in this step all the same
 
     def bind(self) -> None:
@@ -102,6 +108,16 @@ class FlatState:
             if param.data_ptr() != address
         ]
 
+    def taken(self) -> bool:
+        """Return whether a parameter lies in a buffer of another optimizer."""
+        own = {id(param) for param in self.params}
+        return any(
+            id(param) in own and param.data_ptr() == address
+            for ref in tuple(_live)
+            if (other := ref()) is not None and other is not self
+            for param, address in zip(other.params, other._addresses, strict=True)
+        )
+
     def allocate(self, values: Mapping[str, float]) -> bool:
         """Create the states that do not exist, filled with ``values``; return whether any was."""
         self.wire.allocate()
@@ -110,6 +126,11 @@ class FlatState:
             self.states[name] = ShardArena(self.flat, self.device, MASTER_DTYPE)
             self.states[name].data.fill_(values[name])
         return bool(new)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a parameter is not frozen, or has a gradient all the same."""
+        return any(param.requires_grad or param.grad is not None for param in self.params)
 
     @property
     def param_nbytes(self) -> int:
@@ -207,6 +228,12 @@ def check_params(
             raise RuntimeError(
                 f"{prefix}{len(moved)} parameters were cast or moved after the optimizer was built "
                 f"({names}), where rebind() cannot follow: {change}. {_REMEDY}"
+            )
+        if any(state.taken() for state in flats):
+            raise RuntimeError(
+                f"{prefix}{len(moved)} parameters ({names}) belong to another optimizer, which was "
+                "built on them later: updates would not reach the model. Keep one of the two, or "
+                "give each of them parameters of its own."
             )
         raise RuntimeError(
             f"{prefix}{len(moved)} parameters were re-allocated since the optimizer was built "

@@ -135,7 +135,7 @@ class ForeignShards(Shards):
 
     def params(self, cohort: int) -> Sequence[tuple[int, ParamSpec]]:
         """Raise NotImplementedError: which rows a segment has parts of is not known."""
-        raise NotImplementedError("Sums over rows are not there over foreign partitions.")
+        raise NotImplementedError("Sums over rows are not supported over foreign partitions.")
 
 
 def _cut(segment: Segment) -> Iterator[Segment]:

@@ -115,8 +115,8 @@ class ParamSync:
                 raise RuntimeError(
                     f"{on_rank(self._comm)}Parameters have other values here than on the rank that "
                     f"updates them, although only differences travel (param_sync_bits): {names}. "
-                    "Load and edit parameters on all ranks alike, and build the optimizer anew; "
-                    "or leave param_sync_bits out."
+                    "Load and edit parameters in the same way on all ranks, and build a new "
+                    "optimizer; or leave param_sync_bits out."
                 ) from None
 
     def broadcast(self, buffer: FlatBuffer) -> None:

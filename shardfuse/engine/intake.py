@@ -20,6 +20,39 @@ from shardfuse.rules import Member, UpdateRule
 Groups = Sequence[Mapping[str, Any]]
 
 
+def given(params: Any) -> list[Any]:
+    """Return what an optimizer was given as ``params``, as a list.
+
+    Raises:
+        TypeError: a module, a state dict or one tensor, in place of its parameters.
+        ValueError: there are none, or a group has none.
+    """
+    if isinstance(params, torch.nn.Module):
+        raise TypeError(
+            f"params is a module ({type(params).__name__}). Pass its named_parameters()."
+        )
+    if isinstance(params, Tensor):
+        raise TypeError(
+            "params argument given to the optimizer should be an iterable of Tensors or dicts, but "
+            "is one Tensor. Pass model.named_parameters(), or a list of tensors."
+        )
+    if isinstance(params, Mapping):
+        raise TypeError(
+            f"params is a {type(params).__name__}. Pass model.named_parameters(), or a list of "
+            'dicts, one for each group: [{"params": ..., "lr": ...}].'
+        )
+    members = list(params)
+    if not members:
+        raise ValueError(
+            "optimizer got an empty parameter list. A generator such as model.parameters() can be "
+            "read once: pass model.named_parameters() itself."
+        )
+    for index, group in enumerate(members):
+        if isinstance(group, Mapping) and "params" not in group:
+            raise ValueError(f'Parameter group {index} has no "params", but {list(group)}.')
+    return members
+
+
 def common_device(groups: Groups) -> torch.device:
     """Return the device of all parameters; the CPU where there are none.
 
@@ -62,8 +95,8 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
             _check(param, name)
             if name in names:
                 raise ValueError(
-                    f"The parameter name {name} is given twice. Checkpoints and error messages go "
-                    "by name: prefix the names of each model."
+                    f"The parameter name {name} is given twice. Checkpoints and error messages use "
+                    "names: prefix the names of each model."
                 )
             names.add(name)
             policy = rule.policy(name, "param_names" in group, group)
@@ -173,9 +206,9 @@ def _check(param: Tensor, name: str) -> None:
     number = internal_format(param)
     if number is not None:
         raise TypeError(
-            f"Parameter {name} has Ascend's internal format {number}, in which elements do not lie "
-            "as its sizes and strides say. Set torch.npu.config.allow_internal_format = False "
-            "before the model is built, or convert the parameter: "
+            f"Parameter {name} has Ascend's internal format {number}, in which its sizes and "
+            "strides do not describe the memory. Set torch.npu.config.allow_internal_format = "
+            "False before the model is built, or convert the parameter: "
             "p.data = torch_npu.npu_format_cast(p.data, 2)."
         )
 

@@ -115,6 +115,6 @@ def _check_room(held: Held, groups: Groups, steps: Mapping[int, int]) -> None:
             else "the hyper-parameters were others. Build it with those of the checkpoint."
         )
         raise ValueError(
-            f"The checkpoint is of an optimizer that has trained {name}, for whose {lacking[0]} "
-            f"this one has no place: when this one was built, {remedy}"
+            f"The checkpoint is of an optimizer that has trained {name}, and this one has no place "
+            f"for its {lacking[0]}: when this one was built, {remedy}"
         )

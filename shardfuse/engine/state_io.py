@@ -289,7 +289,7 @@ def _check_parts(state: FlatState, entries: Mapping[int, Mapping[str, Any]]) -> 
             if isinstance(value, FragmentTensor) and not own.has_pieces_of(value):
                 raise ValueError(
                     f"State {name} of {spec.name} holds another rank's part, or one of another "
-                    "world size. Save and load it with torch.distributed.checkpoint, which finds "
+                    "world size. Save and load it with torch.distributed.checkpoint, which gives "
                     "every rank its part, or use full_state_dict=True."
                 )
 
@@ -313,7 +313,7 @@ def _check_entry(
     if len(lacking) < len(names) and "step" not in entry and rule.counts_steps:
         raise ValueError(
             f"loaded state dict has no step for {spec.name}, neither with its states nor in its "
-            "group: how often they were updated is not known. Add it to the dict."
+            "group, so the number of its updates is unknown. Add it to the dict."
         )
 
 

@@ -8,12 +8,14 @@ Clips by a norm come before: gradients are then reduced first, and kept.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from shardfuse.comm import Communicator
 from shardfuse.engine.kernels import Kernels, Pass, Scale, ascending, passes
+from shardfuse.engine.norms import StepNorms
 from shardfuse.engine.reductions import BlockSums, reduction_for
 from shardfuse.engine.units import Cohort, Shards, Unit
 from shardfuse.rules import Clip, ReducingRule, UpdateRule
@@ -48,6 +50,7 @@ class StepEngine:
         self._cohorts: dict[int, Cohort] = {}  # as the present step has them
         self._clipped: list[int] = []
         self._norms: BlockSums | None = None  # spread: the norm of the tensor each block is of
+        self._watch: StepNorms | None = None  # of the present step
         self.ratio: Tensor | None = None  # (num_params,), of the last step; 1 where none was taken
 
     def square_norms(self) -> Tensor:
@@ -65,23 +68,40 @@ class StepEngine:
             squares[flats[unit.cohort]] += blocks.sum()
         return self._total(squares)
 
-    def run(self, coefficient: Tensor | None, max_norm: float | None) -> None:
+    def run(
+        self, coefficient: Tensor | None, max_norm: float | None, watch: StepNorms | None = None
+    ) -> None:
         """Update states and parameters; what ``Shards.close()`` has launched stays in flight.
 
         Args:
             coefficient: () scales the mean gradient, on top of the rule's own clipping.
             max_norm: bound of the norm of the mean gradient so scaled, before that clipping.
+            watch: notes what is done, for one all-reduce more.
         """
+        self._watch = watch
         self._cohorts = {cohort.number: cohort for cohort in self._shards.cohorts}
         scales = self._scales(coefficient, max_norm)
         if self._reduction is None:
             for unit in self._shards.gradients():
                 self._shards.open(unit)
-                self._pass(passes.only_pass, unit, scales, None)
+                self._note_gradient(unit)
+                with self._noting(unit):
+                    self._pass(passes.only_pass, unit, scales, None)
                 self._shards.close(unit)
         else:
             self._two_passes(scales)
         self._shards.advance()
+        if watch is not None:
+            watch.ratio = self.ratio
+            watch.finish(self._total, self._shards.device)
+            self._watch = None
+
+    def _note_gradient(self, unit: Unit) -> None:
+        if self._watch is not None:
+            self._watch.note_gradient(unit, self._shards.mean(unit.cohort))
+
+    def _noting(self, unit: Unit) -> AbstractContextManager[None]:
+        return nullcontext() if self._watch is None else self._watch.noting(unit)
 
     def _two_passes(self, scales: Mapping[int, Scale]) -> None:
         rule, sums = self._rule, self._reduction
@@ -97,6 +117,7 @@ class StepEngine:
         units = []
         for unit in self._shards.gradients():
             self._shards.open(unit)
+            self._note_gradient(unit)
             room = sums.room(unit)
             self._pass(passes.first_pass, unit, scales, room)
             sums.collect(unit, room)
@@ -108,7 +129,8 @@ class StepEngine:
         self.ratio = self.ratio if ratio is None else ratio
         # The last ones hold the first layers, which the next forward wants first.
         for unit in reversed(units):
-            self._pass(passes.second_pass, unit, scales, sums.factors(unit))
+            with self._noting(unit):
+                self._pass(passes.second_pass, unit, scales, sums.factors(unit))
             self._shards.close(unit)
 
     def _pass(
@@ -155,6 +177,8 @@ class StepEngine:
                 factor = _factor(clip, square, coefficient)
             mean: Scale = self._shards.mean(own.number)
             if factor is not None:
+                if self._watch is not None:
+                    self._watch.note_clip(factor)
                 mean = factor if mean is None else factor * mean
             scales[own.number] = ascending(mean, own.group)
         return scales

@@ -35,6 +35,7 @@ class Terms:
         self._unfrozen: list[str] = []  # what trains although it was frozen when it was added
         self._loaded: list[str] = []
         self._is_changed = True  # params and states may differ between ranks since the last call
+        self._epoch = comm.epoch
         self.averaged = AveragedCheck(comm, are_reduced)
 
     def declare(
@@ -57,6 +58,10 @@ class Terms:
         """
         if self._comm.world_size == 1:
             return
+        if self._epoch != self._comm.epoch:
+            # After an error, before which some ranks have declared and others have not.
+            self._epoch, self._is_changed = self._comm.epoch, True
+            self.averaged.restart()
         for state in woken:
             names = [spec.name for spec in reversed(state.specs)]
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""

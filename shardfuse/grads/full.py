@@ -122,7 +122,7 @@ class GradSync(GradShards):
     def multiply(self, factor: Tensor) -> None:
         if self.phase is GradPhase.REDUCED:
             raise RuntimeError(
-                "The ranks have different loss scales, and clip_grad_norm() has added up gradients "
+                "The ranks have different loss scales, and clip_grad_norm() has summed gradients "
                 "that are still scaled by them. Call scaler.unscale_(optimizer) before it, or use "
                 "shardfuse.ShardedGradScaler, which keeps one scale."
             )

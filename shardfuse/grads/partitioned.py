@@ -142,7 +142,7 @@ class PartitionedGrads(GradShards):
     def multiply(self, factor: Tensor) -> None:
         """Refuse to treat ranks' gradients differently: they are added up already."""
         raise RuntimeError(
-            "The ranks have different loss scales although their gradients are added up under "
+            "The ranks have different loss scales although their gradients are summed during "
             "backward (stage=2). Use one scale on all ranks: shardfuse.ShardedGradScaler."
         )
 
@@ -159,6 +159,6 @@ class PartitionedGrads(GradShards):
     def combined(self, *, shared: bool) -> list[Tensor | None]:
         """Refuse: there is no tensor that they all lie in, nor any of them."""
         raise RuntimeError(
-            "There are no combined gradients with stage=2: they leave under backward, and each "
-            "rank keeps its shard of their sum alone. Use stage=1."
+            "There are no combined gradients with stage=2: they are sent during backward, and each "
+            "rank keeps only its shard of their sum. Use stage=1."
         )

@@ -176,9 +176,9 @@ class Rounds:
         (num_rounds, most, least), late = (told := total.tolist())[:NUM_COUNTS], told[NUM_COUNTS:]
         if most != -least:
             raise RuntimeError(
-                "Ranks have cleared gradients that were under way at different times, so that "
-                "gradients of two batches are mixed. Call zero_grad() on all ranks alike, and run "
-                "as many backward() on each (stage=2)."
+                "Ranks have cleared gradients in flight at different times, so gradients of two "
+                "batches are mixed. Call zero_grad() at the same place on all ranks, and run the "
+                "same number of backward() on each (stage=2)."
             )
         while self._num_rounds < num_rounds:
             self._has_fired = True

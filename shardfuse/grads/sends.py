@@ -269,9 +269,9 @@ class Sends:
         if self._num_wasted == _MAX_WASTED:
             self._may_overlap.clear()  # on all ranks alike
             logger.warning(
-                "Gradients changed in %d steps running after they had been sent, and were sent "
-                "twice: from now on they are sent in step(). Where several backward() make one "
-                "step, run all but the last inside optimizer.no_sync(); or say "
+                "Gradients changed in %d steps in a row after they had been sent, and were sent "
+                "twice. From now on they are sent in step(). If a step has several backward(), run "
+                "all but the last inside optimizer.no_sync(), or pass "
                 "sharding={'overlap_grad_sync': False}.",
                 _MAX_WASTED,
             )

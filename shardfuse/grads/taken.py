@@ -57,10 +57,10 @@ class TakenParam(nn.Parameter):
 
 def _message(param: Tensor) -> str:
     return (
-        f"The gradient of {param.__dict__.get('_shardfuse_name')} has left for the ranks' shards "
-        "(stage=2), and p.grad is None. Use optimizer.clip_grad_norm() or grad_norm(), "
-        "optimizer.zero_grad() to clear it, or no_sync() around a backward whose gradients are to "
-        "stay; or stage=1, which keeps them all."
+        f"The gradient of {param.__dict__.get('_shardfuse_name')} was sent to the ranks' shards "
+        "(stage=2), so p.grad is None. Use optimizer.clip_grad_norm() or grad_norm(), "
+        "optimizer.zero_grad() to clear it, or no_sync() around a backward whose gradients shall "
+        "stay in p.grad; or use stage=1, which keeps all gradients."
     )
 
 

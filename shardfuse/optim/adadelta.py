@@ -22,7 +22,7 @@ class ShardedAdadelta(ShardedOptimizer):
         d = g * sqrt(acc + eps) / sqrt(s + eps)
         acc = rho * acc + (1 - rho) * d^2;    p -= lr * d
 
-    The same as torch.optim.Adadelta up to rounding (arXiv 1212.5701). Where eps is 0, nothing moves
+    The same as torch.optim.Adadelta up to rounding (arXiv 1212.5701). If eps is 0, nothing changes
     (torch: NaN where a gradient is 0).
 
     Args:

@@ -22,7 +22,7 @@ class ShardedAdam(ShardedOptimizer):
         p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
     The same as torch.optim.Adam up to rounding (arXiv 1412.6980). With amsgrad, v is replaced by
-    its running maximum. Where eps is 0, an element whose v is 0 is left as it is (torch: NaN).
+    its running maximum. If eps is 0, an element whose v is 0 does not change (torch: NaN).
 
     Args:
         params: parameters, (name, parameter) pairs, or group dicts holding either.

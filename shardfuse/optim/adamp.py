@@ -24,9 +24,9 @@ class ShardedAdamP(ShardedOptimizer):
                 u -= p * <p, u> / (|p| + eps)^2;    decay by wd_ratio * weight_decay
         p *= 1 - lr * weight_decay;    p -= lr / (1 - beta1^t) * u
 
-    Rows are what one index along dimension 0 selects. Their sums are those of whole rows although
-    tensors are cut across ranks: one all-reduce of 4 floats per row in each step. With nesterov the
-    reduced gradient shards are kept until the update (4 bytes / W per element).
+    One index along dimension 0 selects a row. Sums are over whole rows, although tensors are cut
+    across ranks: each step has one all-reduce of 4 floats per row. With nesterov the reduced
+    gradient shards are kept until the update (4 bytes / W per element).
 
     Args:
         params: parameters, (name, parameter) pairs, or group dicts holding either.
@@ -35,7 +35,7 @@ class ShardedAdamP(ShardedOptimizer):
         torch_options: ``maximize`` and other keywords of torch.optim's; see ShardedOptimizer.
 
     Raises:
-        ValueError: a hyper-parameter is out of range or NaN, here or in a group dict (upstream
+        ValueError: a hyper-parameter is out of range or NaN, here or in a group dict (torch_npu
             checks nothing); or the ranks disagree about the parameters.
     """
 

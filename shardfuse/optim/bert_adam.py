@@ -24,19 +24,19 @@ class ShardedBertAdam(ShardedOptimizer):
         p -= lr_t * (m / (sqrt(v) + e) + weight_decay * p)
         lr_t = lr * schedule(t / t_total, warmup), t from 0;    lr_t = lr where t_total is -1
 
-    Mended: ``warmup_cosine`` works, ``warmup_poly`` stays at 0 past t_total, and a group's own
-    max_grad_norm counts.
+    Fixed here: ``warmup_cosine`` works, ``warmup_poly`` stays at 0 past t_total, and a group's own
+    max_grad_norm is used.
 
     Args:
         params: parameters, (name, parameter) pairs, or group dicts holding either.
         lr: peak learning rate, required.
-        warmup: fraction of t_total that lr rises in; -1 for none. With -1 and a t_total,
-            ``warmup_linear`` starts from lr / 2, as upstream.
+        warmup: fraction of t_total in which lr rises; -1 for none. With -1 and a t_total,
+            ``warmup_linear`` starts from lr / 2, as in torch_npu.
         t_total: number of steps of the schedule; -1 for a constant lr.
         schedule: warmup_linear, warmup_constant, warmup_cosine or warmup_poly.
         b1, b2, e: betas and epsilon.
         weight_decay: decoupled decay, where > 0.
-        max_grad_norm: bound of the gradient norm; <= 0 for none. Costs one all-reduce a step.
+        max_grad_norm: bound of the gradient norm; <= 0 for none. Costs one all-reduce per step.
         sharding: a ShardConfig, or a plain dict with its keys.
         torch_options: ``maximize`` and other keywords of torch.optim's; see ShardedOptimizer.
 

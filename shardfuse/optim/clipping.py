@@ -19,9 +19,9 @@ class Clipped(TorchLike):
     def grad_norm(self) -> Tensor:
         """Return the L2 norm of the mean gradient over all parameters, () fp32. Collective.
 
-        Where clip_grad_norm() was called before, the norm is that of the clipped gradient. The
-        gradients are reduced for this alone: ``clip_grad_norm(math.inf)`` gives the norm and lets
-        step() use what was reduced.
+        After clip_grad_norm(), the norm is that of the clipped gradient. At stage 1 this call
+        reduces the gradients, and step() reduces them again. ``clip_grad_norm(math.inf)`` also
+        returns the norm, and lets step() use the reduced gradients.
         """
         self._refuse_if_foreign("grad_norm()")
         with self.communicator.call("grad_norm()"):
@@ -49,9 +49,12 @@ class Clipped(TorchLike):
         """Scale the mean gradient of the next step() to an L2 norm of at most ``max_norm``.
 
         Collective; call it after backward and before step(). ``p.grad`` itself is not changed.
-        The factor is ``min(1, max_norm / (norm + 1e-6))``, as in torch.nn.utils, whose own function
-        sees ``p.grad`` alone: use that only with ``grads_are_reduced``. For loops that cannot call
-        this there is ``ShardConfig(clip_grad_norm=)``.
+        The factor is ``min(1, max_norm / (norm + 1e-6))``, as in torch.nn.utils. Use the function
+        of torch.nn.utils only with ``grads_are_reduced``, because it sees only ``p.grad``. If a
+        loop cannot call this method, pass ``ShardConfig(clip_grad_norm=)``.
+
+        Args:
+            max_norm: bound of the norm, above 0.
 
         Returns:
             The norm before clipping, () fp32.

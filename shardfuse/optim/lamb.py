@@ -23,9 +23,9 @@ class ShardedLamb(ShardedOptimizer):
         u = m / (sqrt(v) + eps) + weight_decay * p         (m, v bias-corrected in some variants)
         p -= lr * min(||p||, clamp_value) / ||u|| * u      (ratio 1 where either norm is 0)
 
-    Norms are those of each whole parameter tensor, wherever it is cut: one all-reduce of 2 floats
-    per parameter, and one more of a few floats with use_global_grad_norm (arXiv 1904.00962). The
-    variants:
+    Norms are those of whole parameter tensors (arXiv 1904.00962), although tensors are cut across
+    ranks. A step has one all-reduce of 2 floats per parameter, and one more of a few floats with
+    use_global_grad_norm. The variants:
 
         variant   bias correction   clamp_value   ratio where weight decay is 0   exclusions
         npu       no                10            yes                             none
@@ -35,17 +35,17 @@ class ShardedLamb(ShardedOptimizer):
         paddle    yes               none          no                              none
         deepspeed in the step size  none          yes; ratio in [0.01, 10]        none
 
-    Steps at equal lr differ up to elevenfold between them, so that a recipe belongs to its variant:
-    compare_lamb_variants() tells by how much for a model.
+    At equal lr, steps of two variants differ by a factor of up to 11, so a recipe belongs to its
+    variant. compare_lamb_variants() shows the factor for a model.
 
     Args:
         params: parameters, (name, parameter) pairs, or group dicts holding either.
         lr, betas, eps, weight_decay: as in the formula.
-        adam: take every trust ratio as 1. Only variants that correct bias then equal Adam.
+        adam: set every trust ratio to 1. Only variants that correct bias then equal Adam.
         use_global_grad_norm: clip by the norm over all groups and dtypes. (torch_npu 2.13 raises
-            AttributeError here.) The variants do not switch it on; apex and google clip at 1.
-        variant: preset of the switches below; each of them overrides it unless None.
-        max_grad_norm: bound of the global gradient norm, 1 unless given; only with
+            AttributeError here.) No variant turns it on; apex's and Google's own LAMB clip at 1.
+        variant: preset of the switches below. A switch that is not None overrides it.
+        max_grad_norm: bound of the global gradient norm, by default 1; only with
             use_global_grad_norm.
         bias_correction: divide the moments by 1 - beta^t: True inside the ratio, "outside" in the
             step size, False not at all.
@@ -53,7 +53,7 @@ class ShardedLamb(ShardedOptimizer):
         min_coeff, max_coeff: bounds of the trust ratio.
         always_adapt: use the ratio also where weight decay is 0 (apex: use_nvlamb).
         exclude_from_weight_decay: regular expressions; parameters whose names match have no decay.
-        exclude_from_layer_adaptation: likewise, their trust ratio is 1.
+        exclude_from_layer_adaptation: regular expressions; the trust ratio of such parameters is 1.
         sharding: a ShardConfig, or a plain dict with its keys.
         torch_options: ``maximize`` and other keywords of torch.optim's; see ShardedOptimizer.
 
@@ -62,9 +62,9 @@ class ShardedLamb(ShardedOptimizer):
             needed and not given; or the ranks disagree about the parameters.
 
     Warns:
-        UserWarning: on the first rank, once: ratios need a decay and no parameter has one, so that
-            this is Adam; a parameter of fewer than two dimensions is decayed and adapted; or
-            max_grad_norm is given without use_global_grad_norm, and does nothing.
+        UserWarning: once, on the first rank, if ratios need a decay and no parameter has one, so
+            that this is Adam; if a parameter of fewer than two dimensions is decayed and adapted;
+            or if max_grad_norm has no effect, because use_global_grad_norm is not given.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class ShardedLamb(ShardedOptimizer):
     def trust_ratios(self) -> dict[str, float]:
         """Return {parameter name: trust ratio} of the last step; empty before the first. Local.
 
-        The ratio is 1 where the variant takes none, and for a parameter that was not updated. Every
-        rank has all of them, so this needs no communication; reading them waits for the device.
+        The ratio is 1 if the variant takes none, and for a parameter that was not updated. Every
+        rank has all ratios, so this needs no communication. Reading them waits for the device.
         """
         ratio = (self._foreign or self._engine).ratio
         if ratio is None:

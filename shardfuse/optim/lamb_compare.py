@@ -25,7 +25,14 @@ VariantOrSwitches = LambVariant | Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LambStepSize:
-    """One parameter's step, as L2 norm over the learning rate, under both variants."""
+    """The step of one parameter under both variants: its L2 norm, divided by the learning rate.
+
+    Args:
+        name: name of the parameter.
+        shape: shape of the parameter.
+        norm: the step under the first variant.
+        other_norm: the step under the other variant.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -34,7 +41,7 @@ class LambStepSize:
 
     @property
     def ratio(self) -> float:
-        """norm / other_norm; NaN where neither moves, inf where only the other does not."""
+        """norm / other_norm; NaN if both are 0, inf if only the other is 0."""
         if self.other_norm == 0:
             return math.nan if self.norm == 0 else math.inf
         return self.norm / self.other_norm
@@ -42,7 +49,14 @@ class LambStepSize:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LambComparison:
-    """What compare_lamb_variants() found; ``str()`` of it is a table."""
+    """The result of compare_lamb_variants(); ``str()`` makes a table of it.
+
+    Args:
+        variant: the first variant, with its switches.
+        other: the other variant, with its switches.
+        num_steps: number of the compared step, from 1.
+        params: a LambStepSize for each trained parameter.
+    """
 
     variant: str
     other: str
@@ -51,19 +65,19 @@ class LambComparison:
 
     @property
     def median_ratio(self) -> float:
-        """Median over the parameters of variant's step / other's; NaN where none moves."""
+        """Median of the parameters' ratios; NaN if no parameter moves."""
         return _median(self.params)
 
     @property
     def max_ratio(self) -> float:
-        """Largest of the parameters' ratios; NaN where none moves."""
+        """Largest of the parameters' ratios; NaN if no parameter moves."""
         return max(_ratios(self.params), default=math.nan)
 
     @property
     def lr_factor(self) -> float:
-        """What to multiply other's lr by, to keep under variant the step of the median matrix.
+        """Factor from other's lr to variant's lr that keeps the step of the median matrix.
 
-        Matrices are parameters of two or more dimensions; without any, all parameters count.
+        Matrices are parameters of two or more dimensions. Without any, all parameters count.
         """
         matrices = [size for size in self.params if len(size.shape) > 1]
         ratio = _median(matrices or self.params)
@@ -99,25 +113,25 @@ def compare_lamb_variants(
     num_steps: int = 1,
     seed: int = 0,
 ) -> LambComparison:
-    """Compare the step that two variants of LAMB take at equal lr, per parameter. Local.
+    """Compare the steps of two LAMB variants at equal lr, per parameter. Local.
 
     Runs the optimizer's own rule, tensor by tensor, from zero moments: ``num_steps`` updates of the
-    moments, then the step of the last of them, divided by the learning rate. Gradients are
-    ``p.grad``, the same in every step, or where that is None standard-normal noise, fresh in every
-    step. Weights stay where they are, and nothing of the model is changed.
+    moments, then the step of the last update, divided by the learning rate. Gradients are
+    ``p.grad``, the same in every step. If that is None, they are new standard-normal noise in every
+    step. Weights do not move, and nothing in the model changes.
 
-    So it tells what the two make of these weights and gradients: norms, clamps, exclusions, bias
-    correction and decay. It does not tell which variant trains better, nor how weights and
-    gradients would drift apart; clipping by the global norm is left out.
+    The result shows the effect of norms, clamps, exclusions, bias correction and decay on these
+    weights and gradients. It does not show which variant trains better, or how weights and
+    gradients would diverge. Clipping by the global norm is left out.
 
     Args:
         params: parameters, (name, parameter) pairs, or group dicts holding either, which may have
-            their own betas, eps and weight_decay. Frozen ones are left out.
+            their own betas, eps and weight_decay. Frozen parameters are left out.
         variant, other: a variant's name, or a dict such as ``{"variant": "npu", "clamp_value":
             math.inf}`` with any of ShardedLamb's switches.
-        betas, eps, weight_decay: as in ShardedLamb; note that its weight_decay is 0 by default.
-        num_steps: which step is compared, from 1.
-        seed: of the noise.
+        betas, eps, weight_decay: as in ShardedLamb, whose default weight_decay is 0.
+        num_steps: number of the compared step, from 1.
+        seed: seed of the noise.
 
     Raises:
         ValueError: a hyper-parameter, variant or ``num_steps`` out of range, or names are needed.

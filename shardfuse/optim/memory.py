@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MemorySummary:
-    """Bytes that the optimizer holds on this rank, and what its state would take unsharded."""
+    """Bytes that the optimizer holds on this rank, and the bytes of its unsharded state.
+
+    Args:
+        world_size: number of ranks that the state is sharded over.
+        num_buckets: number of buckets of parameters, each with its own collective.
+        param_nbytes: bytes of the flat buffers of parameters.
+        grad_nbytes: bytes of gradients.
+        state_nbytes: bytes of moments and fp32 masters on this rank.
+        unsharded_state_nbytes: bytes of the same on a single rank.
+    """
 
     world_size: int
     num_buckets: int

@@ -20,16 +20,16 @@ from shardfuse.rules.paddle import GroupClip
 
 
 class LRScheduler(Protocol):
-    """What ``learning_rate`` may be: any of paddle.optimizer.lr, or an object of this protocol.
+    """A scheduler for ``learning_rate``: any of paddle.optimizer.lr, or one with these methods.
 
-    With ``state_dict()`` and ``set_state_dict()`` too it is saved and loaded with the optimizer.
+    If it also has ``state_dict()`` and ``set_state_dict()``, the optimizer saves and loads it.
     """
 
     def __call__(self) -> float:
         """Return the present learning rate."""
 
     def step(self) -> None:
-        """Go on to the next one; called by the user, after the optimizer's step()."""
+        """Go on to the next rate; called by the user, after the optimizer's step()."""
 
 
 @dataclass(frozen=True)
@@ -45,27 +45,37 @@ class _ClipByNorm:
 
 @dataclass(frozen=True)
 class ClipGradByGlobalNorm(_ClipByNorm):
-    """Scale the mean gradient by clip_norm / max(norm, clip_norm), the norm that of all parameters.
+    """Scale the mean gradient by clip_norm / max(norm, clip_norm), with the norm of all parameters.
 
-    Where parameters are given as group dicts, the norm is that of each group by itself, as in
-    Paddle. Costs one all-reduce of one float per flat and step.
+    If parameters are given as group dicts, each group is clipped by its own norm, as in Paddle.
+    Costs one all-reduce of one float per flat and step.
+
+    Args:
+        clip_norm: bound of the L2 norm; ValueError unless it is above 0.
     """
 
 
 @dataclass(frozen=True)
 class ClipGradByNorm(_ClipByNorm):
-    """Scale the mean gradient of each tensor by clip_norm / max(norm, clip_norm), norm its own.
+    """Scale each tensor's mean gradient by clip_norm / max(norm, clip_norm), with its own norm.
 
     Costs one all-reduce of one float per parameter and step.
+
+    Args:
+        clip_norm: bound of the L2 norm; ValueError unless it is above 0.
     """
 
 
 @dataclass(frozen=True)
 class ClipGradByValue:
-    """Limit every element of the mean gradient to [min, max]; ``min`` is -max unless given.
+    """Limit every element of the mean gradient to [min, max].
+
+    Args:
+        max: at least 0.
+        min: at most 0; -max unless given.
 
     Raises:
-        ValueError: 0 lies outside the bounds. (Paddle would give elements of zero gradient one.)
+        ValueError: 0 lies outside the bounds. (Paddle would make zero gradients non-zero.)
     """
 
     max: float
@@ -76,14 +86,14 @@ class ClipGradByValue:
             object.__setattr__(self, "min", -self.max)
         assert self.min is not None
         if not self.min <= 0 <= self.max or self.min == self.max:
-            raise ValueError(f"Invalid bounds: [{self.min}, {self.max}]. Must have 0 between them.")
+            raise ValueError(f"Invalid bounds: [{self.min}, {self.max}]. 0 must lie between them.")
 
 
 GradClip = ClipGradByGlobalNorm | ClipGradByNorm | ClipGradByValue
 
 
 class Lamb(ShardedOptimizer):
-    """paddle.optimizer.Lamb with its state partitioned over ranks; constructor as in Paddle 3.3.
+    """paddle.optimizer.Lamb with its state sharded over ranks; constructor as in Paddle 3.3.
 
         g = clip(g);    m = beta1 * m + (1 - beta1) * g;    v = beta2 * v + (1 - beta2) * g^2
         u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + epsilon) + lamb_weight_decay * p
@@ -92,12 +102,12 @@ class Lamb(ShardedOptimizer):
     The ratio of norms is 1 where either norm is 0, or the decay is 0 without always_adapt (arXiv
     1904.00962). Gradients are torch's, of this rank; step() takes their mean before the clip.
 
-    Differs from Paddle in: fp16 and bf16 parameters always have fp32 masters; learning_rate may be
-    an int; exclude_from_weight_decay_fn is asked once, not in every step; the state dict is
-    torch's, with ``LR_Scheduler`` added where a scheduler is attached.
+    Differs from Paddle: fp16 and bf16 parameters always have fp32 masters; learning_rate may be an
+    int; exclude_from_weight_decay_fn is called once, not in every step; the state dict is torch's,
+    with ``LR_Scheduler`` added if a scheduler is attached.
 
     Args:
-        learning_rate: a number, or a scheduler, whose present value every step() reads.
+        learning_rate: a number, or a scheduler that every step() calls.
         lamb_weight_decay, beta1, beta2, epsilon: as in the formula.
         parameters: parameters; (name, parameter) pairs; or dicts with ``params`` and, optionally,
             any of lamb_weight_decay, beta1, beta2, epsilon, grad_clip,
@@ -105,10 +115,10 @@ class Lamb(ShardedOptimizer):
             ``weight_decay`` (Paddle's L2 decay: that much of p is added to the clipped gradient).
         grad_clip: ClipGradByGlobalNorm, ClipGradByNorm or ClipGradByValue of this module.
         exclude_from_weight_decay_fn: gets a parameter, returns True if it has no decay. During the
-            call the parameter has a ``.name``: that given in ``parameters``, or one made up.
-        multi_precision: accepted for Paddle's sake; masters are always fp32.
+            call the parameter has a ``.name``: that of ``parameters``, or a generated one.
+        multi_precision: accepted as in Paddle, without effect; masters are always fp32.
         always_adapt: use the ratio also where the decay is 0.
-        name: accepted for Paddle's sake.
+        name: accepted as in Paddle, without effect.
         sharding: a ShardConfig, or a plain dict with its keys.
 
     Raises:
@@ -219,16 +229,20 @@ class Lamb(ShardedOptimizer):
         Calls ``loss.backward()`` unless that has been done since the last step() or clear_grad().
         (Paddle's own minimize() never calls it in dynamic graphs.)
 
+        Args:
+            loss: scalar ().
+            startup_program, parameters, no_grad_set: for static graphs; must be None.
+
         Returns:
-            ``([], [(parameter, gradient), ...])``, of the parameters with gradients on this rank.
+            ``([], [(parameter, gradient), ...])`` for the parameters with gradients on this rank.
 
         Raises:
             NotImplementedError: an argument of static graphs was given.
         """
         if any(x is not None for x in (startup_program, parameters, no_grad_set)):
             raise NotImplementedError(
-                "minimize() takes the loss alone; set requires_grad=False on parameters to leave "
-                "out."
+                "minimize() takes only the loss. To leave parameters out, set requires_grad=False "
+                "on them."
             )
         self._refuse_if_foreign("minimize()")
         versions = self._grad_versions()
@@ -242,12 +256,16 @@ class Lamb(ShardedOptimizer):
         """Set the gradients to zero, or to None.
 
         A parameter with a gradient of zero is updated by step(), one with None is not.
+
+        Args:
+            set_to_zero: to zero; else to None.
         """
         self.zero_grad(set_to_none=not set_to_zero)
 
     clear_gradients = clear_grad
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, to None or to zero."""
         super().zero_grad(set_to_none)
         self._grads_seen = self._grad_versions()
 
@@ -268,6 +286,9 @@ class Lamb(ShardedOptimizer):
     def set_lr(self, value: float) -> None:
         """Set the learning rate of the next steps. Local: call it on every rank.
 
+        Args:
+            value: at least 0.
+
         Raises:
             RuntimeError: a scheduler is attached.
             TypeError, ValueError: not a number; below 0.
@@ -282,7 +303,11 @@ class Lamb(ShardedOptimizer):
         self._write_lr(_number(value))
 
     def set_lr_scheduler(self, scheduler: LRScheduler) -> None:
-        """Take the learning rate of the next steps from ``scheduler``, in place of any other."""
+        """Take the learning rate of the next steps from ``scheduler``, in place of any other.
+
+        Args:
+            scheduler: called in every step(); TypeError if it is not callable or has no step().
+        """
         self._scheduler = _checked_scheduler(scheduler)
         self._write_lr(self._scheduler_lr())
 

@@ -22,8 +22,8 @@ class ShardedRMSprop(ShardedOptimizer):
         u = g / (sqrt(s - a^2 if centered else s) + eps)
         buf = momentum * buf + u;    p -= lr * (buf if momentum else u)
 
-    The same as torch.optim.RMSprop up to rounding. Where eps is 0, an element whose s is 0 is left
-    as it is (torch: NaN).
+    The same as torch.optim.RMSprop up to rounding. If eps is 0, an element whose s is 0 does not
+    change (torch: NaN).
 
     Args:
         params: parameters, (name, parameter) pairs, or group dicts holding either.
@@ -67,8 +67,8 @@ class ShardedRMSpropTF(ShardedOptimizer):
         u = g / sqrt((s - a^2 if centered else s) + eps)
         buf = momentum * buf + lr * u;    p -= buf if momentum else lr * u
 
-    Without lr_in_momentum, buf = momentum * buf + u and p -= lr * buf. Decoupled decay takes no lr:
-    p shrinks by weight_decay itself in each step, as upstream.
+    Without lr_in_momentum, buf = momentum * buf + u and p -= lr * buf. Decoupled decay does not
+    use lr: each step shrinks p by weight_decay itself, as in torch_npu.
 
     Args:
         params: parameters, (name, parameter) pairs, or group dicts holding either.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any, NoReturn, TypedDict
 
 import torch
@@ -35,16 +36,18 @@ _DEFAULTS = TorchOptions(
 )
 
 
-def checked(options: Mapping[str, Any], cls: type) -> Mapping[str, Any]:
-    """Return what the constructor of ``cls`` was given of TorchOptions.
+def checked(options: Mapping[str, Any], cls: type, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``defaults`` and what the constructor of ``cls`` was given of TorchOptions.
 
     Raises:
         TypeError: another name.
     """
     for name in options:
         if name not in _DEFAULTS:
-            raise TypeError(f"{cls.__name__} got an unexpected keyword argument '{name}'.")
-    return options
+            near = get_close_matches(name, inspect.signature(cls).parameters, n=1)
+            hint = f" Did you mean '{near[0]}'?" if near else ""
+            raise TypeError(f"{cls.__name__} got an unexpected keyword argument '{name}'.{hint}")
+    return {**defaults, **options}
 
 
 class _HandlesUnscaling:
@@ -149,7 +152,7 @@ class TorchLike(StatefulOptimizer, Joinable):
         if is_first and is_wrapped(self._params):
             raise RuntimeError(
                 "The model is wrapped in DistributedDataParallel, which averages gradients that "
-                "have left already (stage=2). Train the model without the wrapper; or use stage=1 "
+                "are already sent (stage=2). Train the model without the wrapper, or use stage=1 "
                 "with grads_are_reduced=True."
             )
 
@@ -169,32 +172,36 @@ class TorchLike(StatefulOptimizer, Joinable):
     # torch.distributed.algorithms.Join
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what torch.distributed.algorithms.Join runs on a rank whose inputs have ended.
+        """Return the hook that torch.distributed.algorithms.Join runs after a rank's inputs end.
 
-        Such a rank has no gradients, and they count as zero: the mean is over all ranks still, as
-        DistributedDataParallel takes it by default (divide_by_initial_world_size).
+        Such a rank has no gradients, which count as zero. The mean is still over all ranks, as
+        DistributedDataParallel's is by default (divide_by_initial_world_size).
+
+        Args:
+            kwargs: of Join; they have no effect here.
 
         Raises:
-            RuntimeError: ``grads_are_reduced``: a rank that has joined has no mean gradient.
+            RuntimeError: with ``grads_are_reduced``, because a rank that has joined has no mean
+                gradient; or at stage 2, which sums during backward.
         """
         self._refuse_if_foreign("torch.distributed.algorithms.Join")
         if self._config.grads_are_reduced:
             raise RuntimeError(
                 f"{type(self).__name__} cannot be given to Join with grads_are_reduced=True: "
-                "DistributedDataParallel gives the ranks that have joined no gradients. Train "
+                "DistributedDataParallel gives no gradients to ranks that have joined. Train "
                 "without it, Join([optimizer]), and with grads_are_reduced=False."
             )
         if self._config.stage == 2:
             raise RuntimeError(
                 f"{type(self).__name__} cannot be given to Join with stage=2: gradients are summed "
-                "under backward, which a rank whose inputs have ended does not run. Use stage=1."
+                "during backward, which a rank whose inputs have ended does not run. Use stage=1."
             )
         self._left_join = False
         return _JoinHook(self)
 
     @property
     def join_device(self) -> torch.device:
-        """Where Join's own small collectives are made."""
+        """The device of Join's own small collectives."""
         return self._device
 
     @property

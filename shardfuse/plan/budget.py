@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from shardfuse.comm.base import Progress, bucket_nbytes, overlapped
+from shardfuse.comm.traits import traits_of
 from shardfuse.config import ShardConfig
 from shardfuse.engine.param_wires import CHECK_NBYTES
 from shardfuse.grads.flights import num_under_way
@@ -126,7 +127,7 @@ def plan(
         device: where they lie: "npu", "cuda" or "cpu", which decides where slots start.
         sharding: as of the optimizer; its process group and mesh are not looked at.
         progress: how collectives move there; None: "in order" on accelerators, and gloo's sockets
-            on the CPU.
+            on the CPU. HCCL's zero-copy counts where TORCH_HCCL_ZERO_COPY is set.
 
     Raises:
         ValueError: ``world_size`` is no multiple of ``num_replicas``, or less than 1.
@@ -230,10 +231,17 @@ class _Costs:
         staging = {"gradients that arrive": round(num_received * received)}
         if is_cast:
             staging["gradients that leave"] = num_sent * sent
+        if self._is_copied():
+            staging["copies of gradients, for zero-copy"] = num_received * sent
         if self.replicas > 1:
             part = round_up(largest // self.shards, self.replicas) * self._grad_itemsize()
             staging["sums over rows"] = num_received * 4 * part
         return staging
+
+    def _is_copied(self) -> bool:
+        """Return whether HCCL is set to change what it reduce-scatters, which then gets a copy."""
+        is_zero_copy = traits_of("hccl").changes_inputs is True
+        return is_zero_copy and self.progress == "in order" and not self._adds_up_parts()
 
     def _received_share(self) -> float:
         """Return the part of a bucket that a rank receives into memory of the communicator."""

@@ -33,6 +33,15 @@ _OPTIMIZERS: dict[str, Callable[..., Any]] = {
 }
 
 
+def _object(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no JSON, such as '{{\"stage\": 2}}': {error}"
+        ) from None
+
+
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument(
@@ -41,30 +50,49 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help="bert-tiny to bert-large; a number of elements, such as 10b; package.module:callable",
     )
     command.add_argument("--world-size", type=int, required=True, help="ranks in all")
-    command.add_argument("--replicas", type=int, default=1, help="rows of a mesh")
-    command.add_argument("--optimizer", choices=sorted(_OPTIMIZERS), default="adamw")
     command.add_argument(
-        "--options", type=json.loads, default={}, metavar="JSON", help="of the optimizer"
+        "--replicas", type=int, default=1, help="rows of a mesh (default: %(default)s)"
     )
-    command.add_argument(
-        "--sharding", type=json.loads, default={}, metavar="JSON", help="as in ShardConfig"
-    )
-    command.add_argument("--dtype", choices=sorted(_DTYPES), default="fp32", help="of parameters")
-    command.add_argument("--device", choices=["npu", "cuda", "cpu"], default="npu")
+    for name, choices, default, text in (
+        ("--optimizer", sorted(_OPTIMIZERS), "adamw", "its class"),
+        ("--dtype", sorted(_DTYPES), "fp32", "of parameters"),
+        ("--device", ["npu", "cuda", "cpu"], "npu", "of the ranks"),
+    ):
+        command.add_argument(
+            name, choices=choices, default=default, help=f"{text} (default: %(default)s)"
+        )
+    for name, text in (("--options", "of the optimizer"), ("--sharding", "as in ShardConfig")):
+        command.add_argument(
+            name,
+            type=_object,
+            default={},
+            metavar="JSON",
+            help=f"{text} (default: %(default)s)",
+        )
+    _add_times(command)
+    command.add_argument("--json", action="store_true", help="print JSON, for scripts")
+    command.add_argument("--png", type=Path, metavar="FILE", help="draw the memory")
+
+
+def _add_times(command: argparse.ArgumentParser) -> None:
     times = command.add_argument_group("times, where forward and backward are given")
     times.add_argument("--forward-ms", type=float, help="of all micro-batches of a step")
-    times.add_argument("--backward-ms", type=float)
+    times.add_argument("--backward-ms", type=float, help="likewise")
     times.add_argument(
         "--tokens", type=float, help="of one rank's batch, with --tflops in place of the above"
     )
     times.add_argument(
         "--tflops", type=float, help="that a rank reaches; 6 for each token and weight"
     )
-    times.add_argument("--link-gbit", type=float, default=100.0, help="each way (%(default)s)")
-    times.add_argument("--latency-us", type=float, default=20.0, help="%(default)s")
-    times.add_argument("--memory-gb", type=float, default=1000.0, help="GB a second (%(default)s)")
-    command.add_argument("--json", action="store_true", help="for scripts")
-    command.add_argument("--png", type=Path, metavar="FILE", help="draw the memory")
+    times.add_argument(
+        "--link-gbit", type=float, default=100.0, help="each way (default: %(default)s)"
+    )
+    times.add_argument(
+        "--latency-us", type=float, default=20.0, help="of a collective (default: %(default)s)"
+    )
+    times.add_argument(
+        "--memory-gb", type=float, default=1000.0, help="GB a second (default: %(default)s)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,9 +1,10 @@
-"""Names and shapes of a model's parameters, without their memory."""
+"""Names and shapes of a model's parameters, without their memory; and values, where needed."""
 
 from __future__ import annotations
 
 import importlib
 import math
+import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -47,6 +48,57 @@ def shapes_of(model: str) -> list[NamedShape]:
     numel = _number(model)
     if numel is not None:
         return list(_layers(numel))
+    with torch.device("meta"):
+        return shapes_in(_build(model))
+
+
+def params_of(model: str, seed: int) -> list[tuple[str, torch.Tensor]]:
+    """Return (name, parameter on the CPU) of each that is trained, in the order of registration.
+
+    Args:
+        model: as in shapes_of(). A callable's parameters are as it returns them. Others are drawn
+            as BERT's first weights are: N(0, 0.02) in matrices, ones in weights of LayerNorms,
+            zeros in biases; fp32, all in memory.
+        seed: of what is drawn.
+
+    Raises:
+        ValueError: as in shapes_of(), weights on the meta device, or more than this host holds.
+    """
+    if ":" not in model:
+        shapes = shapes_of(model)
+        _check_room(model, shapes)
+        generator = torch.Generator().manual_seed(seed)
+        return [(name, _drawn(shape, name, generator)) for name, shape in shapes]
+    torch.manual_seed(seed)
+    module = _build(model)
+    shapes_in(module)
+    params = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    for name, param in params:
+        if param.is_meta:
+            raise ValueError(f"{model} returns {name} on the meta device, which has no values.")
+    return [(name, param.cpu()) for name, param in params]
+
+
+def _check_room(model: str, shapes: Sequence[NamedShape]) -> None:
+    """Refuse what would have this process killed."""
+    nbytes = 4 * count(shapes)
+    held = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if nbytes > held:
+        raise ValueError(
+            f"{model} takes {nbytes / 1e9:.0f} GB in fp32, and this host has {held / 1e9:.0f} GB. "
+            "Give a smaller model of the same kind."
+        )
+
+
+def _drawn(shape: tuple[int, ...], name: str, generator: torch.Generator) -> torch.Tensor:
+    if len(shape) > 1:
+        drawn = torch.randn(shape, generator=generator) * 0.02
+    else:
+        drawn = torch.full(shape, float(name.endswith(".weight")))
+    return drawn.requires_grad_()
+
+
+def _build(model: str) -> nn.Module:
     module_name, colon, attribute = model.partition(":")
     if not colon:
         raise ValueError(
@@ -57,9 +109,10 @@ def shapes_of(model: str) -> list[NamedShape]:
         build = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"Invalid model: {model!r}. {error}.") from error
-    with torch.device("meta"):
-        built = build()
-    return shapes_in(built)
+    built = build()
+    if not isinstance(built, nn.Module):
+        raise ValueError(f"Invalid model: {model!r}. It returns {built!r:.80}, not a module.")
+    return built
 
 
 def shapes_in(module: nn.Module) -> list[NamedShape]:

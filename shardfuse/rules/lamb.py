@@ -172,7 +172,7 @@ class LambRule(NormRule):
 
     # The remedies that warnings() names, in terms of the class whose rule this is.
     _adapt_again: ClassVar[str] = (
-        "Set weight_decay above 0, or always_adapt=True (apex: use_nvlamb); or say adam=True"
+        "Set weight_decay above 0, or always_adapt=True (apex: use_nvlamb); or pass adam=True"
     )
     _leave_out: ClassVar[str] = (
         "give (name, parameter) pairs, and patterns that match them, such as ['bias', 'norm'], as "
@@ -248,8 +248,8 @@ class LambRule(NormRule):
         if candidates and not adapted and not self.adam:
             found["nothing is adapted"] = (
                 "A trust ratio is taken only where the weight decay is not 0, and it is 0 for all "
-                f"parameters ({_listed(candidates)}): every trust ratio is 1, this is Adam, not "
-                f"LAMB. {self._adapt_again}, if that is meant."
+                f"parameters ({_listed(candidates)}): every trust ratio is 1, so this is Adam, "
+                f"not LAMB. {self._adapt_again}, if Adam is intended."
             )
         vectors = [
             m.name for m in adapted if m.ndim < 2 and self._weight_decay(m.group, m.policy) != 0
@@ -257,8 +257,9 @@ class LambRule(NormRule):
         if vectors:
             found["vectors are adapted"] = (
                 f"{len(vectors)} parameter{'s' * (len(vectors) > 1)} of fewer than two dimensions "
-                f"({_listed(vectors)}) decayed and scaled by a trust ratio. Recipes for LAMB leave "
-                f"biases and norms out of both: {self._leave_out}."
+                f"({_listed(vectors)}) {'are' if len(vectors) > 1 else 'is'} decayed and scaled by "
+                f"a trust ratio. Recipes for LAMB leave biases and norms out of both: "
+                f"{self._leave_out}."
             )
         return found
 

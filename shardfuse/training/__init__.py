@@ -1,8 +1,21 @@
-"""What a training job needs to be started again by the line that started it."""
+"""Jobs that resume when the same command starts them again, and norms of watched steps."""
 
 from shardfuse.training.attempts import init_process_group
+from shardfuse.training.device import set_device
 from shardfuse.training.job import Job
 from shardfuse.training.lock import FolderInUse, FolderLock
+from shardfuse.training.monitor import StepMonitor
 from shardfuse.training.random_state import RandomState
+from shardfuse.training.records import StepRecord, TensorNorms
 
-__all__ = ["FolderInUse", "FolderLock", "Job", "RandomState", "init_process_group"]
+__all__ = [
+    "FolderInUse",
+    "FolderLock",
+    "Job",
+    "RandomState",
+    "StepMonitor",
+    "StepRecord",
+    "TensorNorms",
+    "init_process_group",
+    "set_device",
+]

@@ -10,6 +10,7 @@ the attempt does not tell them apart everywhere: it is each agent's own.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import time
@@ -20,6 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
+
+from shardfuse.training.interface import gloo_interface
+
+logger = logging.getLogger("shardfuse")
 
 START_LIMIT = timedelta(minutes=10)
 """How long ranks wait for each other when they start."""
@@ -67,13 +72,15 @@ def fresh_part(store: Store, rank: int, world_size: int, limit: timedelta) -> St
 def init_process_group(backend: str | None = None, **options: Any) -> None:
     """Call torch.distributed.init_process_group() for ranks that a launcher may have restarted.
 
-    They come by environment variables (torchrun, or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT),
-    and use a part of the launcher's store that no attempt before them has written to; see
-    [Note: stale keys]. Without RANK in the environment nothing is done: one process has no group.
+    The launcher sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does. Ranks use a
+    part of the launcher's store that no earlier attempt has written to; see [Note: stale keys].
+    Without RANK in the environment this does nothing, because a single process has no group.
+    If this host's own name is a loopback address, as on Debian and Ubuntu, it sets
+    GLOO_SOCKET_IFNAME to the interface that leads to MASTER_ADDR, unless it is set.
 
     Args:
-        backend: None is that of this machine's accelerator, or gloo.
-        options: more of torch.distributed.init_process_group(), such as ``timeout``.
+        backend: None: the backend of this machine's accelerator, or gloo.
+        options: further arguments of torch.distributed.init_process_group(), such as ``timeout``.
 
     Raises:
         TimeoutError: not all ranks start within ten minutes.
@@ -85,5 +92,9 @@ def init_process_group(backend: str | None = None, **options: Any) -> None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = torch.device("cpu") if accelerator is None else accelerator
         backend = dist.get_default_backend_for_device(device)
+    interface = gloo_interface(os.environ) if "gloo" in backend else None
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        logger.info("GLOO_SOCKET_IFNAME=%s: this host's name leads to no other", interface)
     store = fresh_part(store, rank, world_size, START_LIMIT)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)

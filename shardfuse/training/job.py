@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from shardfuse.checkpoint import CheckpointError, Checkpoints, PerRank
-from shardfuse.checkpoint.ranks import Ranks, tried
+from shardfuse.checkpoint.ranks import Ranks, check_state, tried
 from shardfuse.comm import Communicator
+from shardfuse.optim.stateful import StatefulOptimizer
 from shardfuse.training.lock import FolderInUse, FolderLock
 from shardfuse.training.random_state import RandomState
 
@@ -36,37 +37,38 @@ _RANDOM = "random"
 
 
 class Job:
-    """A training run that the same line starts, and starts again after whatever has ended it.
+    """A training run that resumes, however it ended, when the same command starts it again.
 
-    A context manager. Entering it locks the folder and loads the newest whole checkpoint there, if
-    there is one, at whatever number of ranks that was saved; each is collective.
+    A context manager. Entering it locks the folder and loads the newest whole checkpoint, if there
+    is one, saved with any number of ranks. Both are collective.
 
-    * Every ``save_every`` steps, after the last one, and when told to stop, it saves.
-    * One of ``signals`` on any rank stops all ranks two steps later, after the same step.
-    * The random numbers of every rank go on as they were; at another number of ranks they begin
-      anew, which a warning tells.
-    * Where one rank leaves by an error, the others do not wait for it: each raises PeerError, which
-      quotes it.
+    * It saves every ``save_every`` steps, after the last step, and when it is told to stop.
+    * A signal of ``signals`` to any rank stops all ranks two steps later, after the same step.
+    * Every rank's random state is restored. With another number of ranks the generators start
+      afresh, and a warning says so.
+    * If one rank leaves with an error, the others do not wait for it: each raises PeerError, which
+      quotes that error.
 
     Args:
-        folder: of this run's checkpoints alone, in a file system that all ranks see.
-        state: {key: ShardedOptimizer, module, object with state_dict(), PerRank, or value}, as of
-            shardfuse.checkpoint.save(). Values are replaced in this dict when it is loaded.
+        folder: folder for this run's checkpoints only, in a file system that all ranks see.
+        state: {key: ShardedOptimizer, module, object with state_dict(), PerRank, or value}, as for
+            shardfuse.checkpoint.save(). Loading replaces values in this dict.
         save_every: finished steps between two saves.
-        keep: whole checkpoints that are left after a save.
-        beside_training: write while training goes on, as async_save() does.
-        signals: what stops it; Slurm sends one by ``--signal``. They are taken in the main thread.
-        process_group: of the ranks, where ``state`` has no ShardedOptimizer.
+        keep: number of whole checkpoints that remain after a save.
+        beside_training: write while training continues, as async_save() does.
+        signals: signals that stop the run; Slurm's ``--signal`` sends one. The main thread handles
+            them.
+        process_group: the ranks, if ``state`` has no ShardedOptimizer.
 
     Raises:
         ValueError: ``save_every`` or ``keep`` is less than 1.
     """
 
     step: int
-    """How many steps are finished."""
+    """Number of finished steps."""
 
     is_stopped: bool
-    """Whether it was told to stop before all steps were done; everything is saved then."""
+    """Whether the run was told to stop before all steps were done. Everything is then saved."""
 
     def __init__(
         self,
@@ -79,8 +81,9 @@ class Job:
         signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
         process_group: Any = None,
     ) -> None:
-        if save_every < 1:
-            raise ValueError(f"Invalid save_every: {save_every}. Must be >= 1.")
+        check_state(state)
+        if not isinstance(save_every, int) or save_every < 1:
+            raise ValueError(f"Invalid save_every: {save_every!r}. Must be a number of steps >= 1.")
         self.step, self.is_stopped = 0, False
         self.checkpoints = Checkpoints(folder, keep=keep, process_group=process_group)
         self._state, self._save_every, self._beside_training = state, save_every, beside_training
@@ -105,6 +108,9 @@ class Job:
             raise
         self._signals.take()
         self._epoch = self._comm.epoch
+        for value in self._state.values():
+            if isinstance(value, StatefulOptimizer):
+                value.saves_are_arranged()
         return self
 
     def __exit__(
@@ -121,13 +127,16 @@ class Job:
                 raise error
 
     def steps(self, num_steps: int) -> Iterator[int]:
-        """Yield the number of each step that is left of ``num_steps``, counted from 0. Collective.
+        """Yield the number of each remaining step of ``num_steps``, counted from 0. Collective.
 
-        The body of the loop makes one step() of the optimizer. After it comes what is due: a save,
-        and the end.
+        The body of the loop must call the optimizer's step() once. Saves, and the end of the run,
+        come after it.
+
+        Args:
+            num_steps: number of steps of the whole run, with those made before it resumed.
 
         Raises:
-            CheckpointError: on all ranks, where one cannot write.
+            CheckpointError: on all ranks, if one cannot write.
         """
         saved_at = self.step
         while self.step < num_steps and not self.is_stopped:
@@ -180,7 +189,7 @@ class Job:
 
 def _tell_new_numbers(saved: int, present: int) -> None:
     logger.warning(
-        "The checkpoint is of %d ranks, and there are %d: random numbers begin anew here.",
+        "The checkpoint is of %d ranks, and there are %d now: random generators start afresh.",
         saved,
         present,
     )

@@ -23,14 +23,14 @@ _POLL_S = 0.2
 
 
 class FolderInUse(RuntimeError):
-    """Another process has the lock; ``str(error)`` says which, and since when."""
+    """Another process holds the lock; ``str(error)`` says which, and since when."""
 
 
 class FolderLock:
-    """Keeps a second job out of a folder; a context manager that releases it.
+    """A lock that keeps a second job out of a folder; also a context manager, which releases it.
 
-    The operating system releases it when the process ends, however it does, so none is ever stale.
-    Over NFS it holds between hosts.
+    The operating system releases the lock when the process ends for any reason, so it is never
+    stale. Over NFS it also works between hosts.
     """
 
     def __init__(self) -> None:
@@ -48,16 +48,20 @@ class FolderLock:
         self.release()
 
     def release(self) -> None:
-        """Let others have it."""
+        """Release the lock."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def take(self, folder: Path, patience_s: float = 0.0) -> None:
-        """Lock ``folder``, for which another job has so long to end, and leave word of it there.
+        """Lock ``folder``, and write there who holds the lock.
+
+        Args:
+            folder: an existing folder.
+            patience_s: seconds to wait for another process to release it.
 
         Raises:
-            FolderInUse: another process has it.
+            FolderInUse: another process holds the lock.
             OSError: the folder cannot be written to.
         """
         deadline = time.monotonic() + patience_s
@@ -76,7 +80,14 @@ class FolderLock:
         os.pwrite(self._descriptor, json.dumps(owner).encode(), 0)
 
     def try_out(self, folder: Path) -> None:
-        """Lock ``folder``, and leave no word of it; raises as take() does."""
+        """Lock ``folder`` without writing there who holds the lock.
+
+        Args:
+            folder: an existing folder.
+
+        Raises:
+            FolderInUse, OSError: as for take().
+        """
         self._descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,8 +97,8 @@ class FolderLock:
             if error.errno not in _NO_LOCKS:
                 raise
             logger.warning(
-                "%s: no locks on this file system (%s): see to it that no other job is given the "
-                "same folder",
+                "%s: this file system has no locks (%s). Make sure that no other job uses the same "
+                "folder.",
                 folder,
                 error.strerror,
             )

@@ -12,11 +12,11 @@ import torch
 class RandomState:
     """The global generators of torch (CPU and the current accelerator), Python, and numpy if used.
 
-    Every rank has its own: save it inside ``PerRank``.
+    Every rank has its own generators: save a RandomState inside ``PerRank``.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the generators' states, plain data."""
+        """Return the generators' states as plain data."""
         state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
         device = _accelerator()
         if device is not None:  # not run on hardware
@@ -28,7 +28,11 @@ class RandomState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the generators go on from there."""
+        """Restore the generators.
+
+        Args:
+            state: the result of state_dict().
+        """
         torch.set_rng_state(state["torch"])
         random.setstate(state["python"])
         device = _accelerator()

@@ -311,8 +311,8 @@ def test_zero_copy_that_nobody_told_of(overlap: bool, expected: Outcome) -> None
     assert is_same([outcome for outcome, _ in results], expected)
     for _, told in results:
         assert [text for text in told if "zero-copy" in text] == [
-            "hccl changes what it reduce-scatters (zero-copy): gradients are copied before they "
-            "are sent from now on, which takes a bucket's memory."
+            "hccl changes the input of a reduce-scatter (zero-copy). From now on gradients are "
+            "copied before they are sent, which takes a bucket's memory."
         ]
 
 

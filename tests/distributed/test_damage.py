@@ -140,7 +140,7 @@ def test_the_newest_whole_one_is_taken(
         assert step == 2
         assert found["step"] == 2
         assert found["model.tied.weight"].shape == values["model.tied.weight"].shape
-    assert "step-2 is taken, the newest whole checkpoint" in caplog.text
+    assert "loading step-2, the newest whole checkpoint" in caplog.text
     assert "step-3" in caplog.text
 
 

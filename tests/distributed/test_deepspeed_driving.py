@@ -294,7 +294,7 @@ MISUSES = {
     "row rule": 'ValueError: .*"stage": 0',
     "add a group": "RuntimeError: add_param_group",
     "clip": "RuntimeError: clip_grad_norm",
-    "other partition": "RuntimeError: .*knows no tensors of",
+    "other partition": "RuntimeError: .*whose tensors it does not know",
     "opaque partition": "RuntimeError: .*param_groups hold other parameters",
 }
 

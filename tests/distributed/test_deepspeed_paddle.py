@@ -333,7 +333,7 @@ def test_what_cannot_be_right_is_refused(seen: list[dict[str, Any]]) -> None:
     for found in (rank["refused"] for rank in seen):
         for name, text in found.items():
             if name == "minimize":
-                assert text.startswith("RuntimeError: minimize() is not there"), text
+                assert text.startswith("RuntimeError: minimize() is not available"), text
             elif name == "apart":
                 assert text.startswith("ValueError: ShardedSGD was built for 1 rank, the"), text
             elif name in ("elastic", "universal"):

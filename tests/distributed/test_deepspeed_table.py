@@ -1,4 +1,4 @@
-"""The table in README.md: stage x precision x optimizer, parity with fp64 math or the refusal."""
+"""The table in DeepSpeed's manual: stage x precision x optimizer, parity or the refusal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.deepspeed_runs import Job
 from tests.support.harness import run_procs
 from tests.support.runs import max_relative_error
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[2] / "shardfuse" / "deepspeed" / "README.md"
 STAGES = (0, 1, 2)
 NAMES = ("ShardedLamb", "ShardedAdamW", "ShardedAdam", "ShardedBertAdam", "ShardedSGD")
 
@@ -38,7 +38,7 @@ CELLS = {
 
 
 def stated() -> dict[tuple[int, str, str], str]:
-    """Return the cells of the table in README.md."""
+    """Return the cells of the table."""
     text = README.read_text().split("<!-- deepspeed -->")[1]
     rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
     columns = [cell.strip() for cell in rows[0][2:]]

@@ -79,13 +79,14 @@ def test_a_new_optimizer_goes_on_from_it(name: str, tmp_path: Path) -> None:
         assert_same({key: found[key] for key in keys}, {key: end[key] for key in keys})
 
 
-def test_commands(tmp_path: Path) -> None:
-    """``python -m shardfuse export`` writes what plain libraries load."""
+def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``python -m shardfuse export`` writes what plain libraries load, and names the files."""
     run_threads(2, lambda: written(ShardedAdam, tmp_path / "a"))
     files = [tmp_path / name for name in ("model.safetensors", "model.pt", "optimizer.pt")]
     folder = str(tmp_path / "a")
     assert main(["export", folder, "--model", str(files[0]), "--optimizer", str(files[2])]) == 0
     assert main(["export", folder, "--model", str(files[1])]) == 0
+    assert capsys.readouterr().out.split() == [str(files[i]) for i in (0, 2, 1)]
     expected = read_model(tmp_path / "a")
     assert_same(safetensors.torch.load_file(files[0]), expected)
     assert_same(torch.load(files[1]), expected)

@@ -18,6 +18,7 @@ import shardfuse
 from shardfuse import ShardedGradScaler
 from shardfuse.optim import npu as optim_npu
 from shardfuse.optim import paddle
+from shardfuse.training import StepMonitor
 from tests.support import npu, placing
 from tests.support.harness import run_threads
 
@@ -131,3 +132,27 @@ def test_a_scaler_waits_for_its_decision() -> None:
         assert syncs[1:] == [[]] * (NUM_STEPS - 1)
     for syncs in run_threads(2, train_scaled, True):
         assert 1 <= len(syncs[-1]) <= 4, syncs
+
+
+def monitor() -> list[list[str]]:
+    """Return what the host waits for in steps of which every second is watched, and taken."""
+    model = torch.nn.Linear(40, 300)
+    optimizer = shardfuse.ShardedLamb(model.parameters(), lr=1e-3, use_global_grad_norm=True)
+    records, syncs, watch = [], [], StepMonitor(optimizer, every=2)
+    batch = torch.ones(8, 40)
+    for _ in range(8):
+        with npu.host_syncs() as found:
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            records += watch.take()
+        syncs.append(found)
+    records += watch.close()
+    assert [record.step for record in records] == [2, 4, 6, 8]
+    assert all(record.grad_norm > 0 for record in records)
+    return syncs
+
+
+def test_a_watched_step_does_not_wait() -> None:
+    for syncs in [monitor(), *run_threads(2, monitor)]:
+        assert syncs[2:] == [[]] * 6

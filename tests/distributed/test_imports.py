@@ -109,6 +109,8 @@ def train_zero_redundancy(path: str) -> Any:
     )
     train(params, optimizer, 0, SAVED_AT)
     optimizer.consolidate_state_dict(to=0)
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()  # it copies to the CPU without waiting
     # Its tensors are those that rank 0 goes on to train with.
     saved = copy.deepcopy(optimizer.state_dict()) if dist.get_rank() == 0 else None
     if saved is not None:

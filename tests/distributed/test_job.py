@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from shardfuse.checkpoint.ranks import Ranks
 from shardfuse.training import FolderLock, Job, RandomState
 from shardfuse.training import job as job_module
 from shardfuse.training.job import StopTogether
+from tests.support import contract
 from tests.support.harness import run_procs
 from tests.support.placing import on_device
 from tests.support.runs import assert_bitwise
@@ -125,7 +128,7 @@ def test_another_number_of_ranks(tmp_path: Path) -> None:
         assert told == []
     for text, told, warned in run_procs(3, train_resized, str(tmp_path), True):
         assert (text, told) == ("", [(2, 3)])
-        assert any("random numbers begin anew" in line for line in warned)
+        assert any("random generators start afresh" in line for line in warned)
 
 
 def enter(folder: str) -> str:
@@ -156,11 +159,16 @@ class BadLoader(Loader):
         super().load_state_dict(state)
 
 
-def errors_alone(folder: str) -> list[tuple[str, str]]:
-    """Return what this rank is told where rank 1 alone fails in the loop, and where it enters."""
+LOOPS: list[tuple[type[Loader], int]] = [(Loader, 3), (BadLoader, 0), (Loader, 9)]
+"""Rank 1 alone fails in the loop's step of that number; where it enters; nowhere."""
+
+
+def errors_alone(folder: str, loops: list[tuple[type[Loader], int]]) -> list[tuple[str, str]]:
+    """Return what this rank is told of each loop."""
     model, told = nn.Linear(64, 8), []
     options: dict[str, Any] = {"sharding": {"kernel": "eager"}}
-    for loader, last in ((Loader(), 3), (BadLoader(), 0), (Loader(), 9)):
+    for build_loader, last in loops:
+        loader = build_loader()
         optimizer = ShardedAdamW(model.named_parameters(), lr=0.01, **options)
         state = {"model": model, "optimizer": optimizer, "loader": PerRank(loader)}
         try:
@@ -179,9 +187,16 @@ def errors_alone(folder: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_one_rank_fails_alone(world_size: int, tmp_path: Path) -> None:
-    """In the loop, or where it is to load: all ranks are told of it, and may start again."""
-    for rank, told in enumerate(run_procs(world_size, errors_alone, str(tmp_path), timeout=40)):
-        in_loop, entering, again = told
+    """In the loop, or where it is to load: all ranks are told of it, and may start again.
+
+    By new processes, where the transport had to be aborted to end the others' waits.
+    """
+    launches = [LOOPS] if contract.chosen() == "gloo" else [[loop] for loop in LOOPS]
+    told_in = [
+        run_procs(world_size, errors_alone, str(tmp_path), loops, timeout=40) for loops in launches
+    ]
+    for rank in range(world_size):
+        in_loop, entering, again = [told for launch in told_in for told in launch[rank]]
         if rank == 1:
             assert in_loop == ("ValueError", "no more data")
         else:
@@ -237,6 +252,26 @@ def test_one_process_needs_no_group(tmp_path: Path) -> None:
     assert job.checkpoints.steps() == [5, 4]
     with pytest.raises(ValueError, match="save_every"):
         Job(tmp_path, state, save_every=0)
+
+
+def warned(folder: str, uses_job: bool) -> list[str]:
+    """Return what the first steps log about state_dict() on one rank."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardfuse").addHandler(handler)
+    model = nn.Linear(8, 2)
+    optimizer = ShardedAdamW(model.named_parameters(), lr=0.01)
+    with Job(folder, {"optimizer": optimizer}, save_every=9) if uses_job else nullcontext():
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+    return [line for line in logged if "state_dict() on rank 0" in line]
+
+
+def test_a_job_saves_so_that_no_line_asks_for_it(tmp_path: Path) -> None:
+    """Without one the first step says what saving on one rank needs, on rank 0."""
+    assert run_procs(2, warned, str(tmp_path / "job"), True) == [[], []]
+    assert [len(lines) for lines in run_procs(2, warned, str(tmp_path / "none"), False)] == [1, 0]
 
 
 def test_random_numbers_go_on() -> None:

@@ -15,7 +15,7 @@ from shardfuse import ShardedAdam, ShardedBertAdam, ShardedGradScaler, ShardedLa
 from tests.support.harness import run_procs, run_threads
 from tests.support.models import MIXED, ParamSet, mean_grads, rank_grads
 from tests.support.oracles import AdamOracle, BertAdamOracle, LambOracle
-from tests.support.placing import device_type
+from tests.support.placing import device_type, here
 from tests.support.runs import assert_bitwise, max_relative_error
 
 pytestmark = pytest.mark.timeout(60)
@@ -238,7 +238,7 @@ def test_half_precision_parameters_under_a_scaler(world_size: int) -> None:
         # The gradient of the fp16 parameter, scaled by a power of two, in fp16: exact.
         oracle.step([[2 * rounded]])
     results = run_threads(world_size, train_half, world_size) if world_size > 1 else [train_half(1)]
-    for values, state_dict in results:
+    for values, state_dict in here(results):  # a state dict is on the CPU
         assert state_dict["state"][0]["step"] == 3
         torch.testing.assert_close(
             state_dict["state"][0]["param"].double(), oracle.values()[0], rtol=1e-5, atol=1e-6

@@ -16,6 +16,7 @@ from torch import nn
 from shardfuse import ShardedSGD
 from shardfuse.comm.base import PeerError
 from shardfuse.engine.under_way import ParamUnderWay
+from tests.support import placing
 from tests.support.harness import STAYING, run_procs, run_scripts, run_threads
 from tests.support.lazy import LazyCommunicator, Post
 
@@ -70,7 +71,7 @@ from shardfuse import ShardedSGD
 from tests.support.harness import join_world
 
 rank, collectives = int(sys.argv[1]), sys.argv[3]
-join_world(rank, 2, sys.argv[2])
+join_world(rank, 2, sys.argv[2], float(sys.argv[4]))
 torch.manual_seed(0)
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
 sharding = {"collectives": collectives, "bucket_cap_mb": 0.004, "kernel": "eager", "stage": 2}
@@ -86,8 +87,13 @@ for step in range(2):
 
 @pytest.mark.parametrize("collectives", ["auto", "pairwise", "native"])
 def test_a_rank_dies_under_backward(collectives: str, tmp_path: Path) -> None:
-    """At stage 2 the others wait under backward: they get an error in seconds, and end."""
-    ended = run_scripts(DIES, 2, tmp_path, collectives, timeout=30)
+    """At stage 2 the others wait under backward: they get an error in seconds, and end.
+
+    Where waits do not block the host they do not wait there, but in the next call for a word in the
+    store, which only the group's timeout ends.
+    """
+    timeout_s = 6.0 if placing.on_device() else 60.0
+    ended = run_scripts(DIES, 2, tmp_path, collectives, timeout_s, timeout=50)
     assert [code for code, _ in ended] == [1, 7], ended
     found = ended[0][1].splitlines()[-1]
     assert "PeerError" in found or "The process of rank 1 has ended" in found, found
@@ -116,8 +122,8 @@ class Lost:
             raise PeerError("rank 1 has ended.")
 
 
-def read_what_was_lost(post: Post) -> list[str]:
-    """Return what each way to the parameters says, after a step whose gathers fail."""
+def about_to_lose(post: Post) -> tuple[nn.Module, ShardedSGD]:
+    """Return a model whose next step will not be gathered, and its optimizer."""
     comm = Losing(post, dist.get_rank(), 2)
     model = nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 30))
     sharding = {"process_group": comm, "bucket_cap_mb": 0.004, "overlap_param_sync": True}
@@ -125,6 +131,12 @@ def read_what_was_lost(post: Post) -> list[str]:
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     comm.is_lost = True
+    return model, optimizer
+
+
+def read_what_was_lost(post: Post) -> list[str]:
+    """Return what each way to the parameters says, after a step whose gathers fail."""
+    model, optimizer = about_to_lose(post)
     optimizer.step()
     weight = model[0].weight
     assert type(weight) is ParamUnderWay
@@ -145,11 +157,27 @@ def read_what_was_lost(post: Post) -> list[str]:
     return found
 
 
+@pytest.mark.cpu_only("params of a device share a storage, so that step() waits for them")
 def test_what_never_arrives_is_an_error_each_time_it_is_read() -> None:
     """A parameter whose owner has ended is never read as it is: PeerError, now and later."""
     for found in run_threads(2, read_what_was_lost, Post()):
         for text in found:
             assert "rank 1 has ended." in text
+
+
+def step_that_waits(post: Post) -> None:
+    model, optimizer = about_to_lose(post)
+    # Another tensor with its memory; on a device out of tree all params have that.
+    held = model[0].weight.data
+    with pytest.raises(PeerError, match="rank 1 has ended"):
+        optimizer.step()
+    assert held.data_ptr() == model[0].weight.data_ptr()
+    assert {type(param) for param in model.parameters()} == {nn.Parameter}
+
+
+def test_what_never_arrives_is_an_error_of_a_step_that_waits() -> None:
+    """Where params cannot be under way, step() itself raises."""
+    run_threads(2, step_that_waits, Post())
 
 
 def drop_under_way(overlaps: bool) -> list[torch.Tensor]:

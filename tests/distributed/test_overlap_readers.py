@@ -168,7 +168,12 @@ def hold(post: Post, keep: str) -> tuple[bool, Tensor, Tensor]:
     return is_under_way, seen, expected.clone()
 
 
-@pytest.mark.parametrize("keep", ["data", "state_dict", "row", "numpy"])
+_OF_THE_HOST = pytest.mark.cpu_only("an array has no memory of a device")
+
+
+@pytest.mark.parametrize(
+    "keep", ["data", "state_dict", "row", pytest.param("numpy", marks=_OF_THE_HOST)]
+)
 def test_memory_that_somebody_else_has(keep: str) -> None:
     """step() waits where another tensor has a parameter's memory, for that tells nobody."""
     for is_under_way, seen, expected in run_threads(2, hold, Post(), keep):

@@ -88,7 +88,7 @@ def planned(name: str, dtype: torch.dtype, sharding: dict[str, Any], world_size:
         lambda params, sharding: cls(params, **options, sharding=sharding),
         world_size=world_size,
         dtype=dtype,
-        device="cpu",
+        device=device_type(),
         sharding=ShardConfig.of(config),
         progress="in order" if is_native(sharding) else "in any order",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 import torch.distributed as dist
 
 from shardfuse import ShardedAdam
+from shardfuse.comm import communicator_for
+from shardfuse.doctor import checks
+from shardfuse.training import set_device
 from tests.support import npu, placing
 from tests.support.contract_terms import ContractError
 from tests.support.harness import run_procs, run_threads
@@ -63,6 +67,28 @@ def placed_params() -> list[tuple[str, str, bool]]:
     assert len(devices) == 1
     grads = {str(p.grad.device) for p in params.params if p.grad is not None}
     return [(devices.pop(), grads.pop(), lie_in(params.params, buffers))]
+
+
+def own_device() -> tuple[str, int]:
+    device = set_device(dist.get_rank())
+    return str(device), torch.accelerator.current_device_index()
+
+
+def test_ranks_choose_devices_of_their_own() -> None:
+    """set_device() makes a rank's own the current one."""
+    assert run_procs(2, own_device) == [("npu:0", 0), ("npu:1", 1)]
+
+
+def save_late() -> str:
+    device = set_device(dist.get_rank())
+    time.sleep(1.0 - dist.get_rank())
+    found = checks.save_and_load(communicator_for(None, device), device)
+    return f"{found.verdict}: {found.text}"
+
+
+def test_the_doctor_waits_for_a_rank_that_is_late() -> None:
+    """Before it looks for the folder that this one names: waits for a device block no host."""
+    assert run_procs(2, save_late) == ["ok: a checkpoint comes back bit for bit"] * 2
 
 
 @pytest.mark.parametrize("run", [run_threads, run_procs])

@@ -256,7 +256,7 @@ def test_5_c_half_precision(name: str, dtype: torch.dtype) -> None:
     for members in grads:
         oracle.step([members])
 
-    def train() -> tuple[list[Tensor], list[Tensor]]:
+    def train(grads: list[list[Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
         params = fresh_params(SHAPES, dtype)
         optimizer = build(name, params, sharding=SHARDING)
         for members in grads:
@@ -267,7 +267,7 @@ def test_5_c_half_precision(name: str, dtype: torch.dtype) -> None:
         state = optimizer.state_dict()["state"]
         return values_of(params), [state[i]["param"].clone() for i in range(len(params))]
 
-    for values, masters in run_threads(2, train):
+    for values, masters in run_threads(2, train, grads):
         assert max_relative_error(masters, oracle.values(), start) < TOLERANCE
         assert_bitwise(values, [master.to(dtype) for master in masters])
 
@@ -279,7 +279,7 @@ def test_5_c_fp16_lamb_does_not_overflow(world_size: int) -> None:
     grad = 40_000.0 * noise((70_000,), 1).sign().half()
     oracle = LambOracle([{"params": [start]}], lr=0.5)
 
-    def train() -> Tensor:
+    def train(start: Tensor, grad: Tensor) -> Tensor:
         param = nn.Parameter(start.clone())
         optimizer = npu.NpuFusedLamb([param], lr=0.5)
         for _ in range(2):
@@ -290,7 +290,7 @@ def test_5_c_fp16_lamb_does_not_overflow(world_size: int) -> None:
 
     for _ in range(2):
         oracle.step([[grad]])
-    for master in run_threads(world_size, train):
+    for master in run_threads(world_size, train, start, grad):
         # The mean over three ranks is taken in fp16 on the wire.
         bound = TOLERANCE if world_size == 2 else 2.0**-10
         assert max_relative_error([master], oracle.values(), [start]) < bound

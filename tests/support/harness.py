@@ -28,7 +28,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -209,16 +209,23 @@ def run_scripts(
     return [(rank.returncode, text) for rank, text in zip(ranks, errors, strict=True)]
 
 
-def join_world(rank: int, world_size: int, folder: str) -> None:
-    """Join the group of a script's ranks, which meet in a file of `folder`."""
+def join_world(rank: int, world_size: int, folder: str, timeout_s: float = 60.0) -> None:
+    """Join the group of a script's ranks, which meet in a file of `folder`.
+
+    What the script makes from then on lies on the rank's device.
+    """
     torch.set_num_threads(1)
     dist.init_process_group(
         contract.ready(),
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=timeout_s),
     )
+    _of_script.enter_context(placing.placed(rank))
+
+
+_of_script = ExitStack()  # never left: the process ends
 
 
 def _process_main(

@@ -200,7 +200,8 @@ class Twin:
         if self.params[0].dtype == torch.float32:
             return [p.detach().clone() for p in self.params]
         state = self.optimizer.state_dict()["state"]
-        masters = [state[i]["param"].clone() for i in range(len(self.params))]
+        # A state dict is on the CPU.
+        masters = [state[i]["param"].to(p.device, copy=True) for i, p in enumerate(self.params)]
         for param, master in zip(self.params, masters, strict=True):
             assert torch.equal(param.detach(), master.to(param.dtype))
         return masters

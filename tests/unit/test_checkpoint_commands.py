@@ -78,6 +78,16 @@ def test_verify_reads_every_file(run: Path, name: str, capsys: pytest.CaptureFix
     assert name in capsys.readouterr().out
 
 
+def test_a_run_is_not_a_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its folder is not called damaged: what is in it is named."""
+    for command in (["inspect"], ["export", "--model", str(run / "model.safetensors")]):
+        assert main([*command, str(run)]) == 2
+        error = capsys.readouterr().err
+        assert f"{run} is a folder of checkpoints. Name one: step-1, step-2." in error
+    assert main(["export", str(run / "step-1")]) == 2
+    assert "give --model FILE, --optimizer FILE or both" in capsys.readouterr().err
+
+
 def test_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder without a checkpoint; one command as a process of its own."""
     folder = str(tmp_path / "nothing")

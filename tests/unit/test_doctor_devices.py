@@ -143,11 +143,14 @@ def test_a_rank_without_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     world, taken = World(1.0, "cpu"), []
     assert world.take_device().verdict == "ok"
     world.device = torch.device("cuda", 2)
+    accelerator = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: accelerator)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
     found = world.take_device()
     assert (found.verdict, taken) == ("failed", [])
-    assert "local rank 2 has no device of its own: this host shows 2" in found.text
+    assert "local rank 2 has no device of its own: this process sees 2" in found.text
+    assert found.remedy.startswith("Start as many ranks as devices (--nproc-per-node)")
     world.device = torch.device("cuda", 1)
     assert (world.take_device().verdict, taken) == ("ok", [1])
 

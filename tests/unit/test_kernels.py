@@ -22,6 +22,8 @@ needs_compiler = pytest.mark.skipif(
     reason="torch.compile needs a C++ compiler on the CPU",
 )
 
+NOT_TRACED = pytest.mark.cpu_only("torch.compile traces neither the stand-in nor what places on it")
+
 # Compiled code fuses multiplications and additions, and takes scalars in fp32: a few ulps per step.
 TOLERANCE = 1e-6
 
@@ -42,6 +44,7 @@ def train(cls: Any, options: dict[str, Any], kernel: str, dtype: torch.dtype) ->
 
 
 @needs_compiler
+@NOT_TRACED
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("cls", "options", "dtype"),
@@ -155,6 +158,7 @@ def test_vanishing_eps(cls: Any, options: dict[str, Any]) -> None:
     assert not buffer[1500:].any()
 
 
+@NOT_TRACED
 def test_many_variants_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Optimizers of one process do not use up each other's recompilations."""
     real = torch.compile

@@ -21,13 +21,15 @@ from shardfuse import (
     ShardedLamb,
     ShardedSGD,
 )
+from shardfuse.engine.kernels import engine as kernels
+from tests.support import placing
 from tests.support.harness import run_procs, run_threads
 from tests.support.models import flat_buffers, lie_in
 
 pytestmark = pytest.mark.timeout(60)
 
 BLOCK = 512
-TILE_NBYTES = 4 * 2**18
+TILE_NBYTES = 4 * kernels.CPU_TILE
 SIZES = [(700, 300), (300,), (50_000,), (1,), (128, 128)]
 NUMEL = sum(torch.Size(size).numel() for size in SIZES)
 
@@ -83,7 +85,8 @@ def test_bytes_held(
     dtype: torch.dtype,
 ) -> None:
     """Per rank: parameters and gradients once, states and masters divided by the world size."""
-    slot = BLOCK if cls is ShardedLamb else 64 // dtype.itemsize
+    aligned = 512 if placing.on_device() else 64  # bytes
+    slot = BLOCK if cls is ShardedLamb else aligned // dtype.itemsize
     padded = NUMEL + len(SIZES) * slot + world_size * BLOCK
     low = dtype != torch.float32
     per_element = 4 * (num_states + low)
@@ -162,11 +165,13 @@ def test_no_full_size_temporary(
     num_states: int,
     world_size: int,
     dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A step allocates a bucket in fp32 at a time, never a copy of all parameters or gradients.
 
-    One rank alone has no buckets: there it is an eager tile.
+    One rank alone has no buckets: there it is an eager tile, which is larger on a device.
     """
+    monkeypatch.setattr(kernels, "DEVICE_TILE", kernels.CPU_TILE)
     limit = TILE_NBYTES if world_size == 1 else 0.5 * 2**20 * 4 / dtype.itemsize
     for nbytes, op in run_threads(world_size, step_allocation, cls, options, dtype):
         assert nbytes <= limit, op

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import subprocess
 import sys
@@ -14,7 +15,9 @@ import torch
 from torch import nn
 
 from shardfuse import ShardedAdamW
+from shardfuse.integrations import consolidate_on_save
 from tests.support.models import flat_buffers, lie_in
+from tests.support.placing import on_device
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -48,6 +51,7 @@ def check_loaded(model: nn.Module, optimizer: Any, expected: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("how", ["save_model", "save_file"])
+@pytest.mark.cpu_only("params of a device out of tree share a storage, which it refuses in words")
 def test_safetensors(how: str, tmp_path: Path) -> None:
     """Both ways of saving take the model, and what they read back trains on."""
     safetensors = pytest.importorskip("safetensors.torch")
@@ -64,13 +68,70 @@ def test_safetensors(how: str, tmp_path: Path) -> None:
     check_loaded(model, optimizer, saved)
 
 
-def test_files_of_submodules_hold_no_more(tmp_path: Path) -> None:
-    """torch.save() of a submodule, and of one parameter, writes these alone."""
+def test_safetensors_of_a_state_dict(tmp_path: Path) -> None:
+    """save_file() and load_file() serve params that share a storage as well."""
+    safetensors = pytest.importorskip("safetensors.torch")
     model, optimizer = build()
+    path = str(tmp_path / "model.safetensors")
+    saved = copy.deepcopy(model.state_dict())
+    copies = {name: value.cpu().contiguous() for name, value in model.state_dict().items()}
+    safetensors.save_file(copies, path)
+    train(model, optimizer)
+    model.load_state_dict(safetensors.load_file(path))
+    check_loaded(model, optimizer, saved)
+
+
+class Hooked:
+    """As much of an Accelerator as takes a hook."""
+
+    _optimizers: tuple[Any, ...] = ()
+
+    def register_save_state_pre_hook(self, hook: Any) -> Any:
+        return hook
+
+
+def cleaned(state: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return what Accelerate saves of ``state`` after consolidate_on_save()'s hook."""
+    other = pytest.importorskip("accelerate.utils.other")
+    # Its own logger needs an Accelerator.
+    monkeypatch.setattr(other, "logger", logging.getLogger("accelerate"))
+    consolidate_on_save(Hooked())([], [state], "")
+    saved: dict[str, Any] = other.clean_state_dict_for_safetensors(state)
+    return saved
+
+
+def test_accelerate_saves_params_that_share_a_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes what shares a storage for tied, and saves one of them; what is tied stays so."""
+    buffer = torch.arange(12.0)
+    state = {"a": buffer[:4], "b": buffer[4:].view(2, 4), "tied": buffer[:4], "alone": buffer + 1}
+    expected = {name: state[name].cpu() for name in ("a", "b", "alone")}
+    saved = cleaned(state, monkeypatch)
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name].cpu(), expected[name]) for name in saved)
+
+
+def test_accelerate_saves_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With parameters in one buffer, wherever that lies."""
+    model, _ = build()
+    state = model.state_dict()
+    expected = {name: value.cpu() for name, value in state.items() if value.numel()}
+    saved = cleaned(state, monkeypatch)
+    assert saved.keys() >= expected.keys()
+    assert all(torch.equal(saved[name].cpu(), expected[name]) for name in expected)
+
+
+def test_files_of_submodules_hold_no_more(tmp_path: Path) -> None:
+    """torch.save() of a submodule, and of one parameter, writes these alone.
+
+    On a device out of tree params share a storage, which a file has once, as a whole.
+    """
+    model, optimizer = build()
+    (buffer,) = flat_buffers(optimizer)
     for name, saved in (("sub", model[2].state_dict()), ("one", {"bias": model[0].bias})):
         path = tmp_path / name
         torch.save(saved, path)
         nbytes = sum(value.nbytes for value in saved.values())
+        nbytes = buffer.nbytes if on_device() else nbytes
         assert nbytes < path.stat().st_size < nbytes + 3000
         loaded = torch.load(path, weights_only=True)
         assert all(torch.equal(loaded[key], saved[key]) for key in saved)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForPreTraining
 
-from shardfuse import ShardedAdam, ShardedLamb
+from shardfuse import ShardConfig, ShardedAdam, ShardedLamb
 from shardfuse.__main__ import main
 from shardfuse.plan import Speeds, plan, predict, shapes_of
 from shardfuse.plan.models import count, shapes_in
@@ -106,6 +106,13 @@ def test_wrong_options(
     assert message in capsys.readouterr().err
 
 
+def test_no_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys without quotes are shown how they are written."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--model", "bert-tiny", "--world-size", "8", "--sharding", "{stage: 2}"])
+    assert """'{stage: 2}' is no JSON, such as '{"stage": 2}': """ in capsys.readouterr().err
+
+
 def test_times_follow_the_speeds() -> None:
     """Nothing is hidden at first; all but the ends is where the link is fast enough."""
     shapes = shapes_of("bert-small")
@@ -118,3 +125,27 @@ def test_times_follow_the_speeds() -> None:
         for times in (slow, fast):
             assert times.compute <= times.step <= times.without_overlap
             assert times.step >= times.traffic * 0.99
+
+
+@pytest.mark.parametrize(("device", "is_copied"), [("npu", True), ("cpu", False)])
+def test_zero_copy_takes_copies(
+    device: str, is_copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HCCL's may change what it sends: each bucket under way is there once more, as it is sent."""
+
+    def memory() -> dict[str, int]:
+        return plan(
+            shapes_in(small()),
+            lambda params, sharding: ShardedAdam(params, sharding=sharding),
+            world_size=4,
+            device=device,
+            sharding=ShardConfig(bucket_cap_mb=0.01),
+        ).memory
+
+    monkeypatch.delenv("TORCH_HCCL_ZERO_COPY", raising=False)
+    plain = memory()
+    monkeypatch.setenv("TORCH_HCCL_ZERO_COPY", "1")
+    copies = {key: value for key, value in memory().items() if key not in plain}
+    # What arrives is a quarter of each.
+    sent = {"copies of gradients, for zero-copy": 4 * plain["gradients that arrive"]}
+    assert copies == (sent if is_copied else {})

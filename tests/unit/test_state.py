@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shardfuse import ShardedAdam, ShardedAdamW, ShardedBertAdam, ShardedLamb, ShardedSGD
 from tests.support.harness import run_threads
 from tests.support.models import MIXED, rank_grads
+from tests.support.placing import on_cpu
 from tests.support.runs import Case, assert_bitwise
 
 pytestmark = pytest.mark.timeout(60)
@@ -110,7 +112,9 @@ def test_resume(name: str, saved_at: int, loaded_at: int, when: str) -> None:
 
 
 def states_of(case: Case) -> dict[str, Any]:
-    return first_half(case)[1]
+    saved = first_half(case)[1]
+    assert all(leaf.device.type == "cpu" for leaf in tree_leaves(saved) if torch.is_tensor(leaf))
+    return saved
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "lamb" not in name])
@@ -119,7 +123,7 @@ def test_consolidated_state_does_not_depend_on_the_world(name: str) -> None:
     case = CASES[name]
     expected = states_of(case)
     for world_size in (2, 3):
-        for state_dict in run_threads(world_size, states_of, case):
+        for state_dict in on_cpu(run_threads(world_size, states_of, case)):
             assert state_dict["param_groups"] == expected["param_groups"]
             assert state_dict["state"].keys() == expected["state"].keys()
             for key, entry in expected["state"].items():
@@ -128,7 +132,6 @@ def test_consolidated_state_does_not_depend_on_the_world(name: str) -> None:
                 for field, value in entry.items():
                     if isinstance(value, Tensor):
                         assert torch.equal(other[field], value)
-                        assert other[field].device.type == "cpu"
                     else:
                         assert other[field] == value
 
@@ -334,7 +337,7 @@ def test_memory_format_of_states() -> None:
         param.grad = weight.clone()
         optimizer.step()
         saved[memory_format] = optimizer.state_dict()
-        assert torch.equal(saved[memory_format]["state"][0]["momentum_buffer"], weight)
+        assert torch.equal(saved[memory_format]["state"][0]["momentum_buffer"], weight.cpu())
     param = nn.Parameter(weight.to(memory_format=torch.channels_last))
     optimizer = ShardedSGD([param], 1.0, momentum=1.0)
     optimizer.load_state_dict(saved[torch.contiguous_format])

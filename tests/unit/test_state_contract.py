@@ -6,6 +6,7 @@ import copy
 import logging
 import pickle
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 
 from shardfuse import ShardConfig, ShardedAdam, ShardedSGD
 from shardfuse.fragments import FragmentTensor
+from shardfuse.integrations import consolidate_on_save
 from shardfuse.optim import stateful
 from tests.support.harness import run_threads
 
@@ -49,8 +51,8 @@ def test_state_with_one_rank(steps: int) -> None:
     param.grad = torch.ones(40, 50)
     optimizer.step()
     saved = optimizer.state_dict()["state"][0]["exp_avg"]
-    torch.testing.assert_close(saved, torch.full((40, 50), 3.0 * 0.9 + 0.1))
-    assert torch.equal(saved, entry["exp_avg"])
+    torch.testing.assert_close(saved, torch.full((40, 50), 3.0 * 0.9 + 0.1).cpu())
+    assert torch.equal(saved, entry["exp_avg"].cpu())
 
 
 def test_state_of_a_parameter_that_is_not_ours() -> None:
@@ -255,4 +257,15 @@ def test_nothing_is_said_to_those_who_save_otherwise(
         optimizer.step()
 
     run_threads(2, body)
+    assert not caplog.messages
+
+
+def test_nothing_is_said_where_accelerate_gathers_states(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where consolidate_on_save() comes before prepare(), which brings the optimizer."""
+    monkeypatch.setattr(stateful, "_said", set())
+    accelerator = SimpleNamespace(_optimizers=[], register_save_state_pre_hook=lambda hook: hook)
+    consolidate_on_save(accelerator)
+    run_threads(2, lambda: trained(2) and None)
     assert not caplog.messages

@@ -188,7 +188,7 @@ def test_implementation_keys_are_accepted(cls: Any) -> None:
     assert_same(swapped, train(lambda params: cls(params, lr=0.1)))
     group = cls(one_param(), lr=0.1, maximize=False, **kwargs).param_groups[0]
     assert {key: group[key] for key in kwargs} == kwargs
-    with pytest.raises(TypeError, match="unexpected keyword argument 'fussed'"):
+    with pytest.raises(TypeError, match=r"argument 'fussed'\. Did you mean 'fused'\?"):
         cls(one_param(), lr=0.1, fussed=True)
 
 

@@ -128,8 +128,9 @@ def test_matches_forloop(info: Any, given: Any, named: bool) -> None:
         for key, value in entry.items():
             ours = torch.as_tensor(optimizer.state_dict()["state"].get(param, {}).get(key, 0.0))
             if value is not None:
+                theirs = torch.as_tensor(value)
                 torch.testing.assert_close(
-                    ours, torch.as_tensor(value), rtol=1e-5, atol=1e-5, check_dtype=False
+                    ours.cpu(), theirs.cpu(), rtol=1e-5, atol=1e-5, check_dtype=False
                 )
 
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import math
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -252,8 +253,8 @@ NBYTES = 4 * sum(math.prod(size) for size in SIZES)
 BUCKET_NBYTES = 1 << 16
 
 
-def train(name: str) -> tuple[Any, list[nn.Parameter]]:
-    """Train two steps on this rank; return what holds memory then."""
+def train(name: str) -> Callable[[], Any]:
+    """Train two steps on this rank; return what keeps all that holds memory then, where it is."""
     params = [nn.Parameter(torch.ones(size)) for size in SIZES]
     sharding = {"bucket_cap_mb": BUCKET_NBYTES / 2**20}
     optimizer = build(name, params, sharding=sharding)
@@ -261,7 +262,7 @@ def train(name: str) -> tuple[Any, list[nn.Parameter]]:
         optimizer.zero_grad()
         torch.autograd.backward([p.sum() for p in params])
         optimizer.step()
-    return optimizer, params
+    return lambda: (optimizer, params)
 
 
 @pytest.mark.parametrize("name", RESOURCES)

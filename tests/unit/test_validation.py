@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import shardfuse
 from shardfuse import (
@@ -176,6 +177,25 @@ def test_not_parameters(cls: OptimizerClass) -> None:
         cls([{"params": params}, {"params": params}], lr=0.1)
 
 
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        (lambda model: model, TypeError, r"params is a module \(Linear\). Pass its named_param"),
+        (lambda model: model.weight, TypeError, "is one Tensor. Pass model.named_param"),
+        (lambda model: model.state_dict(), TypeError, "params is a OrderedDict. Pass model.named"),
+        (lambda model: {"params": []}, TypeError, "params is a dict. Pass .* a list of dicts"),
+        (lambda model: iter([]), ValueError, "A generator such as model.parameters.. can be read"),
+        (lambda model: [{"param": [model.weight]}], ValueError, r"group 0 has no \"params\""),
+    ],
+)
+def test_what_else_is_taken_for_parameters(
+    given: Callable[[nn.Linear], Any], error: type[Exception], words: str
+) -> None:
+    """A slip of the hand is told what to pass."""
+    with pytest.raises(error, match=words):
+        ShardedAdamW(given(nn.Linear(3, 2)), lr=0.1)
+
+
 def test_duplicate_names() -> None:
     """Two parameters of one name are refused: checkpoints would write one over the other."""
     pairs = [("w", one_param()[0]), ("w", one_param()[0])]
@@ -289,6 +309,6 @@ def test_formats_that_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     for number, format in ((2, None), (0, None), (29, 29), (3, 3), (51, 51)):
         monkeypatch.setitem(sys.modules, "torch_npu", with_format(number))
         assert internal_format(OnNpu(torch.ones(3))) == format
-        assert internal_format(torch.ones(3)) is None
+        assert internal_format(torch.ones(3, device="cpu")) is None
     monkeypatch.delitem(sys.modules, "torch_npu")
     assert internal_format(OnNpu(torch.ones(3))) is None

@@ -66,8 +66,8 @@ def _located(whole: Any, path: Path, key: str | None) -> tuple[Mapping[str, Any]
         return optimizer_in(whole, path, key), None
     if _MASTERS not in found:
         raise CheckpointError(
-            f"{path} is of an FP16_Optimizer without {_MASTERS!r}: of those the layout of "
-            f"apex.fp16_utils' alone is known. It has {sorted(found)}."
+            f"{path} is of an FP16_Optimizer without {_MASTERS!r}. Only the layout of "
+            f"apex.fp16_utils is known. The file has {sorted(found)}."
         )
     return optimizer_in(found[_INNER], path, None), found[_MASTERS]
 
@@ -104,8 +104,8 @@ def _masters_of(masters: Any, index: int, count: int, where: str) -> Sequence[An
     held = masters[index] if index < len(masters) else []
     if len(held) not in (0, count):
         raise CheckpointError(
-            f"{where} has {count} parameters and {len(held)} masters: which are whose is not in "
-            "the file. Save it with the fp16 parameters in groups of their own."
+            f"{where} has {count} parameters and {len(held)} masters, and the file does not say "
+            "which belong together. Save it with the fp16 parameters in their own groups."
         )
     return held or None
 

@@ -66,15 +66,15 @@ def read_file(path: Path, *, trusted: bool) -> Any:
         raise
     except (ImportError, AttributeError) as error:
         raise CheckpointError(
-            f"{path} holds objects of a library that is not here: {error}. Install it, or read the "
-            "file without trusted=True."
+            f"{path} holds objects of a library that is not installed: {error}. Install it, or "
+            "read the file without trusted=True."
         ) from error
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
             raise _objects(path, str(error).partition("GLOBAL ")[2].split()[:1]) from None
         raise DamagedCheckpoint(
-            [f"{path} cannot be read ({reason})"], "Copy it anew from where it was written."
+            [f"{path} cannot be read ({reason})"], "Copy it again from where it was written."
         ) from error
 
 
@@ -100,5 +100,5 @@ def part_of(found: Any, path: Path, key: str) -> Any:
     """
     if not isinstance(found, Mapping) or key not in found:
         held = f"It has {sorted(map(str, found))}." if isinstance(found, Mapping) else ""
-        raise CheckpointError(f"{path} has no {key!r}, so that its layout is not known. {held}")
+        raise CheckpointError(f"{path} has no {key!r}, so its layout is unknown. {held}")
     return found[key]

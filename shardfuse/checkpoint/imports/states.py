@@ -71,8 +71,8 @@ def fp32(value: Any, what: str) -> Tensor:
     if value.dtype in (torch.float32, *LOW):
         return value.detach().float()
     raise CheckpointError(
-        f"{what} is {value.dtype}; states here are fp32, which would lose digits of it. Convert it "
-        "yourself (.float()) where that is meant, save the result, and import that."
+        f"{what} is {value.dtype}; states here are fp32, which would lose digits of it. If that is "
+        "intended, convert it yourself (.float()), save the result, and import that."
     )
 
 
@@ -113,8 +113,8 @@ def group_of(group: Mapping[str, Any], where: str, *, drop: Sequence[str] = ()) 
     for key, remedy in _SWITCHES.items():
         if key not in drop and not plain(group.get(key, True)):
             raise CheckpointError(
-                f"{where} has {key}={group[key]!r}: {remedy}, and training would go on otherwise. "
-                "Import nothing, and begin with fresh states."
+                f"{where} has {key}={group[key]!r}: {remedy}, so training would continue "
+                "differently. Import nothing, and start with fresh states."
             )
     left_out = {"params", "param_names", "step", *_SWITCHES, *drop}
     return {key: plain(value) for key, value in group.items() if key not in left_out}

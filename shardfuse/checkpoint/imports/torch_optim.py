@@ -67,8 +67,8 @@ def optimizer_in(found: Any, path: Path, key: str | None) -> Mapping[str, Any]:
     found = at_key(found, path, key)
     if not is_state_dict(found):
         raise CheckpointError(
-            f"{path} has no optimizer's state_dict(), {{'state', 'param_groups'}}, at {key!r}. Say "
-            "where it is with key= (--key)."
+            f"{path} has no optimizer's state_dict(), {{'state', 'param_groups'}}, at {key!r}. "
+            "Give its place with key= (--key)."
         )
     state_dict: Mapping[str, Any] = found
     return state_dict
@@ -88,8 +88,8 @@ def at_key(found: Any, path: Path, key: str | None) -> Any:
         else:
             held = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
             raise CheckpointError(
-                f"{path} has no {key!r}: in place of {part!r} there is {held}. Say where the "
-                "optimizer's state_dict() is with key= (--key)."
+                f"{path} has no {key!r}: instead of {part!r} there is {held}. Give the place of "
+                "the optimizer's state_dict() with key= (--key)."
             )
     return found
 
@@ -116,6 +116,6 @@ def numbered(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
         groups.append({**options, **names, "params": list(range(first, number))})
     if left:
         raise CheckpointError(
-            f"{path} has states of {sorted(map(str, left))}, which are in no group of it."
+            f"{path} has states of {sorted(map(str, left))}, which are in none of its groups."
         )
     return {"state": state, "param_groups": groups}

@@ -80,7 +80,7 @@ def _check_group(
         for key in sorted(keys):
             if key not in entry:
                 raise CheckpointError(
-                    f"{zero / name} has no {key}.pt, which others have. Convert it anew."
+                    f"{zero / name} has no {key}.pt, which others have. Convert it again."
                 )
             # With tensor parallelism the module's file has a part.
             if not model.is_cut and entry[key].shape != shapes[name]:
@@ -93,9 +93,9 @@ def _check_group(
 def _refuse_round_robin(model: ModelStates) -> None:
     if model.is_round_robin:
         raise CheckpointError(
-            f"{model.path} was saved with round_robin_gradients, of which DeepSpeed makes "
-            "universal checkpoints with parameters in each other's places. Import what it "
-            "was made from with read_deepspeed() (import deepspeed)."
+            f"{model.path} was saved with round_robin_gradients. DeepSpeed then makes universal "
+            "checkpoints with parameters in each other's places. Import the original checkpoint "
+            "with read_deepspeed() (import deepspeed)."
         )
 
 
@@ -116,7 +116,7 @@ def _entry(folder: Path, step: Any, is_low: bool, trusted: bool) -> dict[str, An
         raise CheckpointError(f"{folder} has no {_FP32}.pt.")
     if "step" not in states and step is None:
         raise CheckpointError(
-            f"{folder} has no step.pt, and the groups have no step: how often it was updated is "
-            "not known."
+            f"{folder} has no step.pt, and the groups have no step, so the number of its updates "
+            "is unknown."
         )
     return entry_of(states, step, f"{folder}")

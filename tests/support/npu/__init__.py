@@ -16,9 +16,10 @@ As on a device:
 * Random numbers have generators of their own.
 
 Where the host waits is noted (host_syncs()). What the stand-in does not have: pinned memory,
-autocast, graphs, formats such as NZ, and the speed of anything. Operators for which torch has no
-meta kernel run at once, which is not noted. There are eight devices; ranks that are threads need
-one each, as their collectives wait for each other on its stream.
+autocast, graphs, formats such as NZ, sparse tensors (but that one can be a gradient), and the speed
+of anything. Operators for which torch has no meta kernel run at once, which is not noted. There are
+eight devices; ranks that are threads need one each, as their collectives wait for each other on its
+stream.
 
 The C++ of this folder is compiled by load(), once for its text and torch's version.
 """

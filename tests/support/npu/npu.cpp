@@ -68,6 +68,24 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   // Made of others for devices, of whose results the CPU's kernels for backward take another kind.
   m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("native_group_norm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  // Which refuse devices that bring none of their own.
+  m.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+// As much as a sparse gradient takes to be there.
+TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
+  m.impl("_sparse_coo_tensor_with_dims_and_tensors",
+         at::native::new_with_dims_and_tensor_sparse_symint);
+  m.impl("empty.memory_format", at::native::empty_sparse_symint);
+  m.impl("clone", at::native::clone_sparse);
+  m.impl("_indices", at::native::_indices_sparse);
+  m.impl("_values", at::native::_values_sparse);
+  m.impl("_nnz", at::native::_nnz_sparse);
+  m.impl("sparse_dim", at::native::sparse_dim_sparse);
+  m.impl("dense_dim", at::native::dense_dim_sparse);
+  m.impl("is_coalesced", at::native::is_coalesced_sparse);
+  m.impl("_coalesced_", at::native::_coalesced_sparse_);
 }
 
 TORCH_LIBRARY(shardfuse_npu, m) {

@@ -1,0 +1,86 @@
+"""What a slip of the hand does to a checkpoint: no file of others is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardfuse import ShardedAdam
+from shardfuse.checkpoint import CheckpointError, Checkpoints, async_save, load, save
+from shardfuse.training import Job, StepMonitor
+from tests.support import checkpoints
+from tests.support.harness import run_threads
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fewer than two dimensions.*:UserWarning")
+
+
+def refusals(folder: Path, how: Any) -> list[str]:
+    """Return what two ranks hear that save to ``folder``."""
+
+    def write() -> str:
+        objects = checkpoints.Job(ShardedAdam).objects
+        with pytest.raises(CheckpointError) as caught:
+            how(objects, folder)
+        return str(caught.value)
+
+    return list(run_threads(2, write))
+
+
+def save_beside(objects: Any, folder: Path) -> None:
+    async_save(objects, folder).wait()
+
+
+@pytest.mark.parametrize("how", [save, save_beside])
+def test_saving_removes_nothing_of_others(how: Any, tmp_path: Path) -> None:
+    """A folder of a run, of a thesis, or a file: all ranks are refused, and it stays."""
+    run, thesis, file = (tmp_path / name for name in ("run", "thesis", "file"))
+    thesis.mkdir()
+    for path in (thesis / "a.tex", thesis / "b.tex", file):
+        path.write_text("years")
+    run_threads(1, lambda: Checkpoints(run).save(checkpoints.Job(ShardedAdam).objects, 1))
+    for folder, words in (
+        (run, "the folder has latest and 1 more, of no checkpoint"),
+        (thesis, "the folder has a.tex and 1 more, of no checkpoint, which saving would remove"),
+        (file, "it is a file; name a folder"),
+    ):
+        before = sorted(folder.rglob("*"))
+        assert all(words in text for text in refusals(folder, how))
+        assert sorted(folder.rglob("*")) == before
+    assert file.read_text() == "years"
+
+
+@pytest.mark.parametrize("left", ["nothing", "part-0.json", "__0_0.distcp", "all"])
+def test_what_is_left_of_a_checkpoint_is_replaced(left: str, tmp_path: Path) -> None:
+    """As is an empty folder: nothing but a checkpoint was there."""
+
+    def write() -> None:
+        job = checkpoints.Job(ShardedAdam)
+        save(job.objects, tmp_path / "here")
+        if left != "all":
+            for path in (tmp_path / "here").iterdir():
+                if path.name != left:
+                    path.unlink()
+        save(job.objects, tmp_path / "here")
+        load(job.objects, tmp_path / "here")
+
+    run_threads(1, write)
+
+
+def test_arguments_of_another_kind(tmp_path: Path) -> None:
+    """A model for a state, a folder for a state, an optimizer of torch for one of ours."""
+    model = torch.nn.Linear(2, 2)
+    words = r"state must be a dict, such as .*, got "
+    for call in (save, load):
+        with pytest.raises(TypeError, match=f"{words}Linear"):
+            call(model, tmp_path)
+        with pytest.raises(TypeError, match=f"{words}str"):
+            call("folder", {"model": model})
+    with pytest.raises(TypeError, match=f"{words}Linear"):
+        Job(tmp_path, model, save_every=1)
+    with pytest.raises(ValueError, match="Invalid save_every: '2'"):
+        Job(tmp_path, {"model": model}, save_every="2")
+    with pytest.raises(TypeError, match="StepMonitor watches shardfuse's optimizers, got SGD"):
+        StepMonitor(torch.optim.SGD(model.parameters(), 0.1))
