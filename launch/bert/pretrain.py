@@ -10,8 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from pretraining.config import check_options, dry_run_of
-from pretraining.errors import UsageError
+from pretraining.errors import UsageError, not_installed
 from pretraining.launch import Launch, refuse
 
 
@@ -20,6 +19,9 @@ def main(argv: Sequence[str]) -> int:
     launch: Launch | None = None
     try:
         launch = Launch.from_environment()
+        # Not above: processes that encode text import this file, and are to be without torch.
+        from pretraining.config import check_options, dry_run_of
+
         check_options(argv, launch.world_size)
         if dry_run_of(argv) is not None:
             from pretraining.dry_run import show
@@ -31,6 +33,8 @@ def main(argv: Sequence[str]) -> int:
         run(argv, launch)
     except UsageError as error:
         return refuse(error, launch)
+    except ModuleNotFoundError as error:
+        return refuse(not_installed(error), launch)
     return 0
 
 

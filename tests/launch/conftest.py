@@ -3,49 +3,26 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from pretraining.prepared import PreparedCorpus, prepare_corpus
+from pretraining.prepared import PreparedCorpus
 
 from tests.launch import jobs
+from tests.launch.texts import make_documents, prepare
 
-SUBJECTS = (
-    "the cat",
-    "a dog",
-    "the old man",
-    "my sister",
-    "every bird",
-    "the red ship",
-    "a small tree",
-)
-VERBS = ("sees", "likes", "carries", "follows", "forgets", "finds", "hears")
-OBJECTS = (
-    "the house",
-    "a river",
-    "some bread",
-    "the king",
-    "an apple",
-    "the long road",
-    "its mother",
-)
-PLACES = ("in the morning", "near the sea", "behind the wall", "without a word", "at night")
-
-NUM_DOCUMENTS = 60
-
-
-def make_documents() -> list[list[str]]:
-    """Write documents of 2 to 7 sentences from a small grammar."""
-    rng = random.Random(0)
-
-    def sentence() -> str:
-        return " ".join(rng.choice(words) for words in (SUBJECTS, VERBS, OBJECTS, PLACES)) + "."
-
-    return [[sentence() for _ in range(rng.randint(2, 7))] for _ in range(NUM_DOCUMENTS)]
+SMALL_MODEL = {
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 80,
+    "max_position_embeddings": 40,
+}
+"""The shape of a checkpoint that was made elsewhere; none of ours."""
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +39,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def corpus(text_file: Path, data_dir: Path) -> PreparedCorpus:
-    return PreparedCorpus.open(prepare_corpus([text_file], data_dir, 120, lambda line: None))
+    return PreparedCorpus.open(prepare([text_file], data_dir, 120))
 
 
 @pytest.fixture
@@ -103,3 +80,31 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     yield mount
     if os.path.ismount(folder):
         subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """Return a vocabulary whose special tokens are not the first ones, as Google's."""
+    known = sorted({word.strip(".") for doc in make_documents() for s in doc for word in s.split()})
+    tokens = ["[PAD]", *known[:7], "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *known[7:]]
+    return [*tokens, *"abcdefghijklmnopqrstuvwxyz", "##s"]
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, words: list[str]) -> Callable[..., Path]:
+    """Return a function that saves a checkpoint of a class, made elsewhere, with a vocab.txt."""
+
+    def save(cls: Any = None, **changes: Any) -> Path:
+        folder = tmp_path / "theirs"
+        import torch
+        from transformers import BertConfig, BertForPreTraining
+
+        cls = BertForPreTraining if cls is None else cls
+        torch.manual_seed(5)
+        # As many rows as padding to a multiple of 8 gives.
+        settings = {"vocab_size": 8 * -(-len(words) // 8), **SMALL_MODEL, **changes}
+        cls(BertConfig(**settings)).save_pretrained(folder)
+        (folder / "vocab.txt").write_text("\n".join(words) + "\n")
+        return folder
+
+    return save

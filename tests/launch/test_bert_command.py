@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,38 @@ def test_a_signal_to_torchrun_saves_and_stops(
     assert f"stopped and saved after step {num_done} of 100000" in stdout, stdout + stderr
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step-{num_done}"
     assert "Error" not in "".join(line for line in stderr.splitlines() if "pretrain" in line)
+
+
+@pytest.mark.parametrize(
+    ("program", "module", "options", "extra"),
+    [
+        ("bert/pretrain.py", "tokenizers", ["--steps", "2"], "bert"),
+        ("bert/export.py", "transformers", ["run", "out"], "bert"),
+        (
+            "deepspeed/train_bert.py",
+            "deepspeed",
+            ["--deepspeed-config", "launch/deepspeed/configs/stage1_lamb.json"],
+            "bert,deepspeed",
+        ),
+    ],
+)
+def test_a_forgotten_extra(program: str, module: str, options: list[str], extra: str) -> None:
+    """One line that says what to install, before anything is prepared."""
+    code = (
+        f"import runpy, sys; sys.modules['{module}'] = None; "
+        f"sys.argv = {[program, *options]}; "
+        f"runpy.run_path('launch/{program}', run_name='__main__')"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=jobs.REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(jobs.REPOSITORY / "launch" / "bert")},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    line = f"{Path(program).name}: error: {module} is not installed: pip install -e '.[{extra}]'"
+    assert result.stderr.splitlines()[-1] == line, result.stderr
+    assert "Traceback" not in result.stderr
+    assert not result.stdout
+    assert result.returncode == 2

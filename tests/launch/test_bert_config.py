@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,8 @@ from tests.launch import jobs
         (["--sharding", "[1]"], r"--sharding must be a JSON object"),
         (["--sharding", '{"stage": 3}'], r"--sharding .* Invalid stage: 3"),
         (["--sharding", '{"stages": 2}'], r"--sharding .* Unknown sharding options"),
-        (["--corpus", "nowhere.txt"], r"--corpus: nowhere.txt is not a file"),
+        (["--corpus", "nowhere.txt"], r"--corpus: nowhere.txt is not a file or folder"),
+        (["--vocab-words", "0"], r"--vocab-words must be at least 1, got 0"),
         (["--resume"], r"--resume: runs holds no run; name one with --run-dir"),
         (["--resume", "--run-dir", "x"], r"config.json cannot be read; name the folder of a run"),
     ],
@@ -46,6 +48,17 @@ def test_a_wrong_option_is_named(
     with pytest.raises(UsageError, match=message) as caught:
         parse_config(arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_the_readme_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    """With a row in one of its tables, as --help does."""
+    with pytest.raises(SystemExit):
+        parse_config(["--help"])
+    options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
+    assert {"--corpus", "--jsonl-key", "--strict", "--vocab-words"} < options
+    readme = jobs.SCRIPT.with_name("README.md").read_text()
+    rows = "".join(line.split(" | ")[0] for line in readme.splitlines() if line.startswith("| `"))
+    assert {name for name in options if not re.search(rf"{name}\b", rows)} == set()
 
 
 @pytest.mark.parametrize(
@@ -138,9 +151,11 @@ def test_a_run_from_before_there_was_an_option_resumes(stored_run: RunConfig) ->
     """What it cannot name has its default."""
     path = stored_run.run_dir / "config.json"
     stored = json.loads(path.read_text())
-    del stored["sharding"]
+    for name in ("sharding", "jsonl_key", "strict", "vocab_words"):
+        del stored[name]
     path.write_text(json.dumps(stored))
-    assert parse_config(["--resume", "--run-dir", str(stored_run.run_dir)]).sharding == "{}"
+    resumed = parse_config(["--resume", "--run-dir", str(stored_run.run_dir)])
+    assert (resumed.sharding, resumed.jsonl_key, resumed.strict) == ("{}", "text", False)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +165,7 @@ def test_a_run_from_before_there_was_an_option_resumes(stored_run: RunConfig) ->
         ["--steps", "78"],
         ["--betas", "0.8", "0.9"],
         ["--sharding", '{"param_sync_bits": 4}'],
+        ["--jsonl-key", "body"],
     ],
 )
 def test_resume_refuses_another_configuration(stored_run: RunConfig, arguments: list[str]) -> None:

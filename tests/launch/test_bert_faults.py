@@ -174,7 +174,7 @@ def test_resume_without_latest_takes_the_newest_checkpoint(
     LATEST[latest](copied / "checkpoints" / "latest")
     before = snapshot(copied / "checkpoints" / "step-10")
     output = jobs.run(copied.parent, RESUME, 0)
-    said = "step-10 is taken, the newest whole checkpoint" in output
+    said = "loading step-10, the newest whole checkpoint" in output
     assert said == (latest != "gone")
     assert f"run: {copied}, steps 10 to 10" in output
     assert jobs.losses(copied) == jobs.losses(finished)
@@ -187,7 +187,7 @@ def test_resume_passes_by_a_damaged_checkpoint(copied: Path, finished: Path, dam
     DAMAGES[damage](copied / "checkpoints" / "step-10")
     output = jobs.run(copied.parent, RESUME, 2)
     assert "step-10" in output
-    assert "step-8 is taken, the newest whole checkpoint" in output
+    assert "loading step-8, the newest whole checkpoint" in output
     assert f"run: {copied}, steps 8 to 10" in output
     assert jobs.losses(copied) == jobs.losses(finished)
 

@@ -50,8 +50,8 @@ def test_two_jobs_prepare_one_text_at_once(tmp_path: Path, text_file: Path) -> N
     options = ["--corpus", str(text_file), "--data-dir", str(data), *SMALL, "--steps", "1"]
     together = [jobs.start(tmp_path, options, 0) for _ in range(2)]
     assert [job.wait() for job in together] == [[0], [0]], [job.output() for job in together]
-    (prepared,) = data.iterdir()
-    digest = json.loads((prepared / "summary.json").read_text())["digest"]
+    (prepared,) = data.glob("prepared-*")
+    digest = json.loads((prepared / "index.json").read_text())["summary"]["digest"]
     configs = [tmp_path / "runs" / f"bert-{n:03d}" / "config.json" for n in (1, 2)]
     assert [json.loads(c.read_text())["corpus_digest"] for c in configs] == [digest, digest]
 
@@ -84,7 +84,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(
     job = jobs.start(tmp_path, [*inputs, *SMALL, *run_dir, *options], 2, fault)
     assert message in jobs.refused(job)
     left = {path.name for path in tmp_path.rglob("*")} - {"rank-0.log", "rank-1.log"}
-    assert left <= {"file", "data"}
+    assert left <= {"file", "data", ".lock"}
     assert (tmp_path / "file").read_text() == "text"
 
 
@@ -96,10 +96,10 @@ def test_a_full_disk_while_text_is_prepared_is_one_line(
     options = ["--corpus", str(text_file), "--data-dir", str(data), *RUN]
     line = jobs.refused(jobs.start(tmp_path, options, 2))
     assert f"--data-dir {data}: " in line
-    assert list(data.iterdir()) == []
+    assert [path.name for path in data.iterdir()] == [".lock"]
 
 
-@pytest.mark.parametrize("damage", ["text", "tokens", "summary"])
+@pytest.mark.parametrize("damage", ["text", "tokens", "index"])
 def test_text_that_is_gone_or_damaged_is_one_line(
     tmp_path: Path, text_file: Path, damage: str
 ) -> None:
@@ -114,12 +114,14 @@ def test_text_that_is_gone_or_damaged_is_one_line(
     if damage == "text":
         text.unlink()
     elif damage == "tokens":
-        os.truncate(prepared / "train" / "tokens.npy", 200)
+        os.truncate(prepared / "shard-00000.bin", 200)
     else:
-        (prepared / "summary.json").write_text("{}")
+        (prepared / "index.json").write_text("{}")
     before = snapshot(tmp_path / "run")
     line = jobs.refused(jobs.start(tmp_path, RESUME, 2))
-    assert ("text.txt is not a file; restore it" if damage == "text" else "cannot be read") in line
+    assert (
+        "text.txt is not a file or folder; restore it" if damage == "text" else "cannot be read"
+    ) in line
     assert snapshot(tmp_path / "run") == before
 
 

@@ -153,7 +153,7 @@ def test_a_file_system_without_locks_is_told(
     monkeypatch.setattr(fcntl, "flock", flock)
     with RunLock() as lock:
         lock.take(tmp_path)
-    assert "no locks on this file system (No locks available)" in caplog.text
+    assert "this file system has no locks (No locks available)" in caplog.text
 
 
 def test_a_numbered_directory_that_another_job_took_is_left_to_it(tmp_path: Path) -> None:

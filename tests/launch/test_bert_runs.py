@@ -162,7 +162,7 @@ def test_text_that_cannot_be_used_is_refused_by_all_ranks(
     assert job.wait() == [2] * max(1, world_size)
     errors = [line for line in job.output().splitlines() if "error" in line]
     assert len(errors) == 1
-    assert errors[0].startswith("pretrain.py: error: --corpus: found 1 documents")
+    assert errors[0].startswith("pretrain.py: error: --corpus: found 1 different documents")
     assert not (tmp_path / "runs").exists()
 
 
@@ -183,9 +183,10 @@ def test_a_rebuilt_vocabulary_is_refused(tmp_path: Path, text_file: Path) -> Non
     """Building it again from the same text may number the word pieces differently."""
     arguments = ["--corpus", str(text_file), "--data-dir", "data"]
     jobs.run(tmp_path, [*arguments, *SMALL, "--run-dir", "run"], 0)
-    (summary,) = (tmp_path / "data").glob("prepared-*/summary.json")
-    stored = json.loads(summary.read_text())
-    summary.write_text(json.dumps(stored | {"digest": stored["digest"][:-1] + "?"}))
+    (path,) = (tmp_path / "data").glob("prepared-*/index.json")
+    index = json.loads(path.read_text())
+    index["summary"]["digest"] = index["summary"]["digest"][:-1] + "?"
+    path.write_text(json.dumps(index))
     job = jobs.start(tmp_path, ["--resume", "--run-dir", "run"], 0)
     assert job.wait() == [2]
     assert "another text or vocabulary" in job.output()

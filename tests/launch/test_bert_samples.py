@@ -7,15 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from pretraining.prepared import (
-    CLS_ID,
-    MASK_ID,
-    PAD_ID,
-    SEP_ID,
-    SPECIAL_TOKENS,
-    DocumentSet,
-    PreparedCorpus,
-)
+from pretraining.prepared import PreparedCorpus
 from pretraining.samples import (
     IGNORED_LABEL,
     Batch,
@@ -24,29 +16,42 @@ from pretraining.samples import (
     mask_tokens,
     num_masked,
 )
+from pretraining.shards import DocumentSet, Shard
+from pretraining.wordpiece import SPECIAL_TOKENS, TRAINED
 
+PAD_ID, _, CLS_ID, SEP_ID, MASK_ID = TRAINED
 FIRST_ID = len(SPECIAL_TOKENS)
 
 
-def _numbered_documents(sentence_lengths: list[list[int]]) -> DocumentSet:
+def _numbered_documents(sentence_lengths: list[list[int]], num_shards: int = 1) -> DocumentSet:
     """Build documents whose tokens are all different, so that a token tells where it stands."""
-    lengths = [length for document in sentence_lengths for length in document]
-    return DocumentSet(
-        tokens=np.arange(FIRST_ID, FIRST_ID + sum(lengths), dtype=np.int32),
-        sentence_starts=np.cumsum([0, *lengths], dtype=np.int64),
-        document_starts=np.cumsum([0, *map(len, sentence_lengths)], dtype=np.int64),
-    )
+    shards, first = [], FIRST_ID
+    for numbers in np.array_split(np.arange(len(sentence_lengths)), num_shards):
+        documents = [sentence_lengths[number] for number in numbers]
+        lengths = [length for document in documents for length in document]
+        shards.append(
+            Shard(
+                tokens=np.arange(first, first + sum(lengths), dtype=np.int32),
+                sentence_starts=np.cumsum([0, *lengths], dtype=np.uint32),
+                document_starts=np.cumsum([0, *map(len, documents)], dtype=np.uint32),
+            )
+        )
+        first += sum(lengths)
+    return DocumentSet(shards)
 
 
 LENGTHS = [[5, 9, 2], [30], [1, 1], [40, 3, 50], [7] * 12, [4, 60]]
 
 
+@pytest.mark.parametrize("num_shards", [1, 3])
 @pytest.mark.parametrize("max_tokens", [4, 21, 200])
-def test_a_pair_is_two_runs_of_text_and_the_label_says_how_they_relate(max_tokens: int) -> None:
+def test_a_pair_is_two_runs_of_text_and_the_label_says_how_they_relate(
+    max_tokens: int, num_shards: int
+) -> None:
     """A and B are whole runs of tokens; B is further on in A's document, or in another one."""
-    documents = _numbered_documents(LENGTHS)
+    documents = _numbered_documents(LENGTHS, num_shards)
     document_of = np.repeat(np.arange(len(LENGTHS)), [sum(lengths) for lengths in LENGTHS])
-    sentence_of = np.repeat(np.arange(documents.num_sentences), np.diff(documents.sentence_starts))
+    sentence_of = np.repeat(np.arange(documents.num_sentences), list(itertools.chain(*LENGTHS)))
     seen = set()
     for index in range(2000):
         pair = draw_pair(documents, max_tokens, np.random.default_rng(index))
@@ -68,6 +73,16 @@ def test_a_pair_is_two_runs_of_text_and_the_label_says_how_they_relate(max_token
         seen.add((document_of[first[0]], pair.is_random_next))
     # A document of one sentence cannot give A; every other one gives both kinds.
     assert seen == set(itertools.product({0, 2, 3, 4, 5}, (False, True)))
+
+
+@pytest.mark.parametrize("num_shards", [2, 3, 6])
+def test_pairs_do_not_depend_on_where_shards_end(num_shards: int) -> None:
+    """The same draws from one shard and from several."""
+    one, several = (_numbered_documents(LENGTHS, num) for num in (1, num_shards))
+    for index in range(500):
+        pairs = [draw_pair(d, 21, np.random.default_rng(index)) for d in (one, several)]
+        assert [pair.first.tolist() for pair in pairs] == [pairs[0].first.tolist()] * 2
+        assert [pair.second.tolist() for pair in pairs] == [pairs[0].second.tolist()] * 2
 
 
 def test_half_of_the_pairs_are_random_and_come_from_everywhere(corpus: PreparedCorpus) -> None:

@@ -7,19 +7,24 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal
 
-from pretraining.corpus import check_corpus_file
+from pretraining.architecture import Architecture
+from pretraining.corpus import check_corpus
+from pretraining.data_options import DATA_DEFAULTS
+from pretraining.defaults import OF_PHASES, phases_of, refuse_flags, take_architecture
 from pretraining.errors import UsageError
 from pretraining.files import blaming, write_whole
-from pretraining.phases import FIELDS, Phase, read_recipe, spans
+from pretraining.parser import (
+    DtypeName,
+    LambVariantName,
+    OptimizerName,
+    new_parser,
+    option,
+)
+from pretraining.phases import FIELDS, Phase, spans
 from pretraining.rundir import CONFIG_FILE, check_unused, newest_run_dir, next_run_dir
 from shardfuse import ShardConfig
-
-ModelSizeName = Literal["tiny", "mini", "small", "base", "large"]
-OptimizerName = Literal["lamb", "adamw", "adam", "bertadam", "sgd"]
-DtypeName = Literal["fp32", "bf16", "fp16"]
-LambVariantName = Literal["npu", "apex", "nvlamb", "google", "paddle", "deepspeed"]
 
 DEFAULT_LR: dict[str, float] = {
     "lamb": 1e-2,
@@ -32,12 +37,15 @@ DEFAULT_LR: dict[str, float] = {
 
 _IDENTITY = (
     "vocab_size",
+    "vocab_words",
+    "jsonl_key",
     "model_size",
     "dropout",
     "optimizer",
     "lamb_variant",
     "weight_decay",
     "betas",
+    "eps",
     "max_grad_norm",
     "dtype",
     "seed",
@@ -45,8 +53,6 @@ _IDENTITY = (
     "eval_samples",
 )
 """Options that decide the losses: `--resume` takes them from the run and lets none change."""
-
-_IDENTITY_OF_PHASES = tuple(name for name in FIELDS if name != "micro_batch_size")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,12 +63,22 @@ class RunConfig:
     corpus_words: int
     data_dir: Path
     vocab_size: int
-    model_size: ModelSizeName
+    vocab_words: int
+    jsonl_key: str
+    strict: bool
+    init_from: Path | None
+    """Folder of a transformers checkpoint that the run begins with."""
+    architecture: Architecture
+    """Of that checkpoint; empty where there is none."""
+    model_size: str
+    """Google's name, or layers x width of a checkpoint's other shape."""
     dropout: float
     optimizer: OptimizerName
     lamb_variant: LambVariantName
     weight_decay: float
     betas: tuple[float, float]
+    eps: float | None
+    """None: the optimizer's own."""
     max_grad_norm: float
     """Bound of the global gradient norm; 0 means no clipping."""
     phases: tuple[Phase, ...]
@@ -82,19 +98,25 @@ class RunConfig:
     eval_every: int
     eval_samples: int
     log_every: int
+    norms_every: int
+    """Steps between two whose norms are noted; 0 for none."""
+    tensorboard: bool
     timeout_seconds: float
 
     def __post_init__(self) -> None:
-        for name in ("corpus_words", "vocab_size", "eval_samples"):
+        for name in ("corpus_words", "vocab_size", "vocab_words", "eval_samples"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("save_every", "eval_every", "log_every", "timeout_seconds", "bucket_cap_mb"):
             self._require(name, getattr(self, name) > 0, "greater than 0")
-        for name in ("weight_decay", "max_grad_norm", "seed"):
+        for name in ("weight_decay", "max_grad_norm", "seed", "norms_every"):
             self._require(name, getattr(self, name) >= 0, "0 or greater")
         self._require("dropout", 0 <= self.dropout < 1, "from 0 to below 1")
         self._require("betas", all(0 <= beta < 1 for beta in self.betas), "from 0 to below 1")
-
+        if self.eps is not None:
+            self._require("eps", self.eps >= 0, "0 or greater")
+            self._require("eps", self.optimizer != "sgd", "left out with sgd, which has none")
         self.shard_config()
+        self._check_positions()
 
     def shard_config(self) -> ShardConfig:
         """Return how the optimizer is sharded; raises `UsageError`."""
@@ -102,12 +124,26 @@ class RunConfig:
             options = json.loads(self.sharding)
             # Checkpoints are sharded: nothing is ever consolidated.
             own = {"bucket_cap_mb": self.bucket_cap_mb, "consolidate_every": 0}
-            return ShardConfig.of({**own, **options})
+            config = ShardConfig.of({**own, **options})
         except (TypeError, ValueError) as error:
             raise UsageError(
                 f"--sharding must be a JSON object of ShardConfig's options, got {self.sharding}: "
                 f"{error}"
             ) from error
+        if self.init_from is not None and not config.broadcast_params:
+            raise UsageError(
+                "--sharding: broadcast_params must not be false with --init-from, whose weights "
+                "rank 0 alone reads; drop it"
+            )
+        return config
+
+    def _check_positions(self) -> None:
+        positions = self.architecture.get("max_position_embeddings", self.max_seq_len)
+        if positions < self.max_seq_len:
+            raise UsageError(
+                f"--init-from: {self.init_from} has {positions} positions, --seq-len (or a phase) "
+                f"asks for {self.max_seq_len}; use at most {positions}, or another checkpoint"
+            )
 
     def _require(self, name: str, is_valid: bool, wanted: str) -> None:
         if not is_valid:
@@ -129,94 +165,12 @@ class RunConfig:
             phase.micro_batches(world_size)
 
 
-def option(name: str) -> str:
-    """Return the command-line spelling of a field."""
-    return "--" + name.replace("_", "-")
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (--help lists the options)")
-
-
-def _new_parser() -> _Parser:
-    parser = _Parser(
-        prog="pretrain.py",
-        description="Pretrain BERT with sharded, fused optimizers.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    _add_data_options(parser.add_argument_group("data"))
-    _add_model_options(parser.add_argument_group("model"))
-    _add_training_options(parser.add_argument_group("training"))
-    _add_run_options(parser.add_argument_group("run"))
-    return parser
-
-
-def _add_data_options(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--corpus", type=Path, nargs="+", default=(), metavar="FILE",
-        help="text: one sentence per line, blank lines between documents "
-        "(default: docstrings of the installed Python packages)")  # fmt: skip
-    add("--corpus-words", type=int, default=1_100_000, help="size of the docstring corpus")
-    add("--data-dir", type=Path, default=Path("runs/data"), help="cache of prepared text")
-    add("--vocab-size", type=int, default=8192, help="WordPiece vocabulary")
-
-
-def _add_model_options(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--model-size", choices=get_args(ModelSizeName), default="tiny", help="Google's sizes")
-    add("--seq-len", type=int, default=32, help="tokens of a sentence pair")
-    add("--dropout", type=float, default=0.0, help="BERT's own is 0.1")
-
-
-def _add_training_options(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--recipe", help="file of options and phases, or one of recipes/, such as nvidia-large")
-    add("--optimizer", choices=get_args(OptimizerName), default="lamb", help="sharded optimizer")
-    add("--lamb-variant", choices=get_args(LambVariantName), default="google",
-        help="LAMB's rule")  # fmt: skip
-    add("--lr", type=float, help="peak learning rate (default: one per optimizer, see README)")
-    add("--weight-decay", type=float, default=0.01, help="not on biases and LayerNorm")
-    add("--betas", type=float, nargs=2, default=(0.9, 0.99), metavar=("B1", "B2"),
-        help="moment decay; sgd takes B1 as momentum")  # fmt: skip
-    add("--warmup", type=float, default=0.05, help="share of the steps")
-    add("--decay-power", type=float, default=1.0, help="of the polynomial decay to 0")
-    add("--max-grad-norm", type=float, default=1.0, help="0: no clipping")
-    add("--steps", type=int, default=2700, help="optimizer steps")
-    add("--global-batch-size", type=int, default=48, help="samples per step, over all ranks")
-    add("--micro-batch-size", type=int, nargs="+", metavar="N",
-        help="samples per forward pass, one number or one for each phase "
-        "(default: 0, the rank's whole share)")  # fmt: skip
-    add("--dtype", choices=get_args(DtypeName), default="fp32", help="autocast type")
-    add("--seed", type=int, default=0, help="of weights, samples and dropout")
-    add("--device", choices=("auto", "cpu"), default="auto", help="auto: accelerator if any")
-    add("--bucket-cap-mb", type=float, default=25, help="size of one collective, MiB")
-    add("--sharding", default="{}", metavar="JSON",
-        help='more of ShardConfig, such as {"stage": 2}')  # fmt: skip
-
-
-def _add_run_options(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--run-dir", type=Path, help="default: a new runs/bert-NNN; with --resume the newest")
-    add("--resume", nargs="?", const="yes", default="", choices=("yes", "auto"),
-        help="continue from the last checkpoint; auto: or begin, if there is none")  # fmt: skip
-    add("--dry-run", nargs="?", type=int, const=0, metavar="RANKS",
-        help="show what the run would be on so many ranks, and train nothing")  # fmt: skip
-    add("--save-every", type=int, default=1000, help="steps between checkpoints")
-    add("--async-save", action="store_true", help="write checkpoints beside training")
-    add("--eval-every", type=int, default=250, help="steps between held-out evaluations")
-    add("--eval-samples", type=int, default=512, help="held-out samples")
-    add("--log-every", type=int, default=100, help="steps between lines where no bar can be shown")
-    add("--timeout-seconds", type=float, default=120, help="of a collective")
-
-
 def check_options(argv: Sequence[str], world_size: int) -> None:
     """Raise `UsageError` for what is wrong with the options themselves.
 
     No file is looked at, so every rank comes to the same verdict, and at once.
     """
-    arguments = _new_parser().parse_args(argv)
+    arguments = new_parser().parse_args(argv)
     if arguments.resume == "auto" and arguments.run_dir is None:
         raise UsageError("--resume auto needs --run-dir: a restart has to find the same folder")
     if arguments.dry_run is not None:
@@ -229,7 +183,7 @@ def check_options(argv: Sequence[str], world_size: int) -> None:
 
 def dry_run_of(argv: Sequence[str]) -> int | None:
     """Return for how many ranks a run is only to be shown, 0 for those that are here, or None."""
-    num_ranks: int | None = _new_parser().parse_args(argv).dry_run
+    num_ranks: int | None = new_parser().parse_args(argv).dry_run
     return num_ranks
 
 
@@ -239,7 +193,7 @@ def parse_config(argv: Sequence[str], runs_dir: Path = Path("runs")) -> RunConfi
     With `--resume`, options that are not given come from the run that is continued. What files and
     folders there are is for one rank to find out, before it tells the others.
     """
-    parser = _new_parser()
+    parser = new_parser()
     first = parser.parse_args(argv)
     if first.resume == "auto" and not (first.run_dir / CONFIG_FILE).exists():
         first.resume = ""
@@ -253,49 +207,19 @@ def parse_config(argv: Sequence[str], runs_dir: Path = Path("runs")) -> RunConfi
             check_unused(run_dir)
         config = _new_config(parser, argv, run_dir)
         config = dataclasses.replace(config, is_numbered=first.run_dir is None, resume="")
-        remedy = "name an existing text file"
-    for path in config.corpus:
-        with blaming("--corpus", path):
-            check_corpus_file(path, remedy)
+        remedy = "name an existing one"
+    check_corpus(config.corpus, remedy)
     return config
 
 
 def _new_config(parser: argparse.ArgumentParser, argv: Sequence[str], run_dir: Path) -> RunConfig:
     recipe = parser.parse_args(argv).recipe
-    phases = _phases_of(recipe, parser, argv) if recipe else [{}]
+    phases = phases_of(recipe, parser, argv) if recipe else [{}]
+    take_architecture(parser, argv)
     try:
         return _to_config(parser.parse_args(argv), run_dir, phases)
     except TypeError as error:
         raise UsageError(f"--recipe: {recipe}: {error}") from error
-
-
-def _phases_of(
-    name: str, parser: argparse.ArgumentParser, argv: Sequence[str]
-) -> Sequence[dict[str, Any]]:
-    """Return a recipe's phases, and have its options be the parser's defaults."""
-    recipe = read_recipe(name)
-    actions = {action.dest: action for action in parser._actions}
-    for key, value in recipe.options.items():
-        if key not in actions:
-            raise UsageError(f"--recipe: {name} has {key}, which is no option; see --help")
-        choices = actions[key].choices
-        if choices is not None and value not in choices:
-            wanted = ", ".join(map(str, choices))
-            raise UsageError(f"--recipe: {name}: {key} must be one of {wanted}, got {value}")
-    _refuse_flags(argv, f"of the phases of {name}")
-    parser.set_defaults(**recipe.options)
-    return recipe.phases
-
-
-def _refuse_flags(argv: Sequence[str], whose: str) -> None:
-    """Raise `UsageError` for options of a phase, of which there are several."""
-    parser = _new_parser()
-    for action in parser._actions:
-        action.default = argparse.SUPPRESS
-    given = vars(parser.parse_args(argv)).keys() & set(_IDENTITY_OF_PHASES)
-    if given:
-        names = ", ".join(map(option, sorted(given)))
-        raise UsageError(f"{names} cannot be given beside phases: each is {whose}; copy the recipe")
 
 
 def _resumed_config(
@@ -304,23 +228,38 @@ def _resumed_config(
     stored = read_stored_config(run_dir)
     try:
         phases: Sequence[dict[str, Any]] = stored["phases"]
-        known = {action.dest for action in parser._actions}
+        known = {action.dest for action in parser._actions} | {"architecture"}
         defaults = {name: value for name, value in stored.items() if name in known}
         if len(phases) == 1:
-            defaults |= {name: phases[0][name] for name in _IDENTITY_OF_PHASES if name in known}
+            first = dataclasses.asdict(Phase(**phases[0]))
+            defaults |= {name: first[name] for name in OF_PHASES if name in known}
         else:
-            _refuse_flags(argv, f"of the phases of {run_dir}")
+            refuse_flags(argv, f"of the phases of {run_dir}")
         parser.set_defaults(**defaults)
         recipe = parser.parse_args(argv).recipe
         if recipe:
-            phases = _phases_of(recipe, parser, argv)
+            phases = phases_of(recipe, parser, argv)
+            if stored["architecture"]:
+                sizes = ("model_size", "vocab_size")
+                parser.set_defaults(**{name: stored[name] for name in sizes})
         elif len(phases) == 1:
             phases = [{"micro_batch_size": phases[0]["micro_batch_size"]}]
         config = _to_config(parser.parse_args(argv), run_dir, phases)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise _damaged(run_dir, str(error)) from error
+    if config.init_from is not None and str(config.init_from.absolute()) != stored["init_from"]:
+        raise UsageError(
+            f"--run-dir {run_dir} was made with --init-from {stored['init_from']}, not "
+            f"{config.init_from}; drop the option, or start another run in another folder"
+        )
     _check_same_run(config, stored)
     return config
+
+
+def stored_config(run_dir: Path) -> RunConfig:
+    """Return the options of the run in a folder; raises `UsageError`. No text is looked at."""
+    argv = ["--resume", "--run-dir", str(run_dir)]
+    return _resumed_config(new_parser(), argv, run_dir)
 
 
 def _to_config(
@@ -351,6 +290,8 @@ def _to_config(
 def _from_values(values: dict[str, Any]) -> RunConfig:
     """Build a configuration from JSON's types."""
     paths = {name: Path(values[name]) for name in ("data_dir", "run_dir")}
+    if values["init_from"] is not None:
+        paths["init_from"] = Path(values["init_from"])
     own = {
         "corpus": tuple(Path(path) for path in values["corpus"]),
         "betas": tuple(values["betas"]),
@@ -362,8 +303,9 @@ def _from_values(values: dict[str, Any]) -> RunConfig:
 def to_json(config: RunConfig) -> dict[str, Any]:
     """Return the fields in JSON's types; paths are absolute, as others may work elsewhere."""
     values = dataclasses.asdict(config)
-    for name in ("data_dir", "run_dir"):
-        values[name] = str(values[name].absolute())
+    for name in ("data_dir", "run_dir", "init_from"):
+        if values[name] is not None:
+            values[name] = str(values[name].absolute())
     values["phases"] = list(values["phases"])
     return values | {"corpus": [str(path.absolute()) for path in config.corpus]}
 
@@ -382,9 +324,9 @@ def identity(config: RunConfig) -> dict[str, Any]:
 def _identity_of(phases: Sequence[Phase]) -> dict[str, Any]:
     """Return the options of one phase, or lists of those of several."""
     if len(phases) == 1:
-        names = [name for name in _IDENTITY_OF_PHASES if name != "carry"]
+        names = [name for name in OF_PHASES if name != "carry"]
         return {name: getattr(phases[0], name) for name in names}
-    return {name: [getattr(phase, name) for phase in phases] for name in _IDENTITY_OF_PHASES}
+    return {name: [getattr(phase, name) for phase in phases] for name in OF_PHASES}
 
 
 def read_stored_config(run_dir: Path) -> dict[str, Any]:
@@ -402,7 +344,9 @@ def read_stored_config(run_dir: Path) -> dict[str, Any]:
     if "phases" not in stored:  # of a run that was begun before there were any
         one = {name: stored.pop(name) for name in FIELDS if name in stored}
         stored["phases"] = [{"carry": "all", **one}]
-    return {"sharding": "{}", "async_save": False, **stored}
+    later = {"sharding": "{}", "async_save": False, "eps": None, "init_from": None}
+    later |= {"architecture": {}, "norms_every": 50, "tensorboard": False}
+    return {**later, **DATA_DEFAULTS, **stored}
 
 
 def _damaged(run_dir: Path, reason: str) -> UsageError:

@@ -9,18 +9,17 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
-import multiprocessing
 import os
 import re
 import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 from pretraining.files import sync, unfinished
+from pretraining.processes import new_pool
 
 SKIPPED_FOLDERS = frozenset({"site-packages", "test", "tests", "testing", "idlelib", "__pycache__"})
 PREFERRED_PACKAGES = ("torch", "numpy")
@@ -120,8 +119,7 @@ def _documents(sources: list[Source], max_words: int) -> Iterator[list[str]]:
 
 def _all_documents(paths: list[Path]) -> Iterator[list[str]]:
     """Yield the documents of all files in order, read by a process per core."""
-    # Spawned: a fork would copy the threads' locks of whatever this process has imported.
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+    with new_pool() as pool:
         for start in range(0, len(paths), _FILES_AT_ONCE):
             batch = paths[start : start + _FILES_AT_ONCE]
             for documents in pool.map(module_documents, batch, chunksize=_FILES_PER_TASK):

@@ -11,9 +11,9 @@ import torch
 from pretraining.config import RunConfig, dry_run_of, parse_config
 from pretraining.files import blaming
 from pretraining.launch import Launch
-from pretraining.model import build_model
 from pretraining.optimizers import build_optimizer
 from pretraining.phases import Phase, spans
+from pretraining.pretrained import new_model
 from shardfuse.plan import Budget, plan
 from shardfuse.plan.models import shapes_in
 from shardfuse.plan.report import describe
@@ -61,9 +61,11 @@ def _of_phase(phase: Phase, world_size: int, *, is_first: bool) -> Iterator[str]
         f"ranks x {micro.number:,} micro-batches x {micro.size:,}; {samples:,} samples"
     )
     num_warmup = round(phase.warmup * phase.steps)
+    start = f"from {phase.lr * phase.warmup_from:g} " if phase.warmup_from else ""
+    without_rise = ", as if it had been so from the start" if phase.decay_from == "start" else ""
     yield (
-        f"learning rate up to {phase.lr:g} in {num_warmup:,} steps, then down to 0 by the power of "
-        f"{phase.decay_power:g}"
+        f"learning rate {start}up to {phase.lr:g} in {num_warmup:,} steps, then down to 0 by the "
+        f"power of {phase.decay_power:g}{without_rise}"
     )
     if not is_first:
         kept = {
@@ -77,8 +79,7 @@ def _of_phase(phase: Phase, world_size: int, *, is_first: bool) -> Iterator[str]
 def budget(config: RunConfig, world_size: int) -> Budget:
     """Return a rank's memory and traffic, by shardfuse.plan; without an accelerator as on NPUs."""
     with torch.device("meta"):
-        size, positions = config.model_size, config.max_seq_len
-        model = build_model(size, config.vocab_size, positions, config.dropout, config.seed)
+        model = new_model(config, config.vocab_size)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = "npu" if accelerator is None else accelerator.type
     return plan(

@@ -12,3 +12,18 @@ class UsageError(Exception):
     def __init__(self, message: str, *, is_local: bool = False) -> None:
         super().__init__(message)
         self.is_local = is_local
+
+
+_EXTRAS = {
+    "bert": ("transformers", "tokenizers", "matplotlib", "tqdm"),
+    "bert,deepspeed": ("deepspeed",),
+}
+
+
+def not_installed(error: ModuleNotFoundError) -> UsageError:
+    """Return what to install; raise ``error`` again if no extra of shardfuse has it."""
+    module = (error.name or "").partition(".")[0]
+    for extra, modules in _EXTRAS.items():
+        if module in modules:
+            return UsageError(f"{module} is not installed: pip install -e '.[{extra}]'")
+    raise error

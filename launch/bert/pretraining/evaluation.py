@@ -11,7 +11,7 @@ from transformers import BertForPreTraining
 
 from pretraining.model import loss_sums
 from pretraining.ranks import Ranks
-from pretraining.samples import IGNORED_LABEL, Batch, SampleStream, TokenArray
+from pretraining.samples import IGNORED_LABEL, Batch, IntArray, SampleStream
 
 HELD_OUT_SEED = 20_190_401
 """Fixed, so that runs with different seeds are measured on the same masked tokens."""
@@ -59,13 +59,13 @@ class HeldOutEvaluation:
             nsp_loss=nsp / self.num_samples,
         )
 
-    def unigram_loss(self, train_tokens: TokenArray) -> float:
+    def unigram_loss(self, token_counts: IntArray) -> float:
         """Return the cross-entropy, in nats, of the held-out masked tokens under unigram counts.
 
         The counts are those of the training tokens plus one each: the loss of the best guess that
         looks at no context.
         """
-        counts = np.bincount(train_tokens, minlength=self.stream.vocab_size) + 1.0
+        counts = token_counts + 1.0
         log_probability = np.log(counts / counts.sum())
         total, num_masked = 0.0, 0
         for batch in self._batches(0, self.num_samples):

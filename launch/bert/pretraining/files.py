@@ -13,7 +13,16 @@ from pretraining.errors import UsageError
 from shardfuse import files
 from shardfuse.files import describe, sync
 
-__all__ = ["blaming", "describe", "sha256", "sync", "sync_tree", "unfinished", "write_whole"]
+__all__ = [
+    "as_os_error",
+    "blaming",
+    "describe",
+    "sha256",
+    "sync",
+    "sync_tree",
+    "unfinished",
+    "write_whole",
+]
 
 _READ_NBYTES = 1 << 20
 
@@ -25,6 +34,17 @@ def blaming(option: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UsageError(f"{option} {path}: {describe(error)}") from error
+
+
+@contextmanager
+def as_os_error() -> Iterator[None]:
+    """Turn the errors inside of libraries that write files, one class each, into `OSError`."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(" ".join(str(error).split())) from error
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What a run reports while it goes: a JSONL file, and a progress bar or plain lines."""
+"""A run's metrics file, and its progress bar or plain lines."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from pretraining.errors import UsageError
-from pretraining.files import blaming, write_whole
+from pretraining.files import write_whole
+
+METRICS_FILE = "metrics.jsonl"
 
 Record = dict[str, Any]
-"""One line: "kind" is "train", "eval" or "run"; "step" counts finished optimizer steps."""
+"""One line: "kind" is "train", "eval", "norms", "warning" or "diverged"; "step" counts finished
+optimizer steps."""
 
 
 class MetricsFile:
@@ -100,39 +102,3 @@ class Progress:
             self._bar.write(line)
         else:
             print(line, flush=True)
-
-
-class Report:
-    """What rank 0 says and writes while the run goes; a file that takes no more is its `fault`."""
-
-    def __init__(
-        self, path: Path, first_step: int, num_phases: int, num_steps: int, log_every: int
-    ) -> None:
-        """Open the metrics file; raises `UsageError`."""
-        self.fault: UsageError | None = None
-        self._path = path
-        with blaming("--run-dir", path):
-            self._metrics = MetricsFile(path, first_step, num_phases)
-        self._progress = Progress(first_step, num_steps, log_every)
-
-    def add(self, record: Record) -> None:
-        """Write and show a record; never raises."""
-        try:
-            with blaming("--run-dir", self._path):
-                self._metrics.write(record)
-        except UsageError as error:
-            self.fault = self.fault or error
-        if record["kind"] == "train":
-            self._progress.advance(record)
-        else:
-            self._progress.say(
-                f"held out after {record['step']} steps: MLM loss {record['mlm_loss']:.4f}, "
-                f"accuracy {record['mlm_accuracy']:.1%}, NSP loss {record['nsp_loss']:.4f}"
-            )
-
-    def close(self) -> None:
-        """Close the file and the bar; raises the fault."""
-        self._metrics.close()
-        self._progress.close()
-        if self.fault is not None:
-            raise self.fault

@@ -1,4 +1,4 @@
-"""BERT for pretraining: Google's model sizes and the two losses."""
+"""BERT for pretraining, and its two losses."""
 
 from __future__ import annotations
 
@@ -8,24 +8,8 @@ import torch
 from torch.nn import functional
 from transformers import BertConfig, BertForPreTraining
 
+from pretraining.architecture import HEAD_WIDTH, MODEL_SIZES
 from pretraining.samples import IGNORED_LABEL, Batch
-
-
-class ModelSize(NamedTuple):
-    """One of Google's shapes; a head is 64 wide, the inner layer four times the hidden one."""
-
-    num_layers: int
-    hidden_size: int
-
-
-MODEL_SIZES = {
-    "tiny": ModelSize(2, 128),
-    "mini": ModelSize(4, 256),
-    "small": ModelSize(4, 512),
-    "base": ModelSize(12, 768),
-    "large": ModelSize(24, 1024),
-}
-HEAD_WIDTH = 64
 
 
 def build_model(

@@ -33,6 +33,7 @@ def build_optimizer(
 ) -> ShardedOptimizer:
     """Build the sharded optimizer on a model's named parameters. Collective."""
     lr, betas = config.phases[0].lr, config.betas
+    eps = {} if config.eps is None else {"eps": config.eps}
     if config.optimizer == "lamb":
         return ShardedLamb(
             named,
@@ -45,18 +46,20 @@ def build_optimizer(
             exclude_from_weight_decay=EXCLUDED,
             exclude_from_layer_adaptation=EXCLUDED,
             sharding=sharding,
+            **eps,
         )
     groups = decay_groups(named, config.weight_decay)
     if config.optimizer == "adamw":
-        return ShardedAdamW(groups, lr=lr, betas=betas, sharding=sharding)
+        return ShardedAdamW(groups, lr=lr, betas=betas, sharding=sharding, **eps)
     if config.optimizer == "adam":
-        return ShardedAdam(groups, lr=lr, betas=betas, sharding=sharding)
+        return ShardedAdam(groups, lr=lr, betas=betas, sharding=sharding, **eps)
     if config.optimizer == "bertadam":
         return ShardedBertAdam(
             groups,
             lr=lr,
             b1=betas[0],
             b2=betas[1],
+            e=1e-6 if config.eps is None else config.eps,
             max_grad_norm=config.max_grad_norm,
             sharding=sharding,
         )

@@ -13,6 +13,7 @@ from pretraining.errors import UsageError
 from pretraining.files import blaming
 
 Carry = Literal["weights", "moments", "all"]
+DecayFrom = Literal["warmup", "start"]
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 MIN_SEQ_LEN = 8
@@ -33,6 +34,10 @@ class Phase:
     warmup: float
     """Share of the phase's steps in which the learning rate rises linearly."""
     decay_power: float
+    warmup_from: float = 0.0
+    """Share of `lr` that the rise begins at."""
+    decay_from: DecayFrom = "warmup"
+    """Where the decay begins: at the end of the rise, or with the phase, as if there were none."""
     carry: Carry
     """What is kept of the phase before: weights alone, moments too, or also the count of steps."""
 
@@ -46,9 +51,9 @@ class Phase:
         self._require("seq_len", self.seq_len <= MAX_SEQ_LEN, wanted)
         self._require("lr", 0 < self.lr < float("inf"), "a number greater than 0")
         self._require("warmup", 0 <= self.warmup <= 1, "a share of the steps from 0 to 1")
-        self._require(
-            "carry", self.carry in get_args(Carry), f"one of {', '.join(get_args(Carry))}"
-        )
+        self._require("warmup_from", 0 <= self.warmup_from < 1, "from 0 to below 1")
+        for name, choices in (("carry", get_args(Carry)), ("decay_from", get_args(DecayFrom))):
+            self._require(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
 
     def _require(self, name: str, is_valid: bool, wanted: str) -> None:
         if not is_valid:
@@ -62,8 +67,10 @@ class Phase:
         """
         num_warmup = round(self.warmup * self.steps)
         if step < num_warmup:
-            return self.lr * (step + 1) / num_warmup
-        progress = (step - num_warmup) / max(1, self.steps - num_warmup)
+            lowest = self.lr * self.warmup_from
+            return lowest + (self.lr - lowest) * (step + 1) / num_warmup
+        before = num_warmup if self.decay_from == "warmup" else 0
+        progress = (step - before) / max(1, self.steps - before)
         return self.lr * (1 - progress) ** self.decay_power
 
     def micro_batches(self, world_size: int) -> MicroBatches:
@@ -109,12 +116,15 @@ class Recipe:
 
     options: dict[str, Any]
     phases: tuple[dict[str, Any], ...]
+    needs: tuple[str, ...]
+    """Options that the user has to add."""
 
 
 def read_recipe(name: str) -> Recipe:
     """Read a recipe: a JSON file, or the name of one in recipes/.
 
-        {"about": text, "options": {option: value}, "phases": [{option of a phase: value}, ...]}
+        {"about": text, "needs": [option], "options": {option: value},
+         "phases": [{option of a phase: value}, ...]}
 
     Raises `UsageError`, which names the file, and what in it is wrong.
     """
@@ -133,7 +143,8 @@ def read_recipe(name: str) -> Recipe:
 
 
 def _parse(content: Any) -> Recipe:
-    if not isinstance(content, dict) or not content.keys() <= {"about", "options", "phases"}:
+    known_keys = {"about", "needs", "options", "phases"}
+    if not isinstance(content, dict) or not content.keys() <= known_keys:
         raise ValueError('it must be an object of "about", "options" and "phases"')
     options, phases = content.get("options", {}), content.get("phases", [])
     if not isinstance(options, dict) or not isinstance(phases, list) or not phases:
@@ -146,4 +157,4 @@ def _parse(content: Any) -> Recipe:
     inside = sorted(options.keys() & set(FIELDS))
     if inside:
         raise ValueError(f"{', '.join(inside)} belong into the phases")
-    return Recipe(options, tuple(phases))
+    return Recipe(options, tuple(phases), tuple(content.get("needs", ())))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from pretraining.config import (
     to_json,
     write_stored_config,
 )
+from pretraining.corpus import TextOptions
 from pretraining.docstrings import build_docstring_corpus
 from pretraining.errors import UsageError
 from pretraining.files import blaming
@@ -24,6 +26,7 @@ from pretraining.launch import Launch
 from pretraining.prepared import PreparedCorpus, prepare_corpus
 from pretraining.ranks import Ranks, choose_device
 from pretraining.rundir import RunLock, claim
+from pretraining.vocabulary import TOKENIZER_FOLDER, keep_tokenizer, read_vocabulary
 
 _PATIENCE_S = 60.0
 """How long a restart waits for what it replaces to end."""
@@ -62,7 +65,10 @@ def _decide(argv: Sequence[str], launch: Launch, lock: RunLock) -> dict[str, Any
             run_dir = claim(config.run_dir, lock, is_numbered=config.is_numbered)
             config = dataclasses.replace(config, run_dir=run_dir)
             write_stored_config(config, texts, digest)
-    return {"argv": list(argv), "config": to_json(config), "corpus": str(folder.absolute())}
+        positions = config.architecture.get("max_position_embeddings", config.max_seq_len)
+        keep_tokenizer(config.run_dir, config.init_from or folder, positions)
+    place = {"corpus": str(folder.absolute()), "digest": digest}
+    return {"argv": list(argv), "config": to_json(config), **place}
 
 
 def _follow(argv: Sequence[str], decided: dict[str, Any], launch: Launch) -> Plan:
@@ -73,7 +79,22 @@ def _follow(argv: Sequence[str], decided: dict[str, Any], launch: Launch) -> Pla
         )
     config = from_json(decided["config"])
     device = choose_device(config.device, launch)
-    return Plan(config, PreparedCorpus.open(Path(decided["corpus"])), device)
+    return Plan(config, _open_same(Path(decided["corpus"]), decided["digest"]), device)
+
+
+def _open_same(folder: Path, digest: str) -> PreparedCorpus:
+    """Open what rank 0 has prepared, or this node's copy of it; raises `UsageError`."""
+    host = socket.gethostname()
+    try:
+        corpus = PreparedCorpus.open(folder)
+    except UsageError as error:
+        raise UsageError(f"on {host}: {error}") from error
+    if corpus.summary.digest != digest:
+        raise UsageError(
+            f"on {host}: --data-dir: {folder} has other shards (digest {corpus.summary.digest}) "
+            f"than rank 0's ({digest}); replace it by a copy of that"
+        )
+    return corpus
 
 
 def _prepare_text(config: RunConfig) -> tuple[Sequence[Path], Path]:
@@ -83,7 +104,22 @@ def _prepare_text(config: RunConfig) -> tuple[Sequence[Path], Path]:
         say("collecting the docstrings of the installed Python packages")
         texts = [build_docstring_corpus(config.data_dir, config.corpus_words)]
         say(f"text: {texts[0]}")
-    return texts, prepare_corpus(texts, config.data_dir, config.vocab_size, say)
+    vocabulary = None
+    if config.init_from is not None:
+        kept = config.run_dir / TOKENIZER_FOLDER
+        # The folder that the run began with may be gone by now.
+        source = kept if config.resume and kept.exists() else config.init_from
+        vocabulary = read_vocabulary(source, config.vocab_size)
+    options = TextOptions(
+        paths=texts,
+        vocab_size=config.vocab_size,
+        vocab_words=config.vocab_words,
+        jsonl_key=config.jsonl_key,
+        is_strict=config.strict,
+        given=vocabulary,
+    )
+    expected = read_stored_config(config.run_dir)["corpus_digest"] if config.resume else ""
+    return texts, prepare_corpus(options, config.data_dir, say, expected)
 
 
 def _check_same_text(config: RunConfig, digest: str) -> None:

@@ -1,89 +1,43 @@
-"""Turn text into a WordPiece vocabulary and token arrays, cached on disk.
+"""Text as a WordPiece vocabulary and token arrays, prepared once, in bounded memory.
 
-    <data dir>/prepared-<corpus digest>-<vocabulary size>/
-        vocab.txt                 trained on the training documents only
-        summary.json              PreparedSummary
-        train/    tokens.npy  sentence_starts.npy  document_starts.npy
-        held_out/ the same
+    <data dir>/prepared-<digest of files and options>-<vocabulary size, or digest of a tokenizer>/
+        vocab.txt           trained on a sample of the training documents; not of a given tokenizer
+        tokenizer.json      what turned words into ids
+        shard-00000.bin     shards.py says what is in it
+        token_counts.npy    how often each token is in the training documents
+        sources.json        the files, so that they are not read again
+        index.json          PreparedSummary, and the shards' lengths and digests
 
-The folder appears by one rename, so a reader finds it complete or not at all.
+The folder appears by one rename, so a reader finds it complete or not at all. Until then it is
+`.prepared-....unfinished`, and a job that is killed leaves whole shards there to the next one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import resource
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import BrokenExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import BertWordPieceTokenizer
 
-from pretraining.corpus import corpus_digest, read_documents
+from pretraining.building import Building, PreparedSummary
+from pretraining.corpus import Faults, Known, TextOptions, corpus_key, find_sources
 from pretraining.errors import UsageError
-from pretraining.files import sync_tree, unfinished
+from pretraining.files import sync_tree
+from pretraining.shards import DocumentSet, open_shard
+from pretraining.wordpiece import SETS, dtype_of
+from shardfuse.training.lock import FolderInUse, FolderLock
 
-SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-PAD_ID, UNK_ID, CLS_ID, SEP_ID, MASK_ID = range(len(SPECIAL_TOKENS))
+_PATIENCE_S = 86_400.0
+_FILES_BESIDE_SHARDS = 256
 
-HELD_OUT_SHARE = 0.05
-MIN_DOCUMENTS = 4
-"""Two held out and two to train on: a random next sentence comes from another document."""
-
-MIN_VOCAB_SIZE = 64
-_ENCODE_BATCH = 8192
-
-
-@dataclasses.dataclass(frozen=True)
-class DocumentSet:
-    """Token ids of documents, laid end to end; opened as read-only memory maps.
-
-    tokens            | d0s0 | d0s1   | d0s2 | d1s0    | d1s1 |   (num_tokens,) integers
-    sentence_starts   0      ^        ^      ^         ^      ^   (num_sentences + 1,) tokens
-    document_starts   0                      ^                ^   (num_documents + 1,) sentences
-    """
-
-    tokens: npt.NDArray[np.integer]
-    sentence_starts: npt.NDArray[np.int64]
-    document_starts: npt.NDArray[np.int64]
-
-    @property
-    def num_documents(self) -> int:
-        return len(self.document_starts) - 1
-
-    @property
-    def num_sentences(self) -> int:
-        return len(self.sentence_starts) - 1
-
-    @classmethod
-    def open(cls, folder: Path) -> DocumentSet:
-        names = [field.name for field in dataclasses.fields(cls)]
-        maps = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in names)
-        # Same memory without np.memmap's cost per slice, which would double the sampling time.
-        documents = cls(*(np.asarray(array).view(np.ndarray) for array in maps))
-        ends = documents.sentence_starts[-1], documents.document_starts[-1]
-        if ends != (len(documents.tokens), documents.num_sentences):
-            raise ValueError(f"the arrays of {folder} are not of one text")
-        return documents
-
-    def save(self, folder: Path) -> None:
-        folder.mkdir()
-        for field in dataclasses.fields(self):
-            np.save(folder / f"{field.name}.npy", getattr(self, field.name))
-
-
-@dataclasses.dataclass(frozen=True)
-class PreparedSummary:
-    """What was prepared; `digest` identifies text and vocabulary together."""
-
-    digest: str
-    vocab_size: int
-    num_words: int
-    num_documents: int
-    num_held_out_documents: int
+Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,125 +48,104 @@ class PreparedCorpus:
     summary: PreparedSummary
     train: DocumentSet
     held_out: DocumentSet
+    token_counts: npt.NDArray[np.int64]
+    """(vocab_size,), of the training set"""
 
     @classmethod
     def open(cls, folder: Path) -> PreparedCorpus:
         """Open what `prepare_corpus` built; raises `UsageError` where that is damaged."""
         try:
-            summary = PreparedSummary(**json.loads((folder / "summary.json").read_text()))
-            train, held_out = (DocumentSet.open(folder / name) for name in ("train", "held_out"))
-        except (OSError, ValueError, TypeError, EOFError, IndexError) as error:
+            index = json.loads((folder / "index.json").read_text())
+            summary = PreparedSummary(**index["summary"])
+            train, held_out = _open_sets(folder, index["shards"], dtype_of(summary.vocab_size))
+            counts = np.load(folder / "token_counts.npy")
+        except (OSError, ValueError, TypeError, EOFError, LookupError) as error:
             raise UsageError(
                 f"--data-dir: {folder} cannot be read ({' '.join(str(error).split())}); "
                 "remove it, and a new run prepares the text again"
             ) from error
-        return cls(folder, summary, train, held_out)
+        return cls(folder, summary, train, held_out, counts)
 
 
-def prepare_corpus(
-    paths: Sequence[Path], data_dir: Path, vocab_size: int, say: Callable[[str], None]
-) -> Path:
-    """Return the prepared folder of `paths`, building it unless it is cached in `data_dir`.
+def _open_sets(folder: Path, infos: Sequence[dict[str, Any]], dtype: str) -> list[DocumentSet]:
+    """Map all shards, each of which takes one of the files that a process may have open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = len(infos) + _FILES_BESIDE_SHARDS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    shards = [open_shard(folder, info, dtype) for info in infos]
+    return [DocumentSet(shard[name] for shard in shards) for name in SETS]
 
-    `say` is given one line per finished stage.
+
+def prepare_corpus(options: TextOptions, data_dir: Path, say: Say, expected: str = "") -> Path:
+    """Return the folder in which the text is prepared, after preparing it where it is not yet.
+
+    `say` is given lines on what is found and done. `expected` is the digest of the text that a run
+    was made with: another one is refused before it is prepared. Raises `UsageError`, `OSError`.
     """
-    folder = data_dir / f"prepared-{corpus_digest(paths)}-{vocab_size}"
-    if folder.exists():
-        return folder
-    counts = [(len(doc), sum(len(text.split()) for text in doc)) for doc in read_documents(paths)]
-    is_held_out = _choose_held_out([num_sentences for num_sentences, _ in counts])
-    data_dir.mkdir(parents=True, exist_ok=True)
-    with unfinished(folder) as temporary:
-        temporary.mkdir()
-        tokenizer = _train_vocabulary(_select(read_documents(paths), ~is_held_out), vocab_size)
-        _save_vocabulary(tokenizer, temporary)
-        say(f"vocabulary: {tokenizer.get_vocab_size():,} WordPiece tokens")
-        for name, wanted in (("train", ~is_held_out), ("held_out", is_held_out)):
-            documents = _encode(tokenizer, _select(read_documents(paths), wanted))
-            documents.save(temporary / name)
-            say(f"{name}: {documents.num_documents:,} documents, {len(documents.tokens):,} tokens")
-        # Ties between word pieces are broken at random: one text may give two vocabularies.
-        vocabulary = hashlib.sha256((temporary / "vocab.txt").read_bytes()).hexdigest()[:12]
-        summary = PreparedSummary(
-            digest=f"{folder.name.removeprefix('prepared-')}-{vocabulary}",
-            vocab_size=tokenizer.get_vocab_size(),
-            num_words=sum(num_words for _, num_words in counts),
-            num_documents=len(counts),
-            num_held_out_documents=int(is_held_out.sum()),
+    faults = Faults(say, is_strict=options.is_strict)
+    sources = find_sources(options.paths, _known(data_dir), faults)
+    vocabulary = options.vocab_size if options.given is None else options.given.digest
+    name = f"{corpus_key(sources, options)}-{vocabulary}"
+    if expected and not expected.startswith(f"{name}-"):
+        raise UsageError(
+            f"--resume: the run was made with another text (digest {expected}, now {name}); "
+            "restore it, or start a new run elsewhere"
         )
-        (temporary / "summary.json").write_text(json.dumps(dataclasses.asdict(summary), indent=2))
-        _publish(temporary, folder)
+    folder = data_dir / f"prepared-{name}"
+    is_new = not folder.exists()
+    if is_new:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        with FolderLock() as lock:
+            _take(lock, data_dir, say)
+            is_new = not folder.exists()  # what another job did meanwhile is as good
+            if is_new:
+                unfinished = folder.with_name(f".{folder.name}.unfinished")
+                _build(Building(unfinished, sources, options, faults, say), folder)
+    if not is_new:
+        summary = PreparedCorpus.open(folder).summary
+        faults.count(summary.num_faults, summary.first_fault)
+        say(f"text: prepared before in {folder}")
+    if faults.num:
+        say(f"text: {faults.num:,} faults passed over, the first: {faults.first}")
     return folder
 
 
-def _save_vocabulary(tokenizer: BertWordPieceTokenizer, folder: Path) -> None:
+def _take(lock: FolderLock, data_dir: Path, say: Say) -> None:
     try:
-        tokenizer.save_model(str(folder))
-    except Exception as error:
-        # It has one class for all errors, and the system's message as text.
-        raise OSError(str(error)) from error
+        lock.take(data_dir)
+    except FolderInUse as error:
+        lock.release()
+        say(f"waiting for another job that prepares text: {error}")
+        lock.take(data_dir, _PATIENCE_S)
 
 
-def _publish(temporary: Path, folder: Path) -> None:
-    sync_tree(temporary)
+def _known(data_dir: Path) -> Known:
+    """Return the digests of all files that were prepared before."""
+    known: dict[tuple[str, int, int], str] = {}
+    for path in data_dir.glob("prepared-*/sources.json"):
+        try:
+            for name, nbytes, mtime_ns, digest in json.loads(path.read_text()):
+                known[name, nbytes, mtime_ns] = digest
+        except (OSError, ValueError, TypeError):
+            continue  # it only saves reading the files
+    return known
+
+
+def _build(building: Building, folder: Path) -> None:
+    building.folder.mkdir(exist_ok=True)
     try:
-        temporary.rename(folder)
-    except OSError:
-        # Another job prepared the same corpus meanwhile; its folder is as good as ours.
-        if not folder.exists():
-            raise
-
-
-def _choose_held_out(sentence_counts: Sequence[int]) -> npt.NDArray[np.bool_]:
-    """Mark the held-out documents; the choice depends on the corpus alone, not on the seed."""
-    pairable = np.flatnonzero(np.asarray(sentence_counts, dtype=np.int64) >= 2)
-    if len(pairable) < MIN_DOCUMENTS:
+        building.run(folder.name.removeprefix("prepared-"))
+        sync_tree(building.folder)
+        building.folder.rename(folder)
+        for path in (folder / "survey.json", *folder.glob("shard-*.json")):
+            path.unlink()
+    except (OSError, UsageError):
+        shutil.rmtree(building.folder, ignore_errors=True)
+        raise
+    except BrokenExecutor as error:
         raise UsageError(
-            f"--corpus: found {len(pairable)} documents of two or more sentences, need at least "
-            f"{MIN_DOCUMENTS}; put one sentence per line and blank lines between documents"
-        )
-    num_held_out = max(MIN_DOCUMENTS // 2, round(HELD_OUT_SHARE * len(pairable)))
-    chosen = np.random.default_rng(0).permutation(pairable)[:num_held_out]
-    is_held_out = np.zeros(len(sentence_counts), dtype=np.bool_)
-    is_held_out[chosen] = True
-    return is_held_out
-
-
-def _select(documents: Iterable[list[str]], wanted: npt.NDArray[np.bool_]) -> Iterator[list[str]]:
-    return itertools.compress(documents, wanted)
-
-
-def _train_vocabulary(documents: Iterable[list[str]], vocab_size: int) -> BertWordPieceTokenizer:
-    tokenizer = BertWordPieceTokenizer(lowercase=True)
-    tokenizer.train_from_iterator(
-        itertools.chain.from_iterable(documents),
-        vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
-        limit_alphabet=min(1000, vocab_size // 2),
-        show_progress=False,
-    )
-    return tokenizer
-
-
-def _encode(tokenizer: BertWordPieceTokenizer, documents: Iterable[list[str]]) -> DocumentSet:
-    dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.int32
-    tokens: list[npt.NDArray[np.integer]] = []
-    sentence_lengths: list[int] = []
-    document_lengths: list[int] = []
-    for batch in _batches(documents, _ENCODE_BATCH):
-        sentences = [sentence for document in batch for sentence in document]
-        encoded = tokenizer.encode_batch(sentences, add_special_tokens=False)
-        tokens += [np.asarray(item.ids, dtype=dtype) for item in encoded]
-        sentence_lengths += [len(item.ids) for item in encoded]
-        document_lengths += [len(document) for document in batch]
-    return DocumentSet(
-        tokens=np.concatenate(tokens),
-        sentence_starts=np.cumsum([0, *sentence_lengths], dtype=np.int64),
-        document_starts=np.cumsum([0, *document_lengths], dtype=np.int64),
-    )
-
-
-def _batches(documents: Iterable[list[str]], num_documents: int) -> Iterator[list[list[str]]]:
-    iterator = iter(documents)
-    while batch := list(itertools.islice(iterator, num_documents)):
-        yield batch
+            "a process that prepares text was killed; is there enough memory? "
+            "A new run goes on where this one was"
+        ) from error

@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from pretraining.errors import UsageError
 from pretraining.launch import Launch
 from shardfuse.training.attempts import START_LIMIT, fresh_part
+from shardfuse.training.device import set_device
 
 _PREPARATION_LIMIT = timedelta(days=1)
 _LEAST_ANSWER_LIMIT = timedelta(minutes=10)
@@ -29,17 +30,12 @@ Answer = dict[str, Any]
 
 def choose_device(choice: str, launch: Launch) -> torch.device:
     """Return this rank's accelerator where there is one, else the CPU; `choice` may force that."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if choice == "cpu" or accelerator is None:
+    if choice == "cpu":
         return torch.device("cpu")
-    num_devices = torch.accelerator.device_count()
-    if launch.local_rank >= num_devices:
-        raise UsageError(
-            f"--nproc-per-node asks for more than this machine's {num_devices} {accelerator.type} "
-            "devices; start one process per device, or pass --device cpu"
-        )
-    torch.accelerator.set_device_index(launch.local_rank)
-    return torch.device(accelerator.type, launch.local_rank)
+    try:
+        return set_device(launch.local_rank)
+    except ValueError as error:
+        raise UsageError(f"{error} --device cpu computes without.") from error
 
 
 class Ranks:

@@ -9,6 +9,7 @@ batch is the same for every world size and every resumed run, with no sampler st
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pretraining.prepared import CLS_ID, MASK_ID, PAD_ID, SEP_ID, SPECIAL_TOKENS, DocumentSet
+from pretraining.shards import DocumentSet, Shard, TokenArray
+from pretraining.wordpiece import TRAINED, SpecialIds
 
 MASKED_SHARE = 0.15
 MASK_TOKEN_SHARE = 0.8
@@ -28,8 +30,6 @@ NUM_PAIR_TOKENS = 3
 IGNORED_LABEL = -100
 
 IntArray = npt.NDArray[np.int64]
-TokenArray = npt.NDArray[np.integer]
-"""Ids as they are stored: unsigned 16-bit where the vocabulary allows."""
 
 
 class Pair(NamedTuple):
@@ -70,6 +70,7 @@ class SampleStream:
     vocab_size: int
     seq_len: int
     seed: int
+    special: SpecialIds = TRAINED
 
     @property
     def num_slots(self) -> int:
@@ -78,7 +79,8 @@ class SampleStream:
     def batch(self, step: int, indices: Sequence[int]) -> Batch:
         """Build the samples `indices` of the global batch of `step`."""
         num, seq_len, num_slots = len(indices), self.seq_len, self.num_slots
-        input_ids = np.full((num, seq_len), PAD_ID, dtype=np.int64)
+        special = self.special
+        input_ids = np.full((num, seq_len), special.pad, dtype=np.int64)
         token_type_ids = np.zeros((num, seq_len), dtype=np.int64)
         attention_mask = np.zeros((num, seq_len), dtype=np.int64)
         positions = np.zeros((num, num_slots), dtype=np.int64)
@@ -89,12 +91,12 @@ class SampleStream:
             pair = draw_pair(self.documents, self.seq_len - NUM_PAIR_TOKENS, rng)
             stop_first, stop = len(pair.first) + 1, len(pair.first) + len(pair.second) + 2
             ids = input_ids[row]
-            ids[0], ids[stop_first], ids[stop] = CLS_ID, SEP_ID, SEP_ID
+            ids[0], ids[stop_first], ids[stop] = special.cls, special.sep, special.sep
             ids[1:stop_first], ids[stop_first + 1 : stop] = pair.first, pair.second
             token_type_ids[row, stop_first + 1 : stop + 1] = 1
             attention_mask[row, : stop + 1] = 1
             is_random_next[row] = pair.is_random_next
-            masked = mask_tokens(ids, self.vocab_size, rng)
+            masked = mask_tokens(ids, self.vocab_size, rng, special)
             positions[row, : len(masked.positions)] = masked.positions
             labels[row, : len(masked.labels)] = masked.labels
         arrays = (input_ids, token_type_ids, attention_mask, positions, labels, is_random_next)
@@ -113,71 +115,88 @@ class Masked(NamedTuple):
     labels: IntArray
 
 
-def mask_tokens(ids: IntArray, vocab_size: int, rng: np.random.Generator) -> Masked:
+@functools.lru_cache
+def _ordinary(vocab_size: int, special: SpecialIds) -> tuple[npt.NDArray[np.bool_], IntArray]:
+    """Return which ids are of ordinary tokens, (vocab_size,), and the list of them."""
+    is_ordinary = np.ones(vocab_size, dtype=np.bool_)
+    is_ordinary[list(special)] = False
+    return is_ordinary, np.flatnonzero(is_ordinary)
+
+
+def mask_tokens(
+    ids: IntArray, vocab_size: int, rng: np.random.Generator, special: SpecialIds = TRAINED
+) -> Masked:
     """Mask 15 % of the ordinary tokens of `ids` (seq_len,), updated in place.
 
     80 % of them become [MASK], 10 % a random ordinary token, 10 % stay as they are.
     """
-    candidates = np.flatnonzero(ids >= len(SPECIAL_TOKENS))
+    is_ordinary, ordinary = _ordinary(vocab_size, special)
+    candidates = np.flatnonzero(is_ordinary[ids])
     count = min(num_masked(len(candidates)), len(candidates))
     positions = np.sort(rng.choice(candidates, size=count, replace=False))
     labels = ids[positions]
     fate = rng.random(count)
-    replacement = rng.integers(len(SPECIAL_TOKENS), vocab_size, size=count)
-    replacement[fate < MASK_TOKEN_SHARE] = MASK_ID
+    replacement = ordinary[rng.integers(len(ordinary), size=count)]
+    replacement[fate < MASK_TOKEN_SHARE] = special.mask
     keep = fate >= MASK_TOKEN_SHARE + RANDOM_TOKEN_SHARE
     replacement[keep] = labels[keep]
     ids[positions] = replacement
     return Masked(positions, labels)
 
 
+class _Window(NamedTuple):
+    """Successive sentences of one document."""
+
+    shard: Shard
+    starts: IntArray  # of its sentences in the shard's tokens, and where the last one ends
+    document: range  # the document's sentences, counted through all shards
+
+
 def draw_pair(documents: DocumentSet, max_tokens: int, rng: np.random.Generator) -> Pair:
     """Draw a sentence pair of 2 to `max_tokens` tokens; B follows A or is from another document."""
-    window, document = _draw_window(documents, max_tokens, rng)
-    starts = documents.sentence_starts
-    split = int(rng.integers(window.start + 1, window.stop))
-    first = documents.tokens[starts[window.start] : starts[split]]
+    window = _draw_window(documents, max_tokens, rng)
+    tokens, starts = window.shard.tokens, window.starts
+    split = int(starts[rng.integers(1, len(starts) - 1)])
+    first = tokens[starts[0] : split]
     is_random_next = bool(rng.random() < RANDOM_NEXT_SHARE)
     if is_random_next:
-        second = _draw_other(documents, document, max(1, max_tokens - len(first)), rng)
+        second = _draw_other(documents, window.document, max(1, max_tokens - len(first)), rng)
     else:
-        second = documents.tokens[starts[split] : starts[window.stop]]
+        second = tokens[split : starts[-1]]
     num_first, num_second = _fit_pair(len(first), len(second), max_tokens)
     return Pair(_cut(first, num_first, rng), _cut(second, num_second, rng), is_random_next)
 
 
-def _draw_window(
-    documents: DocumentSet, max_tokens: int, rng: np.random.Generator
-) -> tuple[range, int]:
+def _draw_window(documents: DocumentSet, max_tokens: int, rng: np.random.Generator) -> _Window:
     """Draw two or more successive sentences of one document, about `max_tokens` tokens."""
-    starts = documents.sentence_starts
     while True:
-        sentence = int(rng.integers(documents.num_sentences))
-        document = int(np.searchsorted(documents.document_starts, sentence, side="right")) - 1
-        lowest, highest = (int(i) for i in documents.document_starts[document : document + 2])
-        if highest - lowest >= 2:
+        number = int(rng.integers(documents.num_sentences))
+        shard, sentence = documents.place(number)
+        document = shard.sentences_beside(sentence)
+        if len(document) >= 2:
             break
-    stop = int(np.searchsorted(starts, starts[sentence] + max_tokens))
-    stop = max(min(stop, highest), sentence + 1)
+    starts = shard.starts_of(document)
+    own = sentence - document.start
+    stop = int(np.searchsorted(starts, starts[own] + max_tokens))
+    stop = max(min(stop, len(document)), own + 1)
     # Near the document's end the window grows backwards, so that it is not mostly padding.
     start = int(np.searchsorted(starts, starts[stop] - max_tokens))
-    start = min(max(start, lowest), sentence)
+    start = min(start, own)
     if stop - start < 2:
-        start, stop = (start, stop + 1) if stop < highest else (start - 1, stop)
-    return range(start, stop), document
+        start, stop = (start, stop + 1) if stop < len(document) else (start - 1, stop)
+    first = number - own
+    return _Window(shard, starts[start : stop + 1], range(first, first + len(document)))
 
 
 def _draw_other(
-    documents: DocumentSet, document: int, num_tokens: int, rng: np.random.Generator
+    documents: DocumentSet, document: range, num_tokens: int, rng: np.random.Generator
 ) -> TokenArray:
     """Return up to `num_tokens` tokens from a random sentence of another document onwards."""
-    lowest, highest = (int(i) for i in documents.document_starts[document : document + 2])
-    sentence = int(rng.integers(documents.num_sentences - (highest - lowest)))
-    sentence += (highest - lowest) * (sentence >= lowest)
-    other = int(np.searchsorted(documents.document_starts, sentence, side="right"))
-    start = int(documents.sentence_starts[sentence])
-    stop = int(documents.sentence_starts[documents.document_starts[other]])
-    return documents.tokens[start : min(stop, start + num_tokens)]
+    number = int(rng.integers(documents.num_sentences - len(document)))
+    number += len(document) * (number >= document.start)
+    shard, sentence = documents.place(number)
+    starts = shard.starts_of(range(sentence, shard.sentences_beside(sentence).stop))
+    return shard.tokens[starts[0] : min(int(starts[-1]), int(starts[0]) + num_tokens)]
 
 
 def _fit_pair(num_first: int, num_second: int, max_tokens: int) -> tuple[int, int]:

@@ -11,12 +11,12 @@ from pretraining.config import RunConfig
 from pretraining.curves import draw_curves
 from pretraining.files import blaming
 from pretraining.launch import Launch
-from pretraining.metrics import Record, read_records
+from pretraining.metrics import METRICS_FILE, Record, read_records
 from pretraining.plan import make_plan, say
 from pretraining.prepared import PreparedCorpus
 from pretraining.ranks import Ranks
 from pretraining.rundir import CONFIG_FILE, RunLock
-from pretraining.training import METRICS_FILE, Trainer
+from pretraining.training import Trainer
 from shardfuse.training.job import Signals
 
 CURVES_FILE = "loss.png"
@@ -79,7 +79,7 @@ def _conclude(trainer: Trainer, corpus: PreparedCorpus, last_step: int, seconds:
     """Draw the curves and print what came of the run."""
     config = trainer.config
     records = read_records(config.run_dir / METRICS_FILE)
-    unigram = trainer.legs[-1].evaluation.unigram_loss(corpus.train.tokens)
+    unigram = trainer.legs[-1].evaluation.unigram_loss(corpus.token_counts)
     vocab_size = corpus.summary.vocab_size
     with blaming("--run-dir", config.run_dir / CURVES_FILE):
         draw_curves(

@@ -14,18 +14,20 @@ from pretraining.checkpoint import Checkpoints
 from pretraining.config import RunConfig
 from pretraining.errors import UsageError
 from pretraining.evaluation import HeldOutEvaluation
-from pretraining.metrics import Record, Report
-from pretraining.model import build_model, loss_sums
+from pretraining.metrics import Record
+from pretraining.model import loss_sums
 from pretraining.optimizers import build_optimizer, clips_itself, hand_over, set_lr
 from pretraining.phases import MicroBatches, Phase, spans
 from pretraining.prepared import PreparedCorpus
+from pretraining.pretrained import new_model, take_weights
 from pretraining.ranks import Ranks
+from pretraining.reporting import Report
 from pretraining.samples import IGNORED_LABEL, Batch, SampleStream
 from shardfuse import ShardedGradScaler
+from shardfuse.training import StepMonitor
 from shardfuse.training.job import Signals
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-METRICS_FILE = "metrics.jsonl"
 
 _EVAL_BATCH_SIZE = 64
 _SPEED_SMOOTHING = 0.9
@@ -53,9 +55,8 @@ class Trainer:
         self.config = config
         self.ranks = ranks
         self.legs = list(_legs(config, ranks.launch.world_size, corpus))
-        vocab_size, seq_len = corpus.summary.vocab_size, config.max_seq_len
-        model = build_model(config.model_size, vocab_size, seq_len, config.dropout, config.seed)
-        self.model = model.to(ranks.device).train()
+        self.model = new_model(config, corpus.summary.vocab_size).to(ranks.device).train()
+        take_weights(self.model, config, ranks)
         named = self.model.named_parameters()
         self.optimizer = build_optimizer(config, named, config.shard_config())
         self.scaler = ShardedGradScaler(ranks.device.type, enabled=config.dtype == "fp16")
@@ -67,6 +68,7 @@ class Trainer:
         )
         self._samples_per_second = 0.0
         self._saved_step = 0
+        self._monitor: StepMonitor | None = None
         # Of rank 0, while it runs.
         self._report: Report | None = None
 
@@ -78,6 +80,8 @@ class Trainer:
     def _run(self, first_step: int, stop: Signals) -> int:
         self.ranks.once(lambda: self._open_report(first_step))
         step = self._saved_step = first_step
+        if self.config.norms_every:
+            self._monitor = StepMonitor(self.optimizer, self.config.norms_every, first_step)
         for leg in self.legs:
             if step < leg.steps.stop:
                 step = self._run_leg(leg, step, stop)
@@ -85,6 +89,7 @@ class Trainer:
                     break  # it was told to
         if step != self._saved_step:
             self._save(step)
+        self._add_norms(is_last=True)
         self.ranks.once(self._close_report)
         return step
 
@@ -104,6 +109,8 @@ class Trainer:
                 break
             record = self._train_step(leg, step, batch, num_masked)
             step += 1
+            self._check_finite(record)
+            self._add_norms()
             self._add(self._with_speed(leg, record, started))
             if step % config.eval_every == 0 or step == leg.steps.stop:
                 self._add(self._evaluate(leg, step))
@@ -116,11 +123,9 @@ class Trainer:
         self._saved_step = step
 
     def _open_report(self, first_step: int) -> None:
-        path = self.config.run_dir / METRICS_FILE
         # At a seam what has been told of the phase that begins there is told again.
         num_begun = sum(leg.steps.start < first_step for leg in self.legs)
-        config = self.config
-        self._report = Report(path, first_step, num_begun, config.steps, config.log_every)
+        self._report = Report(self.config, first_step, num_begun)
 
     def _close_report(self) -> None:
         if self._report is not None:
@@ -129,6 +134,18 @@ class Trainer:
     def _add(self, record: Record) -> None:
         if self._report is not None:
             self._report.add(record)
+
+    def _add_norms(self, *, is_last: bool = False) -> None:
+        """Add what has arrived of the watched steps; all of it at the end."""
+        if self._monitor is None:
+            return
+        for record in self._monitor.close() if is_last else self._monitor.take():
+            # On an accelerator it may come after the phase of its step.
+            (leg,) = (leg for leg in self.legs if record.step - 1 in leg.steps)
+            phase = self._phase_of(leg)
+            self._add({"kind": "norms", **record.to_json(), **phase})
+            for text in self._monitor.warnings():
+                self._add({"kind": "warning", "step": record.step, "text": text, **phase})
 
     def _draw(self, leg: Leg, step: int) -> Batch:
         """Draw this rank's share of the global batch of `step`."""
@@ -171,8 +188,6 @@ class Trainer:
         self.optimizer.zero_grad()
         mlm_sum, nsp_sum = self.ranks.sum_(sums).tolist()
         mlm_loss, nsp_loss = mlm_sum / num_masked, nsp_sum / global_batch_size
-        if not math.isfinite(mlm_loss + nsp_loss):
-            raise UsageError(f"the loss is {mlm_loss + nsp_loss} at step {step + 1}; lower --lr")
         record: Record = {"kind": "train", "step": step + 1, "loss": mlm_loss + nsp_loss}
         record |= {"mlm_loss": mlm_loss, "nsp_loss": nsp_loss, "lr": lr}
         if grad_norm is not None:
@@ -180,6 +195,12 @@ class Trainer:
         if self.scaler.is_enabled():
             record["loss_scale"] = self.scaler.get_scale()
         return record | self._phase_of(leg)
+
+    def _check_finite(self, record: Record) -> None:
+        """Raise `UsageError` on every rank alike, after a word of it in the metrics."""
+        if not math.isfinite(record["loss"]):
+            self._add({"kind": "diverged", "step": record["step"], "lr": record["lr"]})
+            raise UsageError(f"the loss is {record['loss']} at step {record['step']}; lower --lr")
 
     def _clip(self) -> torch.Tensor | None:
         """Bound the gradient norm, unless the rule does; return the norm before, () fp32."""
@@ -214,16 +235,16 @@ class Trainer:
 
 
 def _legs(config: RunConfig, world_size: int, corpus: PreparedCorpus) -> Iterator[Leg]:
-    vocab_size = corpus.summary.vocab_size
+    vocab_size, special = corpus.summary.vocab_size, corpus.summary.special
     for number, (phase, steps) in enumerate(
         zip(config.phases, spans(config.phases), strict=True), start=1
     ):
         evaluation = HeldOutEvaluation(
-            SampleStream(corpus.held_out, vocab_size, phase.seq_len, config.seed),
+            SampleStream(corpus.held_out, vocab_size, phase.seq_len, config.seed, special),
             config.eval_samples,
             min(_EVAL_BATCH_SIZE, phase.micro_batch_size or _EVAL_BATCH_SIZE),
         )
-        stream = SampleStream(corpus.train, vocab_size, phase.seq_len, config.seed)
+        stream = SampleStream(corpus.train, vocab_size, phase.seq_len, config.seed, special)
         yield Leg(number, phase, steps, phase.micro_batches(world_size), stream, evaluation)
 
 

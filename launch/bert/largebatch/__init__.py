@@ -1,0 +1,1 @@
+"""A study of optimizers over batch sizes."""
