@@ -15,13 +15,14 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bert"))
 
 from pretraining.config import RunConfig, check_options
-from pretraining.errors import UsageError
+from pretraining.errors import UsageError, not_installed
 from pretraining.files import blaming, describe, sync_tree, unfinished, write_whole
 from pretraining.launch import Launch, refuse
 
@@ -39,13 +40,15 @@ def main(argv: Sequence[str]) -> int:
         own, rest = parser.parse_known_args(argv)
         settings = read_settings(own.deepspeed_config)
         rest += ["--global-batch-size", str(settings["train_batch_size"])]
-        for option in ("--recipe", "--dry-run"):
+        for option in ("--recipe", "--dry-run", "--init-from"):
             if any(word.partition("=")[0] == option for word in rest):
                 raise UsageError(f"{option} is of launch/bert/pretrain.py; drop it here")
         check_options(rest, launch.world_size)
         run(rest, launch, settings, own.load)
     except UsageError as error:
         return refuse(error, launch, Path(__file__).name)
+    except ModuleNotFoundError as error:
+        return refuse(not_installed(error), launch, Path(__file__).name)
     return 0
 
 
@@ -107,6 +110,8 @@ def run(argv: Sequence[str], launch: Launch, settings: dict[str, Any], load: Pat
 
     if "--resume" in argv:
         raise UsageError("--resume is not for this job; name a folder with --load")
+    if find_spec("deepspeed") is None:  # before the text is prepared
+        raise not_installed(ModuleNotFoundError(name="deepspeed"))
     ranks = Ranks(launch)
     with RunLock() as lock:
         plan = make_plan(argv, ranks, lock)

@@ -110,7 +110,7 @@ def test_a_part_that_cannot_be_written_is_one_line_and_no_checkpoint(
     assert lines[0].endswith("free some space, or name a folder elsewhere (rank 1)")
     assert "exitcode  : 2" in result.stderr.partition("Root Cause")[2]
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {".lock", "config.json", "metrics.jsonl"}
+    assert names == {".lock", "config.json", "metrics.jsonl", "tokenizer"}
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,14 @@ def test_a_part_that_cannot_be_written_is_one_line_and_no_checkpoint(
         (None, ["--resume"], "--resume is not for this job; name a folder with --load"),
         (None, ["--recipe", "nvidia-large"], "--recipe is of launch/bert/pretrain.py; drop it"),
         (None, ["--dry-run=2"], "--dry-run is of launch/bert/pretrain.py; drop it here"),
-        (None, ["--run-dir", "settings.json"], "settings.json is a file; name a folder"),
+        pytest.param(
+            None,
+            ["--run-dir", "settings.json"],
+            "settings.json is a file; name a folder",
+            marks=needs_deepspeed,
+        ),
         (None, ["--seq-len", "9999"], "--seq-len must be at most 512"),
+        (None, ["--init-from", "x"], "--init-from is of launch/bert/pretrain.py; drop it here"),
     ],
 )
 def test_what_cannot_be_run_is_one_line(
