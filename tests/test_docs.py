@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from shardfuse import ShardConfig
+from tests.unit.test_docstrings import MODULES
+
 ROOT = Path(__file__).parent.parent
+# README.md first, then all others, wherever they lie.
+_MANUALS = (
+    path for name in ("shardfuse", "launch", "tests") for path in (ROOT / name).rglob("*.md")
+)
 DOCUMENTS = [
     "README.md",
-    "shardfuse/README.md",
-    "launch/bert/README.md",
-    "launch/deepspeed/README.md",
-    "launch/npu/README.md",
-    "launch/npu/mlperf_bert.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    *sorted(str(path.relative_to(ROOT)) for path in _MANUALS if "results" not in path.parts),
 ]
+README_CHARS = 8_000
+OPTIMIZERS = "shardfuse/optim/README.md"
 
 
 def code_blocks(document: str, language: str) -> list[str]:
@@ -48,10 +58,90 @@ def test_ci_calls_readme_commands() -> None:
     assert re.search(rf"^{re.escape(tests)}$", script, flags=re.MULTILINE)
 
 
+def test_readme_is_one_that_is_read() -> None:
+    """Who wants more finds it beside what it is about."""
+    text = (ROOT / "README.md").read_text()
+    assert len(text) <= README_CHARS
+    assert max(map(len, text.splitlines())) <= 200
+
+
+def anchors(path: Path) -> set[str]:
+    """Return what a link may name after "#": headings, as sites make anchors of them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.MULTILINE)
+    kept = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in kept}
+
+
+def test_ci_builds_the_api_pages_as_contributing_says() -> None:
+    """By the same command, with every public module."""
+    (command,) = (b for b in code_blocks("CONTRIBUTING.md", "sh") if "pdoc" in b)
+    assert command in (ROOT / ".ci" / "run").read_text()
+    assert {word for word in command.split() if word.startswith("shardfuse")} == set(MODULES)
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_relative_links_exist(document: str) -> None:
-    """Links between documents lead somewhere."""
+    """Links between documents lead somewhere, those to a heading to one that is there."""
     path = ROOT / document
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
-        if "://" not in target:
-            assert (path.parent / target).exists(), f"{document} links to {target}"
+    for link in re.findall(r"\]\(([^)]+)\)", path.read_text()):
+        target, _, anchor = link.partition("#")
+        if "://" in target:
+            continue
+        found = path.parent / target if target else path
+        assert found.exists(), f"{document} links to {target}"
+        if anchor:
+            assert anchor in anchors(found), f"{document} links to {link}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_name_files_that_are_there(document: str) -> None:
+    """Scripts and modules of ours in commands exist; their options are tested where they are."""
+    text = (ROOT / document).read_text()
+    for script in re.findall(r"\b(?:launch|tests)/[\w/.-]+\.(?:py|sh)\b", text):
+        assert (ROOT / script).exists(), f"{document} names {script}"
+    for module in re.findall(r"-m ((?:launch|tests|shardfuse)[\w.]*)", text):
+        place = ROOT.joinpath(*module.rstrip(".").split("."))
+        assert place.is_dir() or place.with_suffix(".py").exists(), f"{document} names {module}"
+
+
+def rows_of(document: str, heading: str) -> list[str]:
+    """Return the first cells of the table under a heading."""
+    text = (ROOT / document).read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")]
+    return rows[2:]
+
+
+def test_every_option_has_a_row() -> None:
+    """In the order of nothing, but each once."""
+    named = [name for row in rows_of(OPTIMIZERS, "Options") for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted(field.name for field in dataclasses.fields(ShardConfig))
+
+
+def texts_in(path: Path) -> Iterator[str]:
+    """Yield the texts of a module, what is filled in as an ellipsis."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            parts = (
+                part.value if isinstance(part, ast.Constant) else "..." for part in node.values
+            )
+            yield "".join(map(str, parts))
+
+
+def test_messages_are_those_that_are_raised() -> None:
+    """What is told of a message is found by who has it on the screen."""
+    texts = "\n".join(
+        text for path in (ROOT / "shardfuse").rglob("*.py") for text in texts_in(path)
+    )
+    messages = [m for row in rows_of(OPTIMIZERS, "Messages and what to do") for m in row.split("`")]
+    assert len(messages) > 10
+    for message in messages[1::2]:
+        for part in message.split("..."):
+            assert part.strip() in texts, message
+
+
+def test_ranks_of_a_launch_are_said_in_full() -> None:
+    """torchrun of torch 2.13 takes --nproc for ambiguous."""
+    for document in DOCUMENTS:
+        assert "--nproc " not in (ROOT / document).read_text(), document

@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         type=Path,
         metavar="REPORT",
-        help="print README's table with these reports; none: with the newest that lie in results/",
+        help="print README's table with these reports; none: with the newest in results/",
     )
     return parser
 

@@ -135,7 +135,7 @@ def to_json(rows: Sequence[Filled]) -> list[dict[str, Any]]:
 
 
 def markdown(reports: Mapping[str, Report]) -> str:
-    """Return README's table, a column for each kind of accelerator.
+    """Return the table of this folder's README, a column for each kind of accelerator.
 
     Args:
         reports: by kind, "npu" and "cuda"; a column without one is empty.

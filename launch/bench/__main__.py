@@ -10,6 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from launch.bench import (
@@ -19,6 +20,7 @@ from launch.bench import (
     bench_step,
     bench_update,
     environment,
+    overview,
     report,
     summaries,
     trace,
@@ -56,6 +58,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     unknown = set(arguments.parts) - {*PARTS, "report"}
     if unknown:
         parser.error(f"unknown part {sorted(unknown)}: use {', '.join(PARTS)} or report")
+    if find_spec("matplotlib") is None:  # before anything is measured
+        parser.error("matplotlib is not installed: pip install matplotlib")
     if arguments.rounds is not None and arguments.rounds < 1:
         parser.error("--rounds must be at least 1")
     try:
@@ -77,6 +81,8 @@ def main(argv: Sequence[str]) -> int:
             for known in PARTS:
                 if (arguments.out / f"{known}.csv").exists():
                     _report(known, arguments.out)
+            if all((arguments.out / f"{known}.csv").exists() for known in ("step", "links")):
+                overview.draw_overview(arguments.out)
             continue
         failed |= _measure(part, options, arguments, command.strip())
         _report(part, arguments.out)

@@ -3,6 +3,7 @@
     python -m launch.npu.check -- torchrun --standalone --nproc-per-node 8 launch/bert/pretrain.py
 
 The command is parsed by the programs' own parsers. Exit code 2, and one line, where it cannot run.
+With `--here` before the `--`, this node is to run it at once, and has to have NPUs for it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "launch" / "bert"))
 
-from pretraining.config import check_options, parse_config  # noqa: E402
-from pretraining.errors import UsageError  # noqa: E402
+from pretraining.errors import UsageError, not_installed  # noqa: E402
+
+try:
+    from pretraining.config import check_options, parse_config
+except ModuleNotFoundError as error:
+    print(f"launch.npu.check: error: {not_installed(error)}", file=sys.stderr)
+    sys.exit(2)
 
 NPU_GB = 64
+SCRIPT = "launch/bert/pretrain.py"
 VARIABLES = (
     *("HCCL_CONNECT_TIMEOUT", "TASK_QUEUE_ENABLE", "CPU_AFFINITY_CONF"),
     *("MULTI_STREAM_MEMORY_REUSE", "PYTORCH_NPU_ALLOC_CONF", "TORCH_HCCL_ZERO_COPY"),
@@ -56,7 +63,9 @@ class Job:
 
 def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
     """Print the command, its environment and the memory it takes; return 0, or 2."""
-    command = list(argv[1:] if argv[:1] == ["--"] else argv)
+    is_here = list(argv[:1]) == ["--here"]
+    command = list(argv[is_here:])
+    command = command[command[:1] == ["--"] :]
     # Exactly what runs, before anything is said against it.
     print(f"command: {shlex.join(command)}")
     for name in VARIABLES:
@@ -64,6 +73,8 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
             print(f"  {name}={environment[name]}")
     try:
         job = look(command, environment)
+        if is_here and SCRIPT in command:
+            _check_npus(command)
         print(memory(job, float(environment.get("NPU_GB", NPU_GB))), flush=True)
     except UsageError as error:
         print(f"launch.npu.check: error: {error}", file=sys.stderr, flush=True)
@@ -171,10 +182,24 @@ def _number(name: str, text: str) -> int:
     return int(text)
 
 
+def _check_npus(command: Sequence[str]) -> None:
+    """launch/bert falls back to the CPU, where a recipe for NPUs would take all memory and time."""
+    is_cpu = parse_config(command[command.index(SCRIPT) + 1 :]).device == "cpu"
+    if not is_cpu and not _num_npus():
+        raise UsageError(
+            "this node has no NPU (/dev/davinci*). --dry-run as the first option looks at the "
+            "command; --device cpu among the last runs it on the CPU"
+        )
+
+
+def _num_npus() -> int:
+    return len(list(Path("/dev").glob("davinci[0-9]*")))
+
+
 def _check_devices(per_node: int, environment: Mapping[str, str]) -> None:
     """Ranks of a node have an NPU each."""
     shown = environment.get("ASCEND_RT_VISIBLE_DEVICES")
-    devices = len(list(Path("/dev").glob("davinci[0-9]*"))) or None
+    devices = _num_npus() or None
     number = len([name for name in shown.split(",") if name]) if shown is not None else devices
     if number is not None and per_node > number:
         where = f"ASCEND_RT_VISIBLE_DEVICES={shown} shows" if shown is not None else "this node has"

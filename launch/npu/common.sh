@@ -45,8 +45,10 @@ take() { # [--dry-run] RECIPE [OPTION ...]: set dry_run, and options to those of
 }
 
 start() { # COMMAND ...: look at it without an NPU; then run it, unless this is a dry run
-  python3 -m launch.npu.check -- "$@"
-  [ "$dry_run" = no ] || exit 0
+  if [ "$dry_run" != no ]; then
+    exec python3 -m launch.npu.check -- "$@"
+  fi
+  python3 -m launch.npu.check --here -- "$@"
   "$@" &
   local child=$! code=0
   trap 'kill -TERM "$child" 2>/dev/null || true' INT TERM USR1
