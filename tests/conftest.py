@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support import contract, placing
+from tests.support import contract, lateness, placing
 from tests.support.tiers import EXHAUSTIVE, FAST
 
 
@@ -42,10 +42,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cpu",
         help="where params lie: npu is a stand-in (tests/support/npu), whose ranks HCCL's joins",
     )
+    parser.addoption(
+        "--late",
+        metavar="SEED",
+        type=int,
+        default=0,
+        help="pauses of ranks, collectives and kernels, at random (tests/support/lateness.py)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hand the choice to all ranks, before the first is started."""
+    os.environ[lateness.VARIABLE] = str(config.getoption("--late"))
+    lateness.begin()
     choice = config.getoption("--backend")
     os.environ[placing.VARIABLE] = config.getoption("--device")
     if placing.on_device():

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support import lateness
 from tests.support.contract_device import HostStream, NpuStream, Times
 from tests.support.contract_terms import ContractError
 
@@ -134,9 +135,11 @@ class Stream:
             error: BaseException | None = self._error
             try:
                 if error is None:
+                    lateness.pause()
                     self._compare(name)
                     with torch.no_grad(), self._device.after(work.times):
                         body()
+                    lateness.pause()
             except RuntimeError as failure:
                 error = self._error = self._error or _as_hccl(name, failure)
             with self._lock:

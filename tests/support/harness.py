@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from tests.support import contract, contract_stream, placing
+from tests.support import contract, contract_stream, lateness, placing
 
 _ROOT = Path(__file__).parents[2]
 
@@ -239,6 +239,7 @@ def _process_main(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    lateness.begin()
     try:
         store = dist.FileStore(store_file, world_size)
         dist.init_process_group(

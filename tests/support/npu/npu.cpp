@@ -6,6 +6,7 @@ namespace npu {
 void Line::run() {
   at::AutoDispatchBelowADInplaceOrView below;
   at::set_num_threads(1);
+  Pauses pauses(id);
   for (;;) {
     std::function<void()> kernel;
     {
@@ -14,6 +15,7 @@ void Line::run() {
       kernel = std::move(queue.front());
       queue.pop_front();
     }
+    pauses.pause();
     try {
       kernel();
     } catch (const c10::Error& error) {
