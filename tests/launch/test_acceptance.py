@@ -22,6 +22,7 @@ from launch.acceptance.__main__ import main, read
 from launch.acceptance.ranks import QUICK, own_checks
 from shardfuse.doctor import Finding
 from shardfuse.doctor.checks import CHECKS
+from tests.support import npu
 
 REPOSITORY = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -56,6 +57,26 @@ def stand_in(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(package.parent), str(REPOSITORY)])}
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="a C++ compiler builds the stand-in")
+@pytest.mark.timeout(300)
+def test_the_stand_in_is_built_once_where_torch_loads_it(tmp_path: Path) -> None:
+    """The process that compiles it imports torch, too, and must not build it in turn."""
+    pytest.importorskip("ninja")
+    environment = os.environ | stand_in(tmp_path) | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment.pop(npu.LIBRARY_VARIABLE, None)
+    result = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.ones(3, device='npu').sum().item())"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert result.stdout == "3.0\n", result.stderr
+    (built,) = (tmp_path / "cache" / "shardfuse-tests").iterdir()
+    assert built.suffix == ".so"
+
+
 def check_report(path: Path, kind: str = "cpu") -> dict[str, Any]:
     """Every row is there; those that only hardware can fill are not called right."""
     report: dict[str, Any] = json.loads(path.read_text())
@@ -87,6 +108,7 @@ def test_quick_on_the_stand_in(tmp_path: Path) -> None:
         NPROC="2",
         REPORT=str(report_file),
         **stand_in(tmp_path),
+        **{npu.LIBRARY_VARIABLE: npu.build()},  # once, not by each rank
     )
     assert result.returncode == 0, result.stdout + result.stderr
     report = check_report(report_file, "npu")

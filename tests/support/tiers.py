@@ -161,7 +161,7 @@ EXHAUSTIVE = re.compile(
             r"test_checkpoint_alone\.py::.*\[(?!(saves|fails in load)-auto)",
             r"test_save_beside_training\.py::test_the_state_of_the_call\[lamb",
             # Whole jobs by their real commands, of which the default has one of each kind.
-            r"test_acceptance\.py::test_(whole|quick|nothing_is_left|ranks_that_take_too_long)",
+            r"test_acceptance\.py::test_(whole|quick|the_stand_in_is_built|nothing_is_left|ranks_that_take_too_long)",
             r"test_npu_scripts\.py::test_(a_signal|deepspeed|several_nodes|refused\[(devices|memory))",
             r"test_doctor\.py::test_(behind.*after|on_what.*\[1\]|more_checks|alone)",
             r"test_job\.py::test_one_rank_fails_alone\[3\]",

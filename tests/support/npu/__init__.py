@@ -68,7 +68,9 @@ def build() -> str:
         # In a folder of its own: torch's lock in a shared one outlives a process that is killed.
         with tempfile.TemporaryDirectory(dir=cache) as own:
             command = [sys.executable, "-c", _COMPILE, str(folder / "npu.cpp"), own]
-            done = subprocess.run(command, capture_output=True, text=True)
+            # Where torch loads the stand-in by itself (autoload.py), this one is not to build it.
+            alone = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+            done = subprocess.run(command, env=alone, capture_output=True, text=True)
             if done.returncode != 0:
                 raise RuntimeError(f"The stand-in npu was not compiled:\n{done.stderr[-4000:]}")
             (Path(own) / "shardfuse_npu.so").replace(path)
