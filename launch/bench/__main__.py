@@ -33,6 +33,7 @@ PARTS: dict[str, tuple[Callable[[Options], Iterator[Row]], Callable[..., report.
     "step": (bench_step.run, summaries.step),
     "scaling": (bench_scaling.run, summaries.scaling),
     "links": (bench_links.run, summaries.links),
+    "accelerator": (bench_links.run_free, summaries.free_links),
     "trace": (trace.run, summaries.trace),
 }
 

@@ -23,7 +23,7 @@ from launch.bench.options import Options, Row, interleaved
 from launch.bench.report import groups
 from launch.bench.timing import PeakMemory, time_ms
 from launch.bench.training import ADAM, COMPUTE, DDP, METHODS, Training, built
-from launch.bench.transformer import SIZES, Size, make_batch, numel_of
+from launch.bench.transformer import ELSEWHERE, SIZES, Size, make_batch, numel_of
 
 ROUNDS = 3
 STEPS = 10
@@ -41,10 +41,11 @@ _FAILED = re.compile(r"\[method (.+?) failed\]")
 
 @dataclass(frozen=True)
 class Table:
-    """Hosts, and what each may send."""
+    """Hosts, what each may send, and whether the model computes on the host's cores."""
 
     rate: str
     num_hosts: int
+    is_elsewhere: bool = False
 
     def __str__(self) -> str:
         return f"{self.rate}, {self.num_hosts} hosts"
@@ -52,6 +53,7 @@ class Table:
 
 QUICK_TABLE = Table("1gbit", 2)
 TABLES = [Table("200mbit", 2), QUICK_TABLE, Table("4gbit", 2), Table("1gbit", 3)]
+FREE_TABLES = [Table("1gbit", 2, is_elsewhere=True), Table("4gbit", 2, is_elsewhere=True)]
 
 
 def measure(methods: Sequence[str], size: str, num_rounds: int, num_steps: int) -> Row:
@@ -174,26 +176,32 @@ def _compare(by_method: dict[str, Row]) -> None:
             row["exposed_s"] = row["step_s"] - compute_s
 
 
-def wanted(options: Options) -> tuple[list[Table], list[str]]:
+def wanted(options: Options, tables: Sequence[Table] = TABLES) -> tuple[list[Table], list[str]]:
     """Return tables and methods: where a text of ``only`` is part of one, only such ones.
 
     Texts choose tables or methods; what no text is about is not limited. The methods that others
     are held against always run.
     """
-    chosen = [table for table in TABLES if options.only and options.wants(str(table))]
+    chosen = [table for table in tables if options.only and options.wants(str(table))]
     named = [name for name in METHODS if options.only and options.wants(name)]
     named = named or [name for name, method in METHODS.items() if method.is_default]
     names = [name for name in METHODS if name in named or name in REQUIRED]
-    return chosen or ([QUICK_TABLE] if options.quick else TABLES), names
+    quick = QUICK_TABLE if QUICK_TABLE in tables else tables[0]
+    return chosen or ([quick] if options.quick else list(tables)), names
 
 
-def run(options: Options) -> Iterator[Row]:
+def run_free(options: Options) -> Iterator[Row]:
+    """Yield rows as run() does, of a model that leaves the host's cores free."""
+    yield from run(options, FREE_TABLES)
+
+
+def run(options: Options, choice: Sequence[Table] = TABLES) -> Iterator[Row]:
     """Yield a row per table, method and round."""
     reason = reason_unavailable()
     if reason is not None:
         yield {"method": "all", "note": f"not measured: {reason}"}
         return
-    tables, names = wanted(options)
+    tables, names = wanted(options, choice)
     here = [name for name in names if _is_installed(name)]
     peaks: dict[int, Row] = {}
     for table in tables:
@@ -202,7 +210,7 @@ def run(options: Options) -> Iterator[Row]:
             if name not in here:
                 yield {**facts, "method": name, "note": "not installed"}
         if table.num_hosts not in peaks:
-            peaks[table.num_hosts] = _peaks(here, table.num_hosts, options)
+            peaks[table.num_hosts] = {} if table.is_elsewhere else _peaks(here, table, options)
         for row in _launch(table, here, options):
             peak_p = peaks[table.num_hosts].get(row["method"], "")
             yield {**facts, **row, **({} if row["note"] else {"peak_p": peak_p})}
@@ -213,12 +221,12 @@ def _is_installed(method: str) -> bool:
     return package is None or version_of(package) is not None
 
 
-def _size(options: Options) -> str:
-    return "tiny" if options.quick else "33M"
+def _size(table: Table, options: Options) -> str:
+    return ("tiny" if options.quick else "33M") + (ELSEWHERE if table.is_elsewhere else "")
 
 
 def _facts(table: Table, options: Options) -> Row:
-    numel = numel_of(SIZES[_size(options)])
+    numel = numel_of(SIZES[_size(table, options)])
     return {"rate": table.rate, "world_size": table.num_hosts, "numel": numel}
 
 
@@ -226,7 +234,7 @@ def _launch(table: Table, methods: Sequence[str], options: Options) -> Iterator[
     """Yield the rows of one table; a method that fails is left out of a second launch."""
     arguments: dict[str, Any] = {
         "methods": list(methods),
-        "size": _size(options),
+        "size": _size(table, options),
         "num_rounds": options.num_rounds(ROUNDS),
         "num_steps": 2 if options.quick else STEPS,
     }
@@ -243,19 +251,20 @@ def _launch(table: Table, methods: Sequence[str], options: Options) -> Iterator[
             yield from _launch(table, left, options)
 
 
-def _peaks(methods: Sequence[str], num_hosts: int, options: Options) -> Row:
+def _peaks(methods: Sequence[str], table: Table, options: Options) -> Row:
     """Return the peak memory of each method in units of the parameters' bytes, links unlimited."""
     peaks: Row = {}
+    size = _size(table, options)
     for name in methods:
         if options.quick and name != ADAM:
             continue
-        arguments = {"method": name, "size": _size(options)}
+        arguments = {"method": name, "size": size}
         try:
-            found = _on_hosts("measure_peak", arguments, num_hosts, None)
+            found = _on_hosts("measure_peak", arguments, table.num_hosts, None)
         except LaunchError as error:
             print(error, flush=True)
             continue
-        peaks[name] = round(max(found) / (4 * numel_of(SIZES[_size(options)])), 3)
+        peaks[name] = round(max(found) / (4 * numel_of(SIZES[size])), 3)
     return peaks
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from launch.bench.options import Row
 from launch.bench.plots import Panel
@@ -319,6 +320,17 @@ def links(rows: Sequence[Row]) -> Summary:
         "method alone, with gradients and activations. Loss: of the last step, mean of ranks."
     )
     return Summary("Steps between hosts", method, tables, _links_targets(rows), panels)
+
+
+def free_links(rows: Sequence[Row]) -> Summary:
+    """Return links() of a model that computes elsewhere, with its own method."""
+    found = links(rows)
+    method = (
+        "As links, but the model computes elsewhere, as on an accelerator: forward and backward of "
+        "a layer take the time that they took on one core, asleep, and leave the host's cores to "
+        "sockets and updates. Gradients are constants, and the loss says nothing. " + found.method
+    )
+    return replace(found, title="Steps between hosts, with compute elsewhere", method=method)
 
 
 def _links_table(title: str, by_method: dict[str, list[Row]]) -> Table:

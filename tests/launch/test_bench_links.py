@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from launch.bench.hosts import Hosts, HostsError
 from launch.bench.launches import LaunchError
 from launch.bench.options import Options
 from launch.bench.training import ADAM, COMPUTE, DDP, FEW_BITS, LAMB, METHODS
-from launch.bench.transformer import SIZES, numel_of
+from launch.bench.transformer import FORWARD_S, SIZES, Transformer, numel_of
 from shardfuse.comm import communicator_for
 from shardfuse.comm.gloo import memory
 
@@ -180,6 +181,31 @@ def test_quick_run_has_all_methods(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @needs_hosts
+def test_quick_run_with_compute_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same rows and tables, of a model that leaves the cores free; ranks end alike."""
+    options = ["--quick", "--only", ADAM, LAMB, "--out", str(tmp_path)]
+    assert main(["accelerator", *options]) == 0, capsys.readouterr().out
+    rows = {row["method"]: row for row in report.read_csv(tmp_path / "accelerator.csv")}
+    assert {COMPUTE, DDP, ADAM, LAMB, FEW_BITS} <= set(rows)
+    assert all(row["note"] == "" for row in rows.values())
+    assert rows[ADAM]["sent_p"] > 0.4
+    assert "computes elsewhere" in (tmp_path / "accelerator.md").read_text()
+
+
+def test_elsewhere_takes_its_time_and_gives_every_gradient() -> None:
+    """A layer's forward takes 13 ms per million weights and backward twice that."""
+    model = Transformer(replace(SIZES["tiny elsewhere"], hidden=512, heads=8))
+    begin = time.perf_counter()
+    model(torch.ones(2, 9)).backward()
+    weights = sum(p.numel() for p in model.parameters()) - 512 * 108  # less the embeddings
+    assert time.perf_counter() - begin >= 3 * FORWARD_S * weights
+    for param in model.parameters():
+        torch.testing.assert_close(param.grad, torch.full_like(param, 1e-3))
+
+
+@needs_hosts
 def test_quick_trace_has_all_lanes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A step of real ranks has ranges of every kind; the picture is drawn from them."""
     assert main(["trace", "--quick", "--out", str(tmp_path)]) == 0, capsys.readouterr().out
@@ -214,7 +240,7 @@ def test_trace_is_of_one_step_and_the_next_forward() -> None:
 
 def test_size_is_that_of_the_model() -> None:
     """33.4 M parameters."""
-    assert numel_of(SIZES["33M"]) == 33_444_864
+    assert numel_of(SIZES["33M"]) == numel_of(SIZES["33M elsewhere"]) == 33_444_864
 
 
 def rank_result(methods: dict[str, list[float]], checksum: int = 1) -> dict[str, Any]:
