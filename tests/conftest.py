@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support import contract, lateness, placing
-from tests.support.tiers import EXHAUSTIVE, FAST
+from tests.support.tiers import EXHAUSTIVE, FAST, NIGHTLY
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if FAST.search(item.nodeid):
             item.add_marker("fast")
-        if EXHAUSTIVE.search(item.nodeid):
+        if NIGHTLY.search(item.nodeid):
+            item.add_marker("nightly")
+        elif EXHAUSTIVE.search(item.nodeid):
             item.add_marker("exhaustive")
         if "test_deepspeed" in item.nodeid:
             item.add_marker(pytest.mark.cpu_only("DeepSpeed knows no such accelerator"))

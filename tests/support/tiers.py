@@ -1,8 +1,9 @@
-"""Which tests run when: a fast tier, the default, and what only CI and whole runs do.
+"""Which tests run when: a fast tier, the default, what only CI and whole runs do, and the rest.
 
     pytest -m fast          under a minute on two cores: every rule once, one of each kind
     pytest                  under ten minutes
     pytest -m exhaustive    what the default leaves out: more of the same kind
+    pytest -m nightly       what takes longest of that, for which CI has no time
 
 Patterns are searched in the ids of tests, as ``pytest --collect-only -q`` prints them.
 """
@@ -55,6 +56,17 @@ FAST = re.compile(
             # Of pytest --device npu.
             r"^tests/distributed/test_stand_in_npu\.py",
             r"test_host_syncs\.py::test_(no_optimizer_waits\[(Adam|Lamb|BertAdam|AdamP)-fp32|no_option|what)",
+        ]
+    )
+)
+
+NIGHTLY = re.compile(
+    "|".join(
+        [
+            r"test_bert_kills\.py::test_killed_again_and_again\[[3-9]\]",
+            r"test_bert_phases\.py::test_killed.*\[0-(?!handing over-moments)",
+            r"test_bert_phases\.py::test_killed.*\[1-.*-all\]",
+            r"test_bert_data\.py::test_two_gigabytes",
         ]
     )
 )
@@ -173,7 +185,6 @@ EXHAUSTIVE = re.compile(
             r"test_npu_scripts\.py::test_deepspeed_refuses\[(?!worker-0 slots)",
             r"test_examples\.py::test_(it_trains\[(?!plain_loop)|two_)",
             r"test_bert_folders\.py::test_a_late_rank_of_torchrun_shares",
-            r"test_bert_data\.py::test_two_gigabytes",
             r"test_bert_runs\.py::test_a_run_resumes_on_another_number_of_ranks"
             r"\[(adamw|bertadam|sgd)\]",
             r"test_bert_runs\.py::test_two_ranks_train_as_one_with_the_doubled_batch"
