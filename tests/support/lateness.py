@@ -7,12 +7,14 @@ A busy machine does this by chance, and so has found faults that no quiet run di
 late by half a second was taken for one that had stopped. Most pauses are of milliseconds, and a few
 are longer than what the library takes for normal (0.1 s) and for worth a question (0.5 s).
 
-The number is a seed. It repeats the pauses that a thread draws, but not what other threads do in
-them, so that a failure may need several runs to come again.
+The number is a seed of what each thread draws, by the names of its process and its own. The same
+tests then draw the same again, but not at the same moments: a failure may need several runs to come
+again.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import threading
@@ -39,7 +41,8 @@ def pause() -> None:
     if seed == "0":
         return
     if not hasattr(_of_thread, "numbers"):
-        _of_thread.numbers = random.Random(f"{seed} {os.getpid()} {threading.get_ident()}")
+        names = multiprocessing.current_process().name, threading.current_thread().name
+        _of_thread.numbers = random.Random(f"{seed} {names}")
     numbers = _of_thread.numbers
     if numbers.random() < _SELDOM:
         time.sleep(_LONG_S * numbers.random())
