@@ -6,6 +6,10 @@ import gc
 import os
 from collections.abc import Iterator
 
+# Before torch reads it. More threads than cores are slow, and a rank that is forked from a process
+# with a pool of them waits for that forever.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
 import torch
 
