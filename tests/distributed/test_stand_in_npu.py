@@ -124,6 +124,13 @@ def test_streams_wait_for_events_and_for_nothing_else() -> None:
     assert late.tolist() == [3.0] * 5
 
 
+def test_streams_are_of_a_pool() -> None:
+    """As on real devices: 32 of them, and then the first once more. Each has a thread here."""
+    first, *others = (NPU.Stream().stream_id for _ in range(33))
+    assert len({first, *others}) == 32
+    assert others[-1] == first
+
+
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_memory_is_reused_under_another_stream_unless_recorded(is_recorded: bool) -> None:
     side, x = NPU.Stream(), torch.ones(1000)

@@ -27,6 +27,7 @@ NPU_PYTHON void PyEval_RestoreThread(void*);
 namespace npu {
 
 constexpr int kDevices = 8;
+constexpr size_t kStreams = 32;  // of a device, besides its default one; then the first once more
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 
 // Python's other threads go on while this one waits for a device: some of them launch what it waits
@@ -178,6 +179,7 @@ inline void block(const EventPtr& event, Line* line) {
 struct Lines {
   std::mutex mutex;
   std::vector<Line*> of[kDevices];
+  size_t num_asked[kDevices] = {};
 
   Line* get(int device, int64_t id) {
     std::lock_guard<std::mutex> hold(mutex);
@@ -189,8 +191,10 @@ struct Lines {
   Line* add(int device) {
     get(device, 0);
     std::lock_guard<std::mutex> hold(mutex);
-    of[device].push_back(new Line(device, of[device].size()));
-    return of[device].back();
+    auto& lines = of[device];
+    const size_t id = 1 + num_asked[device]++ % kStreams;
+    if (id == lines.size()) lines.push_back(new Line(device, id));
+    return lines[id];
   }
   std::vector<Line*> all(int device) {
     std::lock_guard<std::mutex> hold(mutex);
