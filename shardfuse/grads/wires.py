@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -150,19 +150,17 @@ class _Decoded:
     own: Tensor
     factor: float | None
     total: Tensor
-    parts: Parts = field(default=())
 
     def wait(self) -> Parts:
-        if not self.parts:
-            arrived = self.handle.wait()[1:]
-            self.total.copy_(self.own)
-            if self.factor is not None:
-                self.total.mul_(self.factor)
-            nbytes = self.quantizer.nbytes(len(self.total))
-            for part in arrived:
-                self.quantizer.add(part[:nbytes], self.total)
-            self.parts = (self.total,)
-        return self.parts
+        """Return the sum; anew each time, since others of the same buffer may have come between."""
+        arrived = self.handle.wait()[1:]
+        self.total.copy_(self.own)
+        if self.factor is not None:
+            self.total.mul_(self.factor)
+        nbytes = self.quantizer.nbytes(len(self.total))
+        for part in arrived:
+            self.quantizer.add(part[:nbytes], self.total)
+        return (self.total,)
 
 
 class GradWireChoice(NamedTuple):

@@ -111,9 +111,11 @@ def test_every_optimizer(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("sharding", WIRES.values(), ids=WIRES)
 def test_every_wire(sharding: dict[str, Any]) -> None:
-    """Sums in another dtype, and a clip in step()."""
+    """Sums in another dtype, and a clip in step(); also where each bucket is waited for at once."""
     names = ["plain", "no_sync", "scaled", "plain"]
-    assert_same(run(2, names, {**ON, **sharding}), run(2, names, {**OFF, **sharding}))
+    expected = run(2, names, {**OFF, **sharding})
+    for how in (ON, {**ON, "debug_sync": True}, {**OFF, "debug_sync": True}):
+        assert_same(run(2, names, {**how, **sharding}), expected)
 
 
 QUANTIZED = [sharding for name, sharding in WIRES.items() if "bit" in name]
