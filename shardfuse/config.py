@@ -64,9 +64,9 @@ class ShardConfig:
     """
 
     bucket_cap_mb: float | Literal["auto"] = "auto"
-    """Upper bound of one collective's payload in MiB. auto: 8 with gloo over sockets, where buckets
-    overlap backward and forward and small ones start sooner (4 to 25 took the same time within the
-    noise of two hosts at 1 Gbit/s); else 25, the fastest measured on one host.
+    """Upper bound of one collective's payload in MiB. auto: 8 with gloo over sockets and no mesh,
+    where buckets overlap backward and forward and small ones start sooner (4 to 25 took the same
+    time within the noise of two hosts at 1 Gbit/s); else 25, the fastest measured on one host.
 
     A single rank sends nothing and has one bucket (AdamP, which keeps products of a bucket, more).
     """
@@ -114,9 +114,9 @@ class ShardConfig:
     """Send buckets of gradients during backward, as soon as they are complete.
 
     A gradient that changes afterwards is sent again, so steps are the same bit for bit. Run all
-    backwards of a step except the last inside no_sync(). auto: with gloo over sockets, where bytes
-    move while a rank computes and no measurement was slower. Received parts of all buckets stay in
-    memory: (W - 1) / W of the gradients' bytes with gloo, 1 / W with other backends.
+    backwards of a step except the last inside no_sync(). auto: with gloo over sockets and no mesh,
+    where bytes move while a rank computes and no measurement was slower. Received parts of all
+    buckets stay in memory: with gloo (W - 1) / W of the gradients' bytes, else 1 / W.
     """
 
     overlap_param_sync: bool | Literal["auto"] = "auto"

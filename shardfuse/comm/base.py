@@ -136,8 +136,8 @@ class Communicator(Protocol):
         It gives one tensor (n,), which is ``into`` if that is given, or several that add up to it:
         a part of ``input`` is one of them. They lie in buffer ``slot`` of the communicator until
         the next one there is launched, or expected. ``input`` is left as it is, and others may
-        read it until the next collective has been launched; unless ``progress`` is "when waited
-        for", not after wait() has returned.
+        read it until the next collective has been launched, or the call has ended; unless
+        ``progress`` is "when waited for", not after wait() has returned.
 
         ``label`` tells it from every other one that this communicator makes. It may then be
         launched between calls, and, if ``progress`` is "in any order", so on every rank.

@@ -7,7 +7,9 @@ the same bits. Over R rows that is 2 (R - 1) / R of a shard in and out of each r
 group of all ranks would send most of the gradients. Gathers and norms stay within a row.
 
 What comes second is launched when two more buckets have left, or when the sum is waited for: in one
-order on all ranks, that of the first.
+order on all ranks, that of the first. So a rank may wait for others under backward, and all have to
+send everything before it ends: one that kept a bucket back until step() would keep the others from
+what their program does between the two.
 """
 
 from __future__ import annotations
@@ -64,9 +66,9 @@ class MeshCommunicator:
 
     @property
     def progress(self) -> Progress:
-        """That of both axes if it is the same, else in order."""
-        shard, replicate = self._shard.progress, self.replicate.progress
-        return shard if shard == replicate else "in order"
+        """In order: see [Note: two axes]. When waited for, if that is so along either axis."""
+        both = self._shard.progress, self.replicate.progress
+        return "when waited for" if "when waited for" in both else "in order"
 
     @property
     def epoch(self) -> int:
@@ -77,7 +79,8 @@ class MeshCommunicator:
     def call(self, name: str) -> Iterator[None]:
         with self._everyone.call(name):
             self._shard.number = self.replicate.number = self._everyone.number
-            yield
+            with self._shard.call(name), self.replicate.call(name):
+                yield
 
     def declare(self, lines: Sequence[str], *, is_new: bool = False) -> None:
         self._everyone.declare(lines, is_new=is_new)

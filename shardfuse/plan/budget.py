@@ -158,11 +158,13 @@ class _Costs:
         self.shapes, self.dtype, self.config, self.progress = shapes, dtype, config, progress
         self.shards, self.replicas = num_shards, num_replicas
         self.traits: Traits = probe(build, dtype, config)
+        # Over two axes sums wait for each other.
+        self.moves: Progress = "in order" if num_replicas > 1 else progress
         is_sent = num_shards > 1
         self.overlaps_grads = is_sent and (
-            config.stage == 2 or progress in overlapped(config.overlap_grad_sync)
+            config.stage == 2 or self.moves in overlapped(config.overlap_grad_sync)
         )
-        self.overlaps_params = is_sent and progress in overlapped(config.overlap_param_sync)
+        self.overlaps_params = is_sent and self.moves in overlapped(config.overlap_param_sync)
 
     def budget(self, device: str) -> Budget:
         layout = self._layout(device)
@@ -190,7 +192,7 @@ class _Costs:
         for param, shape in self.shapes:
             stride = dense_stride(shape, torch.empty(shape, device="meta").stride())
             specs.append(ParamSpec(param, shape, stride, name, device, 0))
-        cap = bucket_nbytes(self.config.bucket_cap_mb, self.progress)
+        cap = bucket_nbytes(self.config.bucket_cap_mb, self.moves)
         return FlatLayout.build(
             specs, world_size=self.shards, bucket_nbytes=cap, grain=self.traits.grain
         )

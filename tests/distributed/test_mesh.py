@@ -16,7 +16,7 @@ from shardfuse import ShardedAdam, ShardedGradScaler, ShardedLamb
 from tests.distributed.test_overlap import OPTIMIZERS
 from tests.support.harness import run_procs
 from tests.support.models import MIXED, ParamSet, rank_grads
-from tests.support.overlap import OFF, ON, PROGRAMS, Net
+from tests.support.overlap import OFF, ON, PROGRAMS, Net, tokens
 from tests.support.placing import device_type
 from tests.support.runs import assert_bitwise
 
@@ -152,6 +152,31 @@ def test_what_changes_under_backward_is_sent_anew_over_both_axes() -> None:
     for values, first in run_procs(4, train_model, names, {**base, **ON}):
         assert_bitwise(values, first)
         assert_bitwise(values, expected[0][0])
+
+
+def train_beside_others(sharding: dict[str, Any]) -> list[Tensor]:
+    """Train with a layer that rank 0 uses once; the program communicates before it steps."""
+    model, rank = Net(), dist.get_rank()
+    options = {"bucket_cap_mb": 0.004, "kernel": "eager", "mesh": mesh_of((2, 2)), **sharding}
+    optimizer = ShardedAdam(model.named_parameters(), lr=0.01, sharding=options)
+    for step in range(3):
+        model.with_sometimes = rank > 0 or step == 1
+        loss = model(tokens(rank, step))
+        loss.backward()
+        dist.all_reduce(loss.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("collectives", ["auto", "pairwise", "native"])
+def test_programs_may_communicate_between_backward_and_step(collectives: str) -> None:
+    """A rank whose first bucket lacks a gradient kept it until step(), and others waited for it."""
+    base = {"collectives": collectives}
+    expected = run_procs(4, train_beside_others, {**base, **OFF})[0]
+    for sharding in ({}, ON, {"stage": 2}):
+        for values in run_procs(4, train_beside_others, {**base, **sharding}):
+            assert_bitwise(values, expected)
 
 
 def overflow(stage: int) -> tuple[float, bool, tuple[str, int] | None]:

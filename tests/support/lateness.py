@@ -1,10 +1,11 @@
-"""Random pauses: ranks that are late, collectives that come late, slow kernels of a device.
+"""Random pauses: ranks that are late, collectives that come late or are read late, slow kernels.
 
     pytest --late 7 tests/distributed                       with gloo
     pytest --late 7 --device npu tests/distributed          also on the streams of the stand-in
 
 A busy machine does this by chance, and so has found faults that no quiet run did: a rank that was
-late by half a second was taken for one that had stopped. Most pauses are of milliseconds, and a few
+late by half a second was taken for one that had stopped, and one that read another's memory late
+found something else there. Most pauses are of milliseconds, and a few
 are longer than what the library takes for normal (0.1 s) and for worth a question (0.5 s).
 
 The number is a seed of what each thread draws, by the names of its process and its own. The same
@@ -23,6 +24,7 @@ from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
+from shardfuse.comm.gloo.mailbox import Mailbox
 from shardfuse.comm.process_group import ProcessGroupCommunicator
 
 VARIABLE = "SHARDFUSE_TEST_LATE"
@@ -51,11 +53,12 @@ def pause() -> None:
 
 
 def begin() -> None:
-    """Have this process's ranks be late to calls and to collectives, if `pytest --late`."""
+    """Have this process's ranks be late, if `pytest --late`: to calls, collectives and reading."""
     if os.environ.get(VARIABLE, "0") == "0" or _is_begun:
         return
     _is_begun.append(True)
     call, launch = ProcessGroupCommunicator.call, ProcessGroupCommunicator._launch
+    fetch = Mailbox.fetch
 
     @wraps(call)
     def late_call(self: Any, name: str) -> AbstractContextManager[None]:
@@ -67,5 +70,11 @@ def begin() -> None:
         pause()
         return launch(self, *args, **options)
 
+    @wraps(fetch)
+    def late_fetch(self: Any, *args: Any) -> None:
+        pause()
+        fetch(self, *args)
+
     ProcessGroupCommunicator.call = late_call  # type: ignore[method-assign]
     ProcessGroupCommunicator._launch = late_launch  # type: ignore[method-assign]
+    Mailbox.fetch = late_fetch  # type: ignore[method-assign]

@@ -47,11 +47,12 @@ def test_without_a_seed_nothing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 BEGUN = """
+from shardfuse.comm.gloo.mailbox import Mailbox
 from shardfuse.comm.process_group import ProcessGroupCommunicator as Communicator
 from tests.support import lateness
 lateness.begin()
 lateness.begin()
-for function in (Communicator.call, Communicator._launch):
+for function in (Communicator.call, Communicator._launch, Mailbox.fetch):
     names = []
     while function is not None:
         names.append(function.__code__.co_name)
@@ -73,6 +74,7 @@ def test_calls_and_collectives_pause_once(seed: str) -> None:
         timeout=60,
     )
     late = seed != "0"
-    call, launch = map(ast.literal_eval, done.stdout.splitlines())
+    call, launch, fetch = map(ast.literal_eval, done.stdout.splitlines())
     assert call == [*["late_call"] * late, "helper", "call"]  # helper: of contextmanager
     assert launch == [*["late_launch"] * late, "_launch"]
+    assert fetch == [*["late_fetch"] * late, "fetch"]

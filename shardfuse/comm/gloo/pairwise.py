@@ -20,7 +20,8 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -85,6 +86,12 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         self._open: list[tuple[int, int, Sequence[torch.Tensor]]] = []  # what others may still read
         self._expected: dict[int, WorkHandle] = {}  # receives posted ahead, by their mark
 
+    @contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        with super().call(name):
+            yield
+            self._finish_open()  # what they read may be freed now, or this process end
+
     def _confirm(self) -> None:
         """Do nothing: every message tells."""
 
@@ -104,8 +111,9 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
     ) -> PartsHandle:
         """Send each rank its part of ``input``; wait() gives this rank's and theirs, each (n,).
 
-        Others may still read ``input`` until the next collective here has been launched, or any has
-        been waited for that they launched after they had waited for this one.
+        Others may still read ``input`` until the next collective here has been launched, the call
+        has ended, or a collective has been waited for that they launched after they had waited for
+        this one.
         """
         parts = input.chunk(self.world_size)
         theirs = self._room_for_parts(slot, input)
@@ -230,6 +238,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
 
     def _finish_open(self) -> None:
         """Wait until others have read what they were told of."""
+        self._start_anew()
         for number, mark, _ in self._open:
             for rank in self._destinations:
                 assert self._mailbox is not None
