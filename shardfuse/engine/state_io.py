@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -121,8 +122,8 @@ def counted_groups(groups: Groups, rule: UpdateRule) -> list[dict[str, Any]]:
     return packed
 
 
-def consolidate(held: Held, to: int | None) -> dict[str, Any] | None:
-    """Return torch's state dict, of full CPU tensors, on rank ``to`` (None: on all). Collective."""
+def consolidate(held: Held, to: int | None) -> dict[int, dict[str, Any]] | None:
+    """Return torch's states, of full CPU tensors, on rank ``to`` (None: on all). Collective."""
     rule, keep = held.rule, to is None or held.comm.everyone.rank == to
     steps = agreed_steps(held)
     state: dict[int, dict[str, Any]] = {}
@@ -133,9 +134,7 @@ def consolidate(held: Held, to: int | None) -> dict[str, Any] | None:
         if steps[param] > 0 or (name == MASTER and (is_fp32 or not rule.counts_steps)):
             entry = state.setdefault(param, {"step": steps[param]} if rule.counts_steps else {})
             entry[name] = tensor
-    if not keep:
-        return None
-    return {"state": dict(sorted(state.items())), "param_groups": packed_groups(held.groups)}
+    return dict(sorted(state.items())) if keep else None
 
 
 def _whole(held: Held, keep: bool) -> Iterator[tuple[int, str, Tensor]]:
@@ -212,7 +211,7 @@ def merged_groups(groups: Groups, saved: Sequence[Mapping[str, Any]], rule: Upda
         options = {
             # torch.distributed.checkpoint.state_dict makes lists of tuples.
             key: tuple(value) if isinstance(group.get(key), tuple) and value is not None else value
-            for key, value in other.items()
+            for key, value in deepcopy(other).items()  # a tensor lr is not the caller's
             if key not in ("params", "param_names")
         }
         merged.append({**group, **options})

@@ -130,7 +130,7 @@ class ShardedOptimizer(Watched):
             self._kernels = Kernels(self._rule, self._config.kernel, self._device)
         self._clip_coefficient: Tensor | None = None
         self._terms = Terms(self.communicator, self._config.grads_are_reduced)
-        self._consolidated: dict[str, Any] | None = None
+        self._consolidated: dict[int, dict[str, Any]] | None = None
         self._is_fresh = True
         self._adopt(first_group=0, error=error)
         self._built = True

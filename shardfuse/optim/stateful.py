@@ -46,7 +46,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     _flats: list[FlatState]
     _terms: Terms
     _foreign: Foreign | None = None
-    _consolidated: dict[str, Any] | None  # the full state, until the next step
+    _consolidated: dict[int, dict[str, Any]] | None  # the full state, until the next step
     _is_fresh: bool  # no step was taken and no state loaded: alike on all ranks
     _join_config: Any = None  # set by torch.distributed.algorithms.Join, for good
     _left_join = True  # whether all ranks have left the last one
@@ -119,10 +119,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 "state_dict() on that one; or save opt.sharded_state_dict() on all ranks with "
                 f"torch.distributed.checkpoint. {self._when_consolidated()}"
             )
-        # A dict of its own for every caller: hooks change it in place.
+        # A dict of its own for every caller: hooks change it in place. Groups as they are now: a
+        # scheduler steps after step(), which consolidates.
         return {
-            "state": {param: dict(entry) for param, entry in self._consolidated["state"].items()},
-            "param_groups": [dict(group) for group in self._consolidated["param_groups"]],
+            "state": {param: dict(entry) for param, entry in self._consolidated.items()},
+            "param_groups": state_io.packed_groups(self.param_groups),
         }
 
     def _held(self) -> state_io.Held:

@@ -217,6 +217,34 @@ def test_consolidate_every() -> None:
     assert run_threads(3, save_on_first_rank) == [[2, 4], [], []]
 
 
+def save_after_a_scheduler() -> tuple[float, int]:
+    params, optimizer = trained(0, consolidate_every=1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    params[0].grad = torch.ones(40, 50)
+    optimizer.step()
+    scheduler.step()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5))]})
+    if dist.get_rank() > 0:
+        return 0.0, 0
+    saved = optimizer.state_dict()
+    return saved["param_groups"][0]["lr"], len(saved["param_groups"])
+
+
+def test_groups_are_saved_as_they_are() -> None:
+    """Schedulers step after step(), which consolidates: their lr was lost, and so were groups."""
+    assert run_threads(2, save_after_a_scheduler) == [(0.05, 2), (0.0, 0)]
+
+
+def test_a_tensor_of_a_loaded_group_is_not_the_callers() -> None:
+    """As torch's own: a scheduler that fills it in place leaves what was loaded from as it is."""
+    _, optimizer = trained(1)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = lr = torch.tensor(0.25)
+    optimizer.load_state_dict(saved)
+    optimizer.param_groups[0]["lr"].fill_(0.5)
+    assert float(lr) == 0.25
+
+
 @pytest.mark.parametrize("value", [-1, 1.5, True, "2"])
 def test_consolidate_every_is_checked(value: Any) -> None:
     """A number of steps that is not one is refused when the optimizer is built."""
