@@ -89,6 +89,7 @@ def unfreeze_alone() -> str:
     return "no error"
 
 
+@pytest.mark.cpu_only("no rank's host waits there where ranks are told")
 def test_one_rank_unfreezes_and_reads_alone() -> None:
     """Every rank is told, by both names; none waits."""
     for text in run_procs(2, unfreeze_alone, timeout=30):

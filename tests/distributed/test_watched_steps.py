@@ -297,6 +297,7 @@ def failing() -> list[StepRecord]:
     return monitor.close()
 
 
+@pytest.mark.cpu_only("a rank whose host does not wait hears of another's failure a step later")
 def test_a_failed_step_leaves_it_to_the_next() -> None:
     """On all ranks, whichever it failed on."""
     for records in run_procs(2, failing):
