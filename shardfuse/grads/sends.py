@@ -32,6 +32,7 @@ from shardfuse.comm import Communicator
 from shardfuse.comm.base import Handle, Parts, PartsHandle, Progress
 from shardfuse.grads.awaited import Awaited
 from shardfuse.grads.order import Sender, in_order_of_backward
+from shardfuse.grads.ownership import checksum
 from shardfuse.grads.protocol import UnderBackward
 from shardfuse.grads.slots import FlatGrads, SentGrad
 from shardfuse.layout import Bucket
@@ -57,7 +58,7 @@ class _Sent(NamedTuple):
         if self.grads is None or not all(grad.is_unchanged() for grad in self.grads):
             return True
         return self.checksum is not None and not torch.equal(
-            self.checksum, _checksum(grads, bucket)
+            self.checksum, checksum(grads.buffer.bucket(bucket))
         )
 
 
@@ -195,7 +196,7 @@ class Sends:
         if made_of is None and not is_forced:
             return False
         handle = self._send(place, retain=False)
-        self._sent.append(_Sent(handle, made_of, _checksum(grads, bucket)))
+        self._sent.append(_Sent(handle, made_of, checksum(grads.buffer.bucket(bucket))))
         return True
 
     def _send(self, place: int, *, retain: bool, attempt: int = 0) -> PartsHandle:
@@ -276,8 +277,3 @@ class Sends:
                 _MAX_WASTED,
             )
         return changed
-
-
-def _checksum(grads: FlatGrads, bucket: Bucket) -> Tensor:
-    """Return the sum () of the bits of a bucket, eight bytes a number, at the speed of memory."""
-    return grads.buffer.bucket(bucket).view(torch.int64).sum()

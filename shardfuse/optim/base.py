@@ -347,7 +347,7 @@ class ShardedOptimizer(Watched):
             self._clip_coefficient = None
             raise RuntimeError(
                 f"{on_rank(self.communicator)}Gradients changed between clip_grad_norm() "
-                "and step(). Clip once, after the last backward() of the step."
+                "and step(). Clip once, after the last backward() of the step and any unscale_()."
             )
         self._consolidated = None
         self._is_fresh = False

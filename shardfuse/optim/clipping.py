@@ -12,7 +12,6 @@ from shardfuse.optim.torch_like import TorchLike
 class Clipped(TorchLike):
     """grad_norm() and clip_grad_norm(), which reduce the gradients and keep them for step()."""
 
-    _clip_coefficient: Tensor | None  # () scales the mean gradient of the next step
     _engine: StepEngine
 
     @torch.no_grad()
@@ -52,6 +51,10 @@ class Clipped(TorchLike):
         The factor is ``min(1, max_norm / (norm + 1e-6))``, as in torch.nn.utils. Use the function
         of torch.nn.utils only with ``grads_are_reduced``, because it sees only ``p.grad``. If a
         loop cannot call this method, pass ``ShardConfig(clip_grad_norm=)``.
+
+        Under a gradient scaler, call ``scaler.unscale_(optimizer)`` before. A change of gradients
+        after this call is an error of step(), or of unscale_(). On an accelerator, changes by
+        torch's plain GradScaler or by ``p.grad.data`` are not seen, and step() ignores them.
 
         Args:
             max_norm: bound of the norm, above 0.

@@ -76,6 +76,7 @@ class TorchLike(StatefulOptimizer, Joinable):
     _step_supports_amp_scaling: Any = _HandlesUnscaling()
     _params: list[Tensor]
     _grads: GradShards
+    _clip_coefficient: Tensor | None = None  # () scales the mean gradient of the next step
     _has_unscaled = False  # whether a scaler has reached gradients that have left
     _was_looked_at = False  # whether a wrapper of the model has been looked for
     _is_shadow = False  # this rank has joined and only takes part in the others' steps
@@ -161,7 +162,15 @@ class TorchLike(StatefulOptimizer, Joinable):
         """Multiply gradients that have left by ``inverse`` (); return 0.0 () if they are finite.
 
         None where none leave before step(). For ShardedGradScaler. Collective.
+
+        Raises:
+            RuntimeError: they are scaled still, and were clipped; on all ranks.
         """
+        if self._foreign is None and inverse is not None and self._clip_coefficient is not None:
+            raise RuntimeError(
+                "clip_grad_norm() measured gradients that are still scaled by the loss scale. Call "
+                "scaler.unscale_(optimizer) before it."
+            )
         if self._foreign is not None or not self._are_partitioned:
             return None
         with self.communicator.call("unscaling by ShardedGradScaler"):

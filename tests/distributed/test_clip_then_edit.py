@@ -1,0 +1,112 @@
+"""Gradients that scalers or callers change after clip_grad_norm(): step() must not use old ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp import GradScaler
+
+from shardfuse import ShardedGradScaler, ShardedSGD
+from tests.support import placing
+from tests.support.harness import run_threads
+from tests.support.placing import device_type
+
+pytestmark = pytest.mark.timeout(60)
+
+CHANGED = "changed between clip_grad_norm.*and any unscale_"
+SCALED = r"still scaled by the loss scale. Call scaler.unscale_\(optimizer\) before it"
+ALONE_AND_TWO = pytest.mark.parametrize("world_size", [1, 2])
+SHARDINGS: dict[str, dict[str, Any]] = {
+    "stage 1": {},
+    "reduced": {"grads_are_reduced": True},
+    "stage 2": {"stage": 2},
+}
+
+
+def on_ranks(world_size: int, body: Callable[..., None], *args: Any) -> None:
+    """Run ``body`` on so many ranks; one has no process group."""
+    if world_size == 1:
+        body(*args)
+    else:
+        run_threads(world_size, body, *args)
+
+
+def build(sharding: dict[str, Any]) -> tuple[nn.Parameter, ShardedSGD]:
+    """Return a parameter of ones, with an odd number of them, and its optimizer."""
+    param = nn.Parameter(torch.ones(3001))
+    return param, ShardedSGD([param], 1.0, sharding=sharding)
+
+
+def assert_refused(param: nn.Parameter, call: Callable[[], Any], match: str) -> None:
+    """Fail unless ``call`` raises, and the parameter is what it was."""
+    with pytest.raises(RuntimeError, match=match):
+        call()
+    assert torch.equal(param.detach(), torch.ones(3001))
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def unscale_after_clip(sharding: dict[str, Any], scaler_class: Any) -> None:
+    """Our scaler knows it at once; torch's tells nobody, so step() finds out."""
+    param, optimizer = build(sharding)
+    scaler = scaler_class(device_type(), init_scale=64.0)
+    scaler.scale(param.sum()).backward()
+    optimizer.clip_grad_norm(1.0)
+    if scaler_class is ShardedGradScaler:
+        assert_refused(param, lambda: scaler.unscale_(optimizer), SCALED)
+        return
+    scaler.unscale_(optimizer)
+    assert_refused(param, lambda: scaler.step(optimizer), CHANGED)
+
+
+@ALONE_AND_TWO
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_unscaling_after_a_clip_is_refused(name: str, world_size: int) -> None:
+    """The norm was that of scaled gradients; the step was too large by the scale."""
+    on_ranks(world_size, unscale_after_clip, SHARDINGS[name], ShardedGradScaler)
+
+
+@pytest.mark.skipif(placing.on_device(), reason="the host would have to wait to see it")
+@ALONE_AND_TWO
+@pytest.mark.parametrize("name", ["stage 1", "reduced"])
+def test_torch_unscaling_after_a_clip_is_refused(name: str, world_size: int) -> None:
+    on_ranks(world_size, unscale_after_clip, SHARDINGS[name], GradScaler)
+
+
+def edit_data_after_clip(sharding: dict[str, Any]) -> None:
+    param, optimizer = build(sharding)
+    param.sum().backward()
+    optimizer.clip_grad_norm(100.0)
+    assert param.grad is not None
+    param.grad.data[7] = 3.0
+    assert_refused(param, optimizer.step, CHANGED)
+
+
+@pytest.mark.skipif(placing.on_device(), reason="the host would have to wait to see it")
+@ALONE_AND_TWO
+@pytest.mark.parametrize("name", ["stage 1", "reduced"])
+def test_edits_by_data_after_a_clip_are_refused(name: str, world_size: int) -> None:
+    on_ranks(world_size, edit_data_after_clip, SHARDINGS[name])
+
+
+def clip_in_order(sharding: dict[str, Any], scaler_class: Any) -> None:
+    param, optimizer = build(sharding)
+    scaler = scaler_class(device_type(), init_scale=64.0)
+    scaler.scale(param.sum()).backward()
+    scaler.unscale_(optimizer)
+    norm = optimizer.clip_grad_norm(1.0)
+    scaler.step(optimizer)
+    expected = torch.full((3001,), 1 - 1 / 3001**0.5)
+    torch.testing.assert_close(norm.cpu(), torch.tensor(3001**0.5))
+    torch.testing.assert_close(param.detach().cpu(), expected)
+
+
+@ALONE_AND_TWO
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_unscaling_before_a_clip_is_right(name: str, world_size: int) -> None:
+    on_ranks(world_size, clip_in_order, SHARDINGS[name], ShardedGradScaler)
