@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -84,11 +83,9 @@ class FlatState:
         for position, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
             view = self.params_buffer.own_view(position, spec)
             if param.data_ptr() != view.data_ptr() or param.stride() != view.stride():
-                is_own = param.data_ptr() == view.data_ptr()  # then other strides over one memory
-                view.copy_(param.detach().clone() if is_own else param.detach())
+                view.copy_(param.detach())
                 param.data = view
         self._addresses = [param.data_ptr() for param in self.params]
-        self._strides = [param.stride() for param in self.params]
 
     def change(self) -> str:
         """Return how the first parameter that bind() would refuse has changed; empty for none."""
@@ -102,16 +99,13 @@ class FlatState:
         return ""
 
     def moved(self) -> list[str]:
-        """Return names of parameters that were re-allocated, or strided anew, since bind()."""
-        strides = [param.stride() for param in self.params]
-        if lie_at(self.params, self._addresses) and strides == self._strides:
+        """Return names of parameters that were re-allocated since bind()."""
+        if lie_at(self.params, self._addresses):
             return []
         return [
             spec.name
-            for spec, param, address, old, new in zip(
-                self.specs, self.params, self._addresses, self._strides, strides, strict=True
-            )
-            if param.data_ptr() != address or old != new
+            for spec, param, address in zip(self.specs, self.params, self._addresses, strict=True)
+            if param.data_ptr() != address
         ]
 
     def taken(self) -> bool:
@@ -218,12 +212,11 @@ def check_params(
         RuntimeError: parameters were replaced by others, or re-allocated.
     """
     members = itertools.chain.from_iterable(group["params"] for group in groups)
-    sizes = Counter(state.flat.group for state in flats for _ in state.params)
-    same = [sizes[index] for index in range(len(groups))] == [len(g["params"]) for g in groups]
-    if not same or sizes.total() != len(params) or not all(map(operator.is_, members, params)):
+    num_members = sum(len(group["params"]) for group in groups)
+    same = num_members == len(params) and all(map(operator.is_, members, params))
+    if not same:
         raise RuntimeError(
-            f"{prefix}param_groups hold other parameters than the optimizer was built with, or "
-            "hold them in another group or order. Use "
+            f"{prefix}param_groups hold other parameters than the optimizer was built with. Use "
             "add_param_group() to add some, or build a new optimizer; a wrapper that replaces "
             "parameters by copies cannot be used."
         )

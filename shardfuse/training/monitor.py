@@ -123,13 +123,12 @@ class StepMonitor:
 
     def _read(self, coming: _Coming) -> StepRecord:
         clip, grad, weight, update, vanished, *ratio = coming.values.tolist()
-        # More of them than names, if a group was added since. An empty one loses nothing.
-        numels = [max(spec.numel, 1) for spec in self._optimizer.layout.specs]
+        numels = [spec.numel for spec in self._optimizer.layout.specs]
         tensors = {
             name: TensorNorms(
                 grad[i], weight[i], update[i], ratio[0][i] if ratio else None, vanished[i] / numel
             )
-            for i, (name, numel) in enumerate(zip(coming.norms.names, numels, strict=False))
+            for i, (name, numel) in enumerate(zip(coming.norms.names, numels, strict=True))
         }
         total = coming.values[1].double().norm().item()
         return StepRecord(coming.step, coming.lr, total, clip[0], tensors)
