@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -209,17 +210,11 @@ def check_params(
         prefix: start of the message.
 
     Raises:
-        RuntimeError: parameters were replaced by others, or re-allocated.
+        RuntimeError: parameters were replaced by others, moved to another group, or re-allocated.
     """
-    members = itertools.chain.from_iterable(group["params"] for group in groups)
-    num_members = sum(len(group["params"]) for group in groups)
-    same = num_members == len(params) and all(map(operator.is_, members, params))
-    if not same:
-        raise RuntimeError(
-            f"{prefix}param_groups hold other parameters than the optimizer was built with. Use "
-            "add_param_group() to add some, or build a new optimizer; a wrapper that replaces "
-            "parameters by copies cannot be used."
-        )
+    fault = _members_fault(groups, params, flats)
+    if fault:
+        raise RuntimeError(f"{prefix}{fault}")
     moved = [name for state in flats for name in state.moved()]
     if moved:
         names = ", ".join(moved[:3]) + (", ..." if len(moved) > 3 else "")
@@ -240,3 +235,38 @@ def check_params(
             f"({names}), so that updates would not reach the model. Call opt.rebind() after moving "
             "them, on every rank."
         )
+
+
+def _members_fault(
+    groups: Sequence[Mapping[str, Any]], params: Sequence[Tensor], flats: Sequence[FlatState]
+) -> str:
+    """Return what is wrong with the parameters that ``groups`` have; empty for nothing."""
+    members = itertools.chain.from_iterable(group["params"] for group in groups)
+    num_members = sum(len(group["params"]) for group in groups)
+    if num_members != len(params) or not all(map(operator.is_, members, params)):
+        return (
+            "param_groups hold other parameters than the optimizer was built with. Use "
+            "add_param_group() to add some, or build a new optimizer; a wrapper that replaces "
+            "parameters by copies cannot be used."
+        )
+    given: Counter[int] = Counter()
+    for state in flats:
+        given[state.flat.group] += len(state.params)
+    held = {index: len(group["params"]) for index, group in enumerate(groups) if group["params"]}
+    return "" if held == given else _regrouped(groups, flats)
+
+
+def _regrouped(groups: Sequence[Mapping[str, Any]], flats: Sequence[FlatState]) -> str:
+    """Return which parameter is in another group than the one that it was given in."""
+    given = {
+        id(param): spec
+        for state in flats
+        for param, spec in zip(state.params, state.specs, strict=True)
+    }
+    members = [(given[id(p)], i) for i, group in enumerate(groups) for p in group["params"]]
+    spec, index = next((spec, i) for spec, i in members if spec.group != i)
+    return (
+        f"{spec.name} is in group {index} of param_groups now, and was given in group "
+        f"{spec.group}. Change the hyper-parameters of the groups, and leave the parameters where "
+        "they are; to group them anew, build a new optimizer."
+    )

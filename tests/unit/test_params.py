@@ -176,6 +176,43 @@ def test_replaced_parameters() -> None:
         optimizer.step()
 
 
+def move_over(groups: list[dict[str, Any]]) -> None:
+    groups[0]["params"].append(groups[1]["params"].pop(0))
+
+
+def merge(groups: list[dict[str, Any]]) -> None:
+    groups[0]["params"] += groups.pop()["params"]
+
+
+def split(groups: list[dict[str, Any]]) -> None:
+    groups.append({**groups[1], "params": [groups[1]["params"].pop()]})
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (move_over, "second is in group 0 of param_groups now, and was given in group 1"),
+        (merge, "second is in group 0 of param_groups now, and was given in group 1"),
+        (split, "third is in group 2 of param_groups now, and was given in group 1"),
+    ],
+)
+def test_groups_keep_their_parameters(change: Callable[[Any], None], match: str) -> None:
+    """A parameter's lr is that of the group that it was given in; another would be ignored."""
+
+    def body() -> None:
+        named = {name: nn.Parameter(torch.zeros(5)) for name in ("first", "second", "third")}
+        first, *others = named.items()
+        optimizer = ShardedSGD([{"params": [first]}, {"params": others, "lr": 0.1}], lr=1.0)
+        change(optimizer.param_groups)
+        for param in named.values():
+            param.grad = torch.ones(5)
+        with pytest.raises(RuntimeError, match=match):
+            optimizer.step()
+        assert not any(param.any() for param in named.values())
+
+    everywhere(body)
+
+
 def test_late_group_trains_from_its_own_step() -> None:
     """A group added after some steps has its own options and starts counting at 1."""
     first, second = nn.Parameter(torch.ones(2000)), nn.Parameter(torch.ones(2000))
