@@ -22,7 +22,7 @@ class OwnShards(Shards):
 
     Args:
         rule: names the states.
-        groups: the optimizer's own ``param_groups``, read at every step.
+        groups: the optimizer's own ``param_groups``, read at every step; may be set anew.
         flats: all flats, indexed as in the layout; may grow.
         grads, gather: the two directions of data.
         row: elements of a tile's row, which every slot has a multiple of.
@@ -39,7 +39,7 @@ class OwnShards(Shards):
         row: int,
     ) -> None:
         self._rule = rule
-        self._groups = groups
+        self.groups = groups
         self._flats = flats
         self._grads = grads
         self._gather = gather
@@ -58,7 +58,7 @@ class OwnShards(Shards):
     def cohorts(self) -> Sequence[Cohort]:
         """The flats that are awake."""
         return [
-            Cohort(flat.index, flat.index, self._groups[flat.group], flat.policy, flat.dtype)
+            Cohort(flat.index, flat.index, self.groups[flat.group], flat.policy, flat.dtype)
             for flat in (state.flat for state in self._awake)
         ]
 
@@ -71,7 +71,7 @@ class OwnShards(Shards):
     def open(self, unit: Unit) -> None:
         state, bucket = self._flats[unit.cohort], self._buckets[unit.index]
         unit.p, unit.low = state.wire.open(bucket)
-        names = self._rule.state_names(self._groups[state.flat.group])
+        names = self._rule.state_names(self.groups[state.flat.group])
         unit.states = tuple(state.states[name].segment(bucket) for name in names)
         idle = self._grads.idle(bucket, unit.grad)
         unit.spans = state.spans(bucket, self._grads.missing(state.flat), idle)
@@ -87,7 +87,7 @@ class OwnShards(Shards):
         """Count an update of every parameter that had one, and the step where groups have one."""
         for state in self._awake:
             state.advance(self._grads.missing(state.flat))
-        for group in self._groups if self._rule.counts_in_groups else ():
+        for group in self.groups if self._rule.counts_in_groups else ():
             group["step"] = group.get("step", 0) + 1
 
     def retain(self) -> None:

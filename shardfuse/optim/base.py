@@ -168,8 +168,7 @@ class ShardedOptimizer(Watched):
             super().add_param_group(self._read_group(param_group))
             return
         self._refuse_if_foreign("add_param_group()")
-        error: Exception | None = None
-        first_group = len(self.param_groups)
+        error, first_group = None, len(self.param_groups)
         with self.communicator.call("add_param_group()"):
             try:
                 super().add_param_group(self._read_group(param_group))
@@ -378,6 +377,7 @@ class ShardedOptimizer(Watched):
     def _begin(self, *lines: str) -> None:
         """Check and pack what the next collectives need; ``lines`` are what ranks must agree on."""
         awake, woken = self._check()
+        self._shards.groups = self.param_groups  # which may have been set to another list
         grads = None if "found_inf" in self.__dict__ else self._shards.named_grads
         self._terms.declare(lines, self.param_groups, awake, woken, grads)
         self._terms.averaged.warn(self._params)

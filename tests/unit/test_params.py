@@ -176,6 +176,26 @@ def test_replaced_parameters() -> None:
         optimizer.step()
 
 
+def assign_groups(does_clip: bool) -> None:
+    param = nn.Parameter(torch.zeros(700))
+    optimizer = ShardedSGD([param], lr=1.0)
+    optimizer.param_groups = [{**optimizer.param_groups[0], "lr": 0.5}]
+    param.grad = torch.ones(700)
+    if does_clip:
+        optimizer.clip_grad_norm(1e6)
+    optimizer.step()
+    assert torch.equal(param.detach(), torch.full((700,), -0.5))
+    optimizer.param_groups = []
+    with pytest.raises(RuntimeError, match="param_groups hold other parameters"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("does_clip", [False, True])
+def test_another_list_of_groups_is_read(does_clip: bool) -> None:
+    """As by torch's own: schedulers and wrappers may set ``param_groups`` as a whole."""
+    everywhere(assign_groups, does_clip)
+
+
 def move_over(groups: list[dict[str, Any]]) -> None:
     groups[0]["params"].append(groups[1]["params"].pop(0))
 
