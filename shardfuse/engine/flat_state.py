@@ -26,6 +26,12 @@ _REMEDY = (
 _live = set[weakref.ref["FlatState"]]()
 
 
+def _are_same(param: Tensor, shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether elements are in this order; a dimension of size 1 may have any stride."""
+    pairs = zip(shape, stride, param.stride(), strict=False)
+    return tuple(param.shape) == tuple(shape) and all(n == 1 or a == b for n, a, b in pairs)
+
+
 class FlatState:
     """Storage of one flat on one rank; nothing here communicates or computes an update.
 
@@ -63,6 +69,7 @@ class FlatState:
         self.device = params[0].device
         self.params_buffer = params_buffer
         self._addresses: list[int] = []
+        self._strides: list[tuple[int, ...]] = []
         self.bind()
         self.wire = ParamWire(params_buffer, rank) if wire is None else wire
         self.states = {}
@@ -87,6 +94,18 @@ class FlatState:
                 view.copy_(param.detach())
                 param.data = view
         self._addresses = [param.data_ptr() for param in self.params]
+        self._strides = [param.stride() for param in self.params]
+
+    def move_out(self, extents: Sequence[range]) -> None:
+        """Give parameters that lie in others' slots memory of their own, before any bind().
+
+        A slot may be written then, although its values were swapped with another's or transposed.
+        ``extents`` are the addresses of all slots.
+        """
+        moved = set(self.moved())
+        for param, spec in zip(self.params, self.specs, strict=True):
+            if spec.name in moved and any(param.data_ptr() in extent for extent in extents):
+                param.data = param.detach().clone()
 
     def change(self) -> str:
         """Return how the first parameter that bind() would refuse has changed; empty for none."""
@@ -100,13 +119,15 @@ class FlatState:
         return ""
 
     def moved(self) -> list[str]:
-        """Return names of parameters that were re-allocated since bind()."""
-        if lie_at(self.params, self._addresses):
+        """Return names of parameters that were re-allocated, or transposed, since bind()."""
+        strides = map(Tensor.stride, self.params)
+        if lie_at(self.params, self._addresses) and all(map(operator.eq, strides, self._strides)):
             return []
+        places = zip(self._addresses, self._strides, strict=True)
         return [
             spec.name
-            for spec, param, address in zip(self.specs, self.params, self._addresses, strict=True)
-            if param.data_ptr() != address
+            for spec, param, (address, stride) in zip(self.specs, self.params, places, strict=True)
+            if param.data_ptr() != address or not _are_same(param, spec.shape, stride)
         ]
 
     def taken(self) -> bool:
@@ -195,6 +216,20 @@ class FlatState:
         self.set_steps({p: self.step_of(p) + (p not in skipped) for p in params})
 
 
+def rebind(flats: Sequence[FlatState]) -> None:
+    """Move parameters of all flats back into the buffers, keeping their present values.
+
+    Raises:
+        TypeError: as of FlatState.bind().
+    """
+    buffers = [state.params_buffer.data for state in flats]
+    extents = [range(data.data_ptr(), data.data_ptr() + data.nbytes) for data in buffers]
+    for state in flats:
+        state.move_out(extents)
+    for state in flats:
+        state.bind()
+
+
 def check_params(
     groups: Sequence[Mapping[str, Any]],
     params: Sequence[Tensor],
@@ -231,9 +266,9 @@ def check_params(
                 "give each of them parameters of its own."
             )
         raise RuntimeError(
-            f"{prefix}{len(moved)} parameters were re-allocated since the optimizer was built "
-            f"({names}), so that updates would not reach the model. Call opt.rebind() after moving "
-            "them, on every rank."
+            f"{prefix}{len(moved)} parameters were re-allocated or transposed since the optimizer "
+            f"was built ({names}), so that updates would not reach the model. Call opt.rebind() "
+            "after moving them, on every rank."
         )
 
 

@@ -23,7 +23,7 @@ from shardfuse.comm import Communicator, communicator_for, communicator_over, de
 from shardfuse.comm.base import bucket_nbytes, overlapped
 from shardfuse.config import ShardConfig
 from shardfuse.engine import intake
-from shardfuse.engine.flat_state import FlatState, check_params
+from shardfuse.engine.flat_state import FlatState, check_params, rebind
 from shardfuse.engine.gather import ParamSync
 from shardfuse.engine.kernels import Kernels
 from shardfuse.engine.own_shards import OwnShards
@@ -168,7 +168,8 @@ class ShardedOptimizer(Watched):
             super().add_param_group(self._read_group(param_group))
             return
         self._refuse_if_foreign("add_param_group()")
-        error, first_group = None, len(self.param_groups)
+        error: Exception | None = None
+        first_group = len(self.param_groups)
         with self.communicator.call("add_param_group()"):
             try:
                 super().add_param_group(self._read_group(param_group))
@@ -251,8 +252,7 @@ class ShardedOptimizer(Watched):
             TypeError: a parameter has another device, dtype or shape now; build a new optimizer.
         """
         self._refuse_if_foreign("rebind()")
-        for state in self._flats:
-            state.bind()
+        rebind(self._flats)
 
     def memory_summary(self) -> MemorySummary:
         """Return the bytes held on this rank for parameters, gradients and states."""

@@ -11,7 +11,7 @@ import torch
 from shardfuse.comm import Communicator
 from shardfuse.config import ShardConfig
 from shardfuse.engine import sharded_io, state_io
-from shardfuse.engine.flat_state import FlatState
+from shardfuse.engine.flat_state import FlatState, rebind
 from shardfuse.engine.parts import Parts
 from shardfuse.engine.state_view import StateView
 from shardfuse.engine.terms import Terms
@@ -224,8 +224,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             return
         # torch's own moves states to where their parameters are by now. Accelerate leans on that:
         # it moves the model, even from "cpu" to "cpu:0", and then loads the optimizer's own state.
-        for state in self._flats:
-            state.bind()
+        rebind(self._flats)
         state_io.restore(self._held(), state_dict)
         self._consolidated = None
         self._is_fresh = not state_dict["state"]

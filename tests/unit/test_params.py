@@ -154,6 +154,42 @@ def test_reallocation_is_an_error_by_name(how: str) -> None:
     everywhere(reallocate, how)
 
 
+def transpose(first: nn.Parameter, _: nn.Parameter) -> None:
+    first.data = first.data.t()
+
+
+def swap(first: nn.Parameter, second: nn.Parameter) -> None:
+    first.data, second.data = second.data, first.data
+
+
+def rebind_in_place(change: Callable[..., None], num_groups: int) -> None:
+    values = torch.arange(900.0).view(30, 30)
+    params = [nn.Parameter(values.clone()), nn.Parameter(values + 1000.0)]
+    groups = [{"params": params[i::num_groups]} for i in range(num_groups)]
+    optimizer = ShardedSGD(groups[:1], lr=1.0)
+    for group in groups[1:]:
+        optimizer.add_param_group(group)
+    change(*params)
+    expected = [param.detach().clone() for param in params]
+    grads = [values * 2.0, values + 3.0]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.clone()
+    with pytest.raises(RuntimeError, match=r"re-allocated or transposed.*rebind"):
+        optimizer.step()
+    optimizer.rebind()
+    assert_bitwise([param.detach() for param in params], expected)
+    optimizer.step()
+    results = [value - grad for value, grad in zip(expected, grads, strict=True)]
+    assert_bitwise([param.detach() for param in params], results)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("change", [transpose, swap])
+def test_data_that_lies_in_the_buffer(change: Callable[..., None], num_groups: int) -> None:
+    """The address may be the old one, and rebind() may not write over what it has yet to read."""
+    everywhere(rebind_in_place, change, num_groups)
+
+
 def test_two_optimizers_on_one_model() -> None:
     """A second optimizer takes the parameters over; the first one notices."""
     params = [nn.Parameter(torch.ones(3000))]
