@@ -123,12 +123,14 @@ class StepMonitor:
 
     def _read(self, coming: _Coming) -> StepRecord:
         clip, grad, weight, update, vanished, *ratio = coming.values.tolist()
-        numels = [spec.numel for spec in self._optimizer.layout.specs]
+        names = coming.norms.names
+        # Of the parameters that there were; a group may have been added since.
+        numels = [max(1, spec.numel) for spec in self._optimizer.layout.specs[: len(names)]]
         tensors = {
             name: TensorNorms(
                 grad[i], weight[i], update[i], ratio[0][i] if ratio else None, vanished[i] / numel
             )
-            for i, (name, numel) in enumerate(zip(coming.norms.names, numels, strict=True))
+            for i, (name, numel) in enumerate(zip(names, numels, strict=True))
         }
         total = coming.values[1].double().norm().item()
         return StepRecord(coming.step, coming.lr, total, clip[0], tensors)

@@ -365,3 +365,23 @@ def test_misuse_is_refused() -> None:
     optimizer = ShardedAdam([nn.Parameter(torch.ones(3))], lr=0.1)
     with pytest.raises(ValueError, match="every"):
         StepMonitor(optimizer, every=0)
+
+
+def test_empty_parameters_and_late_groups_have_records() -> None:
+    """A record is of the parameters of its step; of no elements, none has vanished."""
+    sizes = {"weight": 5, "empty": 0, "late": 3}
+    named = {name: nn.Parameter(torch.ones(size)) for name, size in sizes.items()}
+    late = [("late", named["late"])]
+    optimizer = ShardedLamb(list(named.items())[:2], lr=0.1)
+    monitor = StepMonitor(optimizer, every=1)
+    for param in named.values():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.add_param_group({"params": late})
+    named["late"].grad = torch.ones(3)
+    optimizer.step()
+    first, second = monitor.close()
+    assert list(first.tensors) == ["weight", "empty"]
+    assert list(second.tensors) == ["weight", "empty", "late"]
+    assert first.tensors["empty"].vanished == first.tensors["empty"].update == 0.0
+    assert second.tensors["late"].update > 0
