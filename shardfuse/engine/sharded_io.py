@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardfuse.engine.flat_state import FlatState
 from shardfuse.engine.state_io import (
@@ -35,13 +36,26 @@ def sharded(held: Held) -> dict[str, Any]:
 
 
 def saved_groups(held: Held) -> Groups:
-    """Return the groups as they are saved."""
+    """Return the groups as they are saved: of tensors with one element, the number.
+
+    torch.distributed.checkpoint does not load a number where a tensor was saved.
+    """
     # A key that one side lacks cannot be loaded; the steps of groups come back from the params'.
     counted = {"step"} if held.rule.counts_in_groups else set()
     return [
-        {key: value for key, value in group.items() if key not in counted}
+        {key: _number(value) for key, value in group.items() if key not in counted}
         for group in packed_groups(held.groups)
     ]
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _as_held(new: Any, held: Any) -> Any:
+    """Return ``new`` as a tensor like ``held``, if that is one with one element."""
+    is_tensor = isinstance(held, Tensor) and held.numel() == 1
+    return torch.full_like(held, _number(new)) if is_tensor else new
 
 
 def aliases(
@@ -88,7 +102,14 @@ def check(held: Held, state_dict: Mapping[str, Any]) -> tuple[Groups, dict[int, 
         ValueError: groups that do not fit; states of parameters that are frozen here.
     """
     specs = enumerate(held.layout.specs)
-    merged = merged_groups(held.groups, state_dict["param_groups"], held.rule)
+    merged = [
+        {key: _as_held(value, group.get(key)) for key, value in new.items()}
+        for new, group in zip(
+            merged_groups(held.groups, state_dict["param_groups"], held.rule),
+            held.groups,
+            strict=True,
+        )
+    ]
     counts = {param: int(state_dict[f"state.{spec.name}.step"]) for param, spec in specs}
     _check_room(held, merged, counts)
     return merged, counts

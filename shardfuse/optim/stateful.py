@@ -239,7 +239,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         (``process_group=dist.new_group()``), because it communicates during training. To load, at
         any world size, pass the dict to ``torch.distributed.checkpoint.load``, then call
         load_sharded_state_dict(). State-dict hooks are not called, because they expect another
-        format.
+        format. An ``lr`` that is a tensor is saved as a number, and loads into either.
         """
         self._can_be_saved = True
         self._refuse_if_foreign("sharded_state_dict()")
