@@ -14,9 +14,9 @@ from shardfuse.engine.state_io import (
     Held,
     agreed_steps,
     arenas_of,
+    counted_groups,
     fragment_tensors,
     merged_groups,
-    packed_groups,
     set_groups,
 )
 from shardfuse.fragments import FragmentTensor, flat_pieces
@@ -40,11 +40,9 @@ def saved_groups(held: Held) -> Groups:
 
     torch.distributed.checkpoint does not load a number where a tensor was saved.
     """
-    # A key that one side lacks cannot be loaded; the steps of groups come back from the params'.
-    counted = {"step"} if held.rule.counts_in_groups else set()
     return [
-        {key: _number(value) for key, value in group.items() if key not in counted}
-        for group in packed_groups(held.groups)
+        {key: _number(value) for key, value in group.items()}
+        for group in counted_groups(held.groups, held.rule)
     ]
 
 

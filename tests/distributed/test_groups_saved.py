@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from shardfuse import ShardedAdam, checkpoint
+from shardfuse import ShardedAdam, ShardedLamb, checkpoint
 from tests.support.harness import run_procs
 
 pytestmark = [
@@ -52,6 +52,46 @@ def other_lr(way: Callable[..., None], folder: Path) -> list[Any]:
 @WAYS
 def test_lr_may_be_a_tensor_on_either_side(way: Callable[..., None], tmp_path: Path) -> None:
     """It has the saved value, and stays a tensor, or a number, where it is one."""
-    for values in [other_lr(way, tmp_path / "alone"), *run_procs(2, other_lr, way, tmp_path)]:
+    for values in [
+        other_lr(way, tmp_path / "alone"),
+        *run_procs(2, other_lr, way, tmp_path / "ranks"),
+    ]:
         assert [float(value) for value in values] == [0.5] * 3
         assert [isinstance(value, Tensor) for value in values] == [False, True, True]
+
+
+def build_lamb() -> tuple[list[nn.Parameter], ShardedLamb]:
+    params = [nn.Parameter(torch.ones(3000)) for _ in range(3)]
+    optimizer = ShardedLamb([{"params": [("early", params[0])]}], lr=0.1)
+    return params, optimizer
+
+
+def add_groups(params: list[nn.Parameter], optimizer: ShardedLamb) -> None:
+    optimizer.add_param_group({"params": [("late", params[1])]})
+    optimizer.add_param_group({"params": [("idle", params[2])]})
+
+
+def steps_of_groups(way: Callable[..., None], folder: Path) -> list[Any]:
+    """Return the steps of groups after a load, of which two were added late."""
+    params, optimizer = build_lamb()
+    for _ in range(2):
+        params[0].grad = torch.ones(3000)
+        optimizer.step()
+    add_groups(params, optimizer)
+    for _ in range(3):
+        params[0].grad = params[1].grad = torch.ones(3000)
+        optimizer.step()
+    other_params, other = build_lamb()
+    add_groups(other_params, other)
+    way(optimizer, other, folder)
+    return [group["step"] for group in other.param_groups]
+
+
+@WAYS
+def test_each_group_has_its_own_step(way: Callable[..., None], tmp_path: Path) -> None:
+    """Also where it was added late, or has params without any update."""
+    results = [
+        steps_of_groups(way, tmp_path / "alone"),
+        *run_procs(2, steps_of_groups, way, tmp_path / "ranks"),
+    ]
+    assert results == [[5, 3, 3]] * 3

@@ -183,17 +183,20 @@ def test_load_sets_the_step_back() -> None:
 
 @alone
 def test_distributed_checkpoint_of_before(tmp_path: Any) -> None:
-    """One whose groups have no step loads into an optimizer that has been stepped, too."""
+    """One whose groups have no step loads where the keys are left out, by the params' counts."""
     model, optimizer = build(ShardedLamb)
     backward(model, 0)
     optimizer.step()
     state = optimizer.sharded_state_dict()
-    assert all("step" not in group for group in state["param_groups"])
+    for group in state["param_groups"]:
+        del group["step"]
     dcp.save(state, checkpoint_id=tmp_path)
     for step in range(3):
         backward(model, step)
         optimizer.step()
     state = optimizer.sharded_state_dict()
+    for group in state["param_groups"]:
+        del group["step"]
     dcp.load(state, checkpoint_id=tmp_path)
     optimizer.load_sharded_state_dict(state)
     assert [group["step"] for group in optimizer.param_groups] == [1, 1]
