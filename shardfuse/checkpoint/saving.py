@@ -321,9 +321,11 @@ class _Loading:
                 self._first = plan(self._checked, trusted=trusted)
                 self._rest = plan(held.to_read(self._filled, self._saved))
                 self._last = plan(held.to_read_after(self._saved))
-            except CheckpointError:
+            except CheckpointError as error:
                 if only is None:
-                    raise
+                    saved = self._saved | {*manifest.counts}
+                    remedy = held.without_states(self._filled, saved)
+                    raise CheckpointError(f"{error}{remedy}") from error
                 continue
             if all(r.is_complete for r in (self._first, self._rest, self._last)):
                 break

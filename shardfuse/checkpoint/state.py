@@ -161,6 +161,24 @@ class TrainingState:
             for key, values in filled.items()
         }
 
+    def without_states(self, filled: Mapping[str, Any], saved: Collection[str]) -> str:
+        """Return what to do where a parameter that is trained here has no states among ``saved``.
+
+        Empty where there is none.
+        """
+        have_any = {key.rpartition(".")[0] for key in saved if not key.endswith(".step")}
+        for key in self.parts:
+            for name in filled[key]:
+                of_param = f"{key}.{name}".rpartition(".")[0]
+                if of_param not in have_any and f"{of_param}.step" in saved:
+                    param = of_param.removeprefix(f"{key}.state.")
+                    return (
+                        f" When {param} was saved it had no states: it was frozen, or the hyper-"
+                        "parameters were others. Build the optimizer as it was, load, and then "
+                        "unfreeze the parameter or change them."
+                    )
+        return ""
+
     def to_read_after(self, saved: Collection[str]) -> dict[str, Any]:
         """Return nested dicts of tensors that are read at last, from keys of other ones.
 

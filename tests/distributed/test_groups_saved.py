@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from shardfuse import ShardedAdam, ShardedLamb, checkpoint
 from tests.support.harness import run_procs
@@ -95,3 +96,36 @@ def test_each_group_has_its_own_step(way: Callable[..., None], tmp_path: Path) -
         *run_procs(2, steps_of_groups, way, tmp_path / "ranks"),
     ]
     assert results == [[5, 3, 3]] * 3
+
+
+def build_adam(is_frozen: bool) -> tuple[nn.Parameter, ShardedAdam]:
+    head, body = nn.Parameter(torch.ones(3000)), nn.Parameter(torch.ones(900))
+    body.requires_grad_(not is_frozen)
+    optimizer = ShardedAdam([("head", head), ("body.0", body)], lr=0.1)
+    head.grad = torch.ones(3000)
+    optimizer.step()
+    return body, optimizer
+
+
+def unfreeze(way: Callable[..., None], folder: Path) -> tuple[str, float]:
+    """Return how a load is refused, and what the first update after the remedy is."""
+    saved = build_adam(is_frozen=True)[1]
+    refusals = CheckpointException, checkpoint.CheckpointError
+    with pytest.raises(refusals, match=r"Missing key.*state\.body\.0\.exp_avg") as caught:
+        way(saved, build_adam(is_frozen=False)[1], folder / "refused")
+    body, optimizer = build_adam(is_frozen=True)
+    way(saved, optimizer, folder / "loaded")
+    body.requires_grad_(True)
+    body.grad = torch.ones(900)
+    optimizer.step()
+    return str(caught.value), float(body.detach().mean())
+
+
+@WAYS
+def test_unfrozen_since_it_was_saved(way: Callable[..., None], tmp_path: Path) -> None:
+    """There is nothing to load for it; the error says how to go on, and that works."""
+    results = [unfreeze(way, tmp_path / "alone"), *run_procs(2, unfreeze, way, tmp_path / "ranks")]
+    for text, value in results:
+        assert value == pytest.approx(0.9)
+        if way is by_shardfuse:
+            assert "When body.0 was saved it had no states: it was frozen" in text
