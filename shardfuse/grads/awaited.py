@@ -41,11 +41,11 @@ class Awaited:
     def fired(self, grads: OfFlat, position: int) -> bool:
         """Take note that autograd has made a gradient; return whether it was waited for."""
         key = (grads.flat.index, position)
-        if key in self._fired:
+        if key in self._fired or key not in self._places:  # of no elements: in no bucket
             return False
         self._fired.add(key)
         self._num_left -= key not in self._quiet
-        for place in self._places.get(key, ()):
+        for place in self._places[key]:
             self._waiting[place] -= 1
         return True
 
@@ -65,7 +65,7 @@ class Awaited:
             for grads in {id(grads): grads for grads, _ in order}.values()
             if grads.missing
             for position, slot in enumerate(grads.flat.slots)
-            if slot.param in grads.missing
+            if slot.param in grads.missing and (grads.flat.index, position) in self._places
         }
         if len(quiet) < len(self._places):  # else it was a step without a backward
             self._quiet = quiet

@@ -135,6 +135,11 @@ class FlatShard:
 
     def settle(self) -> None:
         """Note which parameters had no gradient; where nothing has arrived there is none."""
+        for position, slot in enumerate(self.flat.slots):
+            # Of no elements: it is in no bucket, and leaves with none.
+            if not slot.numel and self.params[position].grad is not None:
+                self._had.add(slot.param)
+                self.taken.add(self.params[position], self.specs[position].name)
         self.missing = {slot.param for slot in self.flat.slots} - self._had - self._zeroed
         for bucket in self.flat.buckets:
             if bucket.index not in self._written:

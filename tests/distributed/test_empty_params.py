@@ -1,0 +1,71 @@
+"""Parameters without elements: in no bucket, but counted and awaited as any other."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardfuse import ShardedAdam
+from shardfuse.grads.awaited import Awaited
+from shardfuse.layout import FlatLayout, ParamSpec
+from tests.support.harness import run_threads
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def train(stage: int, max_norm: float | None) -> tuple[dict[int, int], list[float]]:
+    """Return the steps that are saved, and the sums of parameters."""
+    params = [nn.Parameter(torch.ones(size)) for size in (600, 0, 700)]
+    named = [(f"p{index}", param) for index, param in enumerate(params)]
+    optimizer = ShardedAdam(named, lr=0.1, sharding={"stage": stage, "bucket_cap_mb": 0.001})
+    for _ in range(3):
+        for _ in range(2):
+            torch.stack([(param * 2).sum() for param in params]).sum().backward()
+        if max_norm is not None:
+            optimizer.clip_grad_norm(max_norm)
+        optimizer.step()
+        assert stage == 1 or params[1].grad is None
+        optimizer.zero_grad()
+    optimizer.consolidate_state_dict(to=None)
+    state = optimizer.state_dict()["state"]
+    sums = [float(param.detach().sum()) for param in params]
+    return {number: int(entry["step"]) for number, entry in state.items()}, sums
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_updates_are_counted(stage: int, max_norm: float | None) -> None:
+    """At stage 2 the gradient of one left with no bucket, and stayed."""
+    alone = train(1, max_norm)
+    for steps, sums in run_threads(2, train, stage, max_norm):
+        assert steps == alone[0] == {0: 3, 1: 3, 2: 3}
+        assert sums == pytest.approx(alone[1])
+
+
+def test_no_bucket_waits_for_one_or_leaves_without_another() -> None:
+    def spec(name: str, numel: int) -> ParamSpec:
+        return ParamSpec(name, (numel,), (1,), "float32", "cpu", 0)
+
+    sizes = {"first": 600, "empty": 0, "last": 700}
+    layout = FlatLayout(2, 1 << 20, "element").extended([spec(*pair) for pair in sizes.items()])
+    (flat,) = layout.flats
+    own: Any = SimpleNamespace(flat=flat, missing=set())
+    awaited = Awaited()
+    awaited.plan([(own, bucket) for bucket in flat.buckets])
+    of = {slot.numel: position for position, slot in enumerate(flat.slots)}
+    empty = next(slot.param for slot in flat.slots if not slot.numel)
+    for missing in (set[int](), {empty}):
+        awaited.begin()
+        awaited.fired(own, of[700])
+        awaited.fired(own, of[0])
+        assert not awaited.is_over
+        assert not awaited.is_complete(0)
+        awaited.fired(own, of[600])
+        assert awaited.is_over
+        assert awaited.is_complete(0)
+        own.missing = missing
+        awaited.note_quiet([(own, flat.buckets[0])])
