@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from shardfuse.checkpoint.beside import watch
 from shardfuse.checkpoint.errors import CheckpointError
 from shardfuse.checkpoint.saving import Save
 from shardfuse.checkpoint.storage import Copies
@@ -43,7 +44,6 @@ class AsyncSave:
         self._written = threading.Event()
         self._is_abandoned = False
         self._is_over = False
-        self._hooks: list[Any] = []
         self._topic = f"saves/{_next_number(self._ranks.comm)}"
         self._thread = threading.Thread(target=self._run, name="shardfuse save", daemon=True)
 
@@ -74,26 +74,32 @@ class AsyncSave:
                 self._ranks.agree(self._error)
         finally:
             self._is_abandoned = True
-            self._stop_watching()
 
-    def _start(self, optimizers: list[ShardedOptimizer]) -> None:
-        for optimizer in optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+    def start(self) -> None:
+        """Begin to write."""
         self._thread.start()
 
-    def _stop_watching(self) -> None:
-        hooks, self._hooks = self._hooks, []
-        for hook in hooks:
-            hook.remove()
+    def before_step(self) -> bool:
+        """Copy what is not written yet; raise what has gone wrong. Local.
 
-    def _before_step(self, *_: Any) -> None:
-        """Copy what is not written yet; raise what has gone wrong."""
+        Returns:
+            Whether there may be more to copy, or to raise.
+
+        Raises:
+            CheckpointError: this rank could not write.
+        """
         self._copies.freeze()
-        if self.is_done:
-            self._stop_watching()
-            if self._error is not None and not self._is_over:
-                with self._ranks.comm.call("step()"):
-                    raise CheckpointError(f"{self._save.target} is not saved: {self._error}")
+        if not self.is_done:
+            return True
+        if self._error is not None and not self._is_over:
+            with self._ranks.comm.call("step()"):
+                raise CheckpointError(f"{self._save.target} is not saved: {self._error}")
+        return False
+
+    def before_load(self) -> bool:
+        """Copy what is not written yet. Local; see before_step()."""
+        self._copies.freeze()
+        return not self._is_over
 
     def _run(self) -> None:
         word, self._error = self._save.write()
@@ -149,8 +155,10 @@ def async_save(
     So a thread copies and writes one fragment at a time, and the next step() first copies the rest.
     The extra memory is one fragment, or at most this rank's part if step() comes first
     (``extra_nbytes`` says how much it was). Everything else, such as buffers of modules, is copied
-    at once. Only step() may change parameters. The thread uses a core for one second per GB, and
-    the time of the disk. If ranks leave no core free, training is slower during that time.
+    at once. A load, by load() or load_state_dict(), first copies the rest, too. Nothing else may
+    change parameters or states: call wait() before you load in another way. The thread uses a core
+    for one second per GB, and the time of the disk. If ranks leave no core free, training is slower
+    during that time.
 
     A failure is raised on all ranks, by the next step() of the rank that failed or by wait(),
     whichever comes first. Call wait() before the next save, and before the process ends.
@@ -166,5 +174,8 @@ def async_save(
     one = Save(state, folder, process_group, info, copies)
     with one.ranks.call("checkpoint.async_save()", f"name = {one.target.name}"):
         saving = AsyncSave(one, copies, then)
-    saving._start([value for value in state.values() if isinstance(value, ShardedOptimizer)])
+    for value in state.values():
+        if isinstance(value, ShardedOptimizer):
+            watch(value, saving)
+    saving.start()
     return saving

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardfuse.checkpoint.asynchronous import AsyncSave, async_save
-from shardfuse.checkpoint.errors import DamagedCheckpoint
+from shardfuse.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from shardfuse.checkpoint.index import MANIFEST
 from shardfuse.checkpoint.ranks import Ranks, tried
 from shardfuse.checkpoint.saving import load, save
@@ -158,7 +158,8 @@ class Checkpoints:
     ) -> int | None:
         """Load the newest whole checkpoint; return its step, or None if there is none. Collective.
 
-        Damaged checkpoints are skipped; a warning of the logger "shardfuse" names them.
+        Damaged checkpoints are skipped; a warning of the logger "shardfuse" names them. It waits
+        for a save beside training; if that fails, there is a warning, too.
 
         Args:
             state: as for shardfuse.checkpoint.load().
@@ -169,16 +170,13 @@ class Checkpoints:
             DamagedCheckpoint: there are checkpoints, and none is whole.
             CheckpointError: the newest whole one does not fit ``state``.
         """
+        try:
+            self.wait()
+        except CheckpointError as error:  # on all ranks
+            logger.warning("%s", error)
         ranks = Ranks(state, self._group, f"{self.folder} is not loaded")
-        faults: list[str] = []
         with ranks.call("Checkpoints.load_latest()"):
-            if ranks.comm.rank == 0:
-                self._finish_replacing()
-            steps = told_steps(ranks, self.folder)
-            named = ranks.words(self._named() if ranks.comm.rank == 0 else 0)[0]
-        if named and [named - 1] != steps[:1]:
-            is_step = named < _NO_STEP
-            faults.append(f"{LATEST} names {f'step-{named - 1}' if is_step else 'none'}")
+            steps, faults = self._newest(ranks)
         for step in steps:
             try:
                 load(
@@ -199,6 +197,17 @@ class Checkpoints:
         if faults:
             raise DamagedCheckpoint(faults, f"{self.folder} has no whole checkpoint.")
         return None
+
+    def _newest(self, ranks: Ranks) -> tuple[list[int], list[str]]:
+        """Return steps, newest first, and what is wrong if ``latest`` has another. Collective."""
+        if ranks.comm.rank == 0:
+            self._finish_replacing()
+        steps = told_steps(ranks, self.folder)
+        named = ranks.words(self._named() if ranks.comm.rank == 0 else 0)[0]
+        if not named or [named - 1] == steps[:1]:
+            return steps, []
+        is_step = named < _NO_STEP
+        return steps, [f"{LATEST} names {f'step-{named - 1}' if is_step else 'none'}"]
 
     def _named(self) -> int:
         """Return 1 and the step in ``latest``; 0 where there is none, else _NO_STEP."""

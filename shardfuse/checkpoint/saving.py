@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shardfuse.checkpoint.beside import will_load
 from shardfuse.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from shardfuse.checkpoint.index import (
     MANIFEST,
@@ -306,6 +307,7 @@ class _Loading:
             held.check(self._checked)
         except ValueError as error:
             raise CheckpointError(f"{source} does not fit: {error}") from error
+        self._check_order(source)
         read = {f"{key}.{name}" for key, values in counts.items() for name in values}
         self._check_extra(source, read.union(*(reading.keys for reading in readings)))
 
@@ -342,8 +344,29 @@ class _Loading:
                 "saved; torch.distributed.checkpoint.load() loads parts of a checkpoint."
             )
 
+    def _check_order(self, source: Path) -> None:
+        """Raise CheckpointError where states lie in another order of elements than they did."""
+        with_states = {k.rpartition(".")[0] for k in self._saved if not k.endswith(".step")}
+        for key, parts in self._held.parts.items():
+            notes = {note.name: note for note in self.manifest.params.get(key, [])}
+            for spec in parts.specs:
+                note = notes.get(spec.name, spec)
+                order, now = (
+                    [step for step, size in zip(strides, spec.shape, strict=False) if size > 1]
+                    for strides in (note.stride, spec.stride)
+                )
+                is_same = order == now or tuple(note.shape) != tuple(spec.shape)
+                if not is_same and f"{key}.state.{spec.name}" in with_states:
+                    raise CheckpointError(
+                        f"{source} does not fit: {spec.name} had the strides {tuple(note.stride)} "
+                        f"when it was saved, and has {tuple(spec.stride)} here. Give the model the "
+                        "memory format that it had, such as by model.to(memory_format="
+                        "torch.channels_last), and then build the optimizer."
+                    )
+
     def finish(self) -> None:
         """Have modules and optimizers take over what is read. Collective."""
+        will_load(self._held.optimizers)
         with torch.no_grad():
             self._rest.read()
             self._held.fill_lacking(self._saved)

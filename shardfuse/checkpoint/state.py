@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from shardfuse.checkpoint.errors import CheckpointError
 from shardfuse.engine.parts import Parts
@@ -41,9 +42,11 @@ class TrainingState:
 
     * A ShardedOptimizer gives its parts. Those of its parameters are taken for the module's.
     * A module gives ``state_dict()``, unwrapped of DistributedDataParallel and torch.compile().
+      What it makes for that, such as copies and extra state, its ``load_state_dict()`` takes.
     * A PerRank gives that of its value on this rank.
     * Anything else with ``state_dict()`` and ``load_state_dict()`` gives that; the first rank's is
-      saved. So is any other value, which load() replaces in the caller's dict.
+      saved. So is any other value, which load() replaces in the caller's dict. Both are saved as
+      one item, because they may have other keys when they are loaded.
 
     Args:
         objects: {key: object}.
@@ -59,21 +62,43 @@ class TrainingState:
             if isinstance(value, ShardedOptimizer):
                 value.synchronize()
                 self.parts[key] = value.parts()
+        self._refuse_copies()
+
+    def _refuse_copies(self) -> None:
+        """Raise CheckpointError if a module's state_dict() has copies of an optimizer's parameters.
+
+        Ranks save and load their parts of a parameter in place.
+        """
+        owned = self._params(to_write=False)
+        for key, value in self.objects.items():
+            if isinstance(value, nn.Module):
+                params, made = dict(_unwrapped(value).named_parameters()), _made(value)
+                names = [name for name in made if id(params.get(name)) in owned]
+                if names:
+                    raise CheckpointError(
+                        f"state_dict() of {key!r} has a copy of {names[0]}, of which every rank "
+                        "saves and loads its own part in place. Pass a module whose state_dict() "
+                        "has the parameters themselves."
+                    )
+
+    @property
+    def optimizers(self) -> list[ShardedOptimizer]:
+        """The sharded optimizers among the objects."""
+        return [value for value in self.objects.values() if isinstance(value, ShardedOptimizer)]
 
     def to_write(self) -> dict[str, Any]:
         """Return nested dicts of what this rank writes, of which tensors alias what is live."""
         written = self._params(to_write=True)
-        result = {}
+        result: dict[str, Any] = {}
         for key, value in self.objects.items():
             if key in self.parts:
                 result[key] = self.parts[key].to_write()
             elif isinstance(value, nn.Module):
                 result[key] = _of_module(value, written)
             elif isinstance(value, PerRank):
-                # In a tuple, which torch's planners take for one value.
-                result[key] = {self._own: (value.value.state_dict(),)}
+                result[key] = {self._own: _as_one(value.value)}
             else:
-                result[key] = value.state_dict() if hasattr(value, "state_dict") else value
+                result[key] = value if isinstance(value, Tensor) else _as_one(value)
         return result
 
     def expect(self, saved: int, present: int) -> None:
@@ -95,7 +120,7 @@ class TrainingState:
     def to_check(self) -> dict[str, Any]:
         """Return nested dicts of copies that are read first, and looked at before anything changes.
 
-        They are all that is not a tensor of a module or of an optimizer.
+        They are all that is not a live tensor of a module or of an optimizer.
         """
         result: dict[str, Any] = {}
         for key, value in self.objects.items():
@@ -103,13 +128,11 @@ class TrainingState:
                 whole = self.parts[key].to_fill()
                 result[key] = {k: v for k, v in whole.items() if not _is_part(v)}
             elif isinstance(value, nn.Module):
-                extra = _unwrapped(value).state_dict()
-                result[key] = {k: copy.deepcopy(v) for k, v in extra.items() if not _is_tensor(v)}
+                result[key] = copy.deepcopy(_made(value))
             elif isinstance(value, PerRank):
                 result[key] = {} if self._resized else {self._own: (None,)}
             else:
-                own = value.state_dict() if hasattr(value, "state_dict") else value
-                result[key] = copy.deepcopy(own)
+                result[key] = value.clone() if isinstance(value, Tensor) else (None,)
         return result
 
     def split_counts(
@@ -133,8 +156,8 @@ class TrainingState:
                 whole = self.parts[key].to_fill()
                 result[key] = {k: v for k, v in whole.items() if _is_part(v)}
             elif isinstance(value, nn.Module):
-                whole = _of_module(value, filled)
-                result[key] = {k: v for k, v in whole.items() if _is_tensor(v)}
+                whole, made = _of_module(value, filled), _made(value)
+                result[key] = {k: v for k, v in whole.items() if k not in made}
         return result
 
     def _take_own(self, value: PerRank, checked: Mapping[str, Any]) -> None:
@@ -245,13 +268,13 @@ class TrainingState:
     def _take_value(self, key: str, checked: Any, values: dict[str, Any]) -> None:
         value = self.objects[key]
         if isinstance(value, nn.Module):
-            _set_extra_state(_unwrapped(value), checked)
+            _set_made(_unwrapped(value), checked)
         elif isinstance(value, PerRank):
             self._take_own(value, checked)
         elif hasattr(value, "load_state_dict"):
-            value.load_state_dict(checked)
+            value.load_state_dict(_placed(checked[0], value.state_dict()))
         else:
-            values[key] = checked
+            values[key] = _placed(checked[0], value) if isinstance(checked, tuple) else checked
 
     def _params(self, *, to_write: bool) -> dict[int, Tensor]:
         """Return {id of a parameter: this rank's part of it} of all optimizers."""
@@ -278,15 +301,55 @@ def _plain(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
 def _is_part(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _set_extra_state(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Give every submodule what its get_extra_state() had returned."""
+def _as_one(value: Any) -> tuple[Any]:
+    """Return a value, or what its state_dict() returns, as torch's planners take it for one item.
+
+    That is in a tuple. They would take dicts apart, and the keys that there are when it is loaded,
+    such as those of an optimizer that has not made a step, would be all that is read.
+    """
+    state = value.state_dict() if hasattr(value, "state_dict") else value
+    return (tree_map_only(Tensor, _on_host, state),)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu()
+
+
+def _placed(new: Any, own: Any) -> Any:
+    """Return ``new`` with tensors on the devices of those in the same places of ``own``."""
+    if isinstance(new, Tensor) and isinstance(own, Tensor):
+        return new.to(own.device)
+    if isinstance(new, dict) and isinstance(own, Mapping):
+        new.update({key: _placed(new[key], own[key]) for key in new if key in own})
+    elif isinstance(new, list) and isinstance(own, list):
+        new[: len(own)] = [_placed(*pair) for pair in zip(new, own, strict=False)]
+    return new
+
+
+def _made(module: nn.Module) -> dict[str, Any]:
+    """Return what state_dict() makes for its caller: extra state, and copies of tensors.
+
+    A copy is of other memory at every call; filling it does not reach the module.
+    """
+    first, again = (_unwrapped(module).state_dict(keep_vars=True) for _ in range(2))
+    return {
+        name: _plain(value)
+        for name, value in first.items()
+        if name.endswith("_extra_state") or not _is_one(value, again[name])
+    }
+
+
+def _is_one(value: Any, other: Any) -> bool:
+    if not isinstance(value, Tensor) or not isinstance(other, Tensor):
+        return False
+    return not value.numel() or value.data_ptr() == other.data_ptr()
+
+
+def _set_made(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Have the module take over what its state_dict() had made."""
     if state:
         module.load_state_dict(state, strict=False)

@@ -345,13 +345,14 @@ class Reading:
         )
 
     def items(self, parts: Iterable[Part]) -> list[Item]:
-        """Return what read() will read of ``parts``."""
+        """Return what read() will read of ``parts``, and tensors without elements."""
         wanted = {item.storage_index for item in self._plan.items}
         return [
             item
             for part in parts
             for item in part.items
             if MetadataIndex(item.key, item.offsets) in wanted
+            or (0 in item.sizes and item.key in self.keys)
         ]
 
     def read(self) -> None:

@@ -46,6 +46,7 @@ class Job:
     * A signal of ``signals`` to any rank stops all ranks two steps later, after the same step.
     * Every rank's random state is restored. With another number of ranks the generators start
       afresh, and a warning says so.
+    * Leaving waits for a save beside training, on all ranks.
     * If one rank leaves with an error, the others do not wait for it: each raises PeerError, which
       quotes that error.
 
@@ -119,8 +120,12 @@ class Job:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._signals.give_back()
-        self._lock.release()
+        try:
+            if error is None:
+                self.checkpoints.wait()  # where the loop was left by break
+        finally:
+            self._signals.give_back()
+            self._lock.release()
         if error is not None and self._comm.epoch == self._epoch:
             # The others may wait in a step() that this rank will not make.
             with suppress(type(error)), self._comm.call("the loop of a Job"):

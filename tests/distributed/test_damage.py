@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from shardfuse import ShardedAdamW, ShardedSGD
 from shardfuse.checkpoint import CheckpointError, Checkpoints, DamagedCheckpoint, load, save, saving
+from shardfuse.checkpoint.index import Manifest
 from shardfuse.comm.base import PeerError
 from tests.support.checkpoints import Job, assert_same
 from tests.support.harness import run_procs, run_threads
@@ -72,6 +73,21 @@ def damage(path: Path, rng: random.Random) -> Callable[[], None]:
             file.seek(place)
             file.write(bytes([data[place] ^ 1 << rng.randrange(8)]))
     return lambda: path.write_bytes(data) and None
+
+
+def test_a_tensor_without_elements(copied: Path) -> None:
+    """Nothing of it is read; what was written for it is looked at all the same."""
+    folder = copied / "step-3"
+    parts = Manifest.read(folder).parts(folder)
+    (item,) = [item for part in parts for item in part.items if item.key == "model.nothing"]
+    with (folder / item.file).open("r+b") as file:
+        file.seek(item.start + item.length // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    for text, is_unchanged in run_threads(2, lambda: attempt(folder, look_beside=False)):
+        assert is_unchanged
+        assert "model.nothing" in text
 
 
 @pytest.mark.parametrize("chunk", range(8))
