@@ -76,7 +76,16 @@ def params_of(model: str, seed: int) -> list[tuple[str, torch.Tensor]]:
     for name, param in params:
         if param.is_meta:
             raise ValueError(f"{model} returns {name} on the meta device, which has no values.")
-    return [(name, param.cpu()) for name, param in params]
+    return [(name, _on_host(param)) for name, param in params]
+
+
+def _on_host(param: torch.Tensor) -> torch.Tensor:
+    """Return a parameter on the CPU, with its gradient."""
+    if param.device.type == "cpu":
+        return param
+    host = param.detach().cpu().requires_grad_()
+    host.grad = None if param.grad is None else param.grad.cpu()
+    return host
 
 
 def _check_room(model: str, shapes: Sequence[NamedShape]) -> None:

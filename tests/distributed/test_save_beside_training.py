@@ -62,6 +62,7 @@ def test_the_state_of_the_call(
                 time.sleep(0.001)
         job.train(2)
         assert saving.is_done == (may_write == "at once")
+        dist.barrier()  # before the other's may be done, too
         go.set()
         job.train(1)
         saving.wait()
