@@ -36,6 +36,7 @@ class Call:
             "declared": [list(lines) for lines in self.declared],
             "ops": self.ops[-_MAX_OPS:],
             "num_ops": len(self.ops),
+            "num_confirmed": self.num_confirmed,
             "is_over": self.is_over,
         }
 
@@ -93,18 +94,27 @@ def compare(
 def wait_for_each_other(
     rank: int, mine: dict[str, Any], other: int, theirs: dict[str, Any]
 ) -> str | None:
-    """Return that the other sends under backward what this rank, in a call by now, will not.
+    """Return that the other sends gradients that this rank, in a call by now, will not.
 
     Only the rank in the call can tell, while it waits there: what it knows of itself is new, while
     ``theirs`` may be old. In a step() that sends gradients itself, as where a rank had no backward,
-    it may well come later to each of them than a rank under backward: more will follow.
+    it may well come later to each of them than a rank under backward: more will follow. One that
+    waits in a collective of the call has sent all that it had to send before.
     """
     is_in_call = not mine["is_over"] and len(mine["declared"]) > 0 and not mine["is_sending"]
-    is_behind = theirs["is_over"] and theirs["number"] == mine["number"] - 1
-    if is_in_call and is_behind and theirs["num_between"] > mine["num_between"]:
+    if not is_in_call or theirs["num_between"] <= mine["num_between"]:
+        return None
+    if theirs["is_over"] and theirs["number"] == mine["number"] - 1:
         return (
             f"rank {rank} is in {mine['name']} while rank {other} is under backward and has "
             "sent more gradients. Run as many backward() on every rank before each call."
+        )
+    done, others = (call["num_ops"] + call["num_confirmed"] for call in (mine, theirs))
+    is_before = theirs["number"] == mine["number"] and others == 0 < done
+    if is_before and not theirs["is_over"] and theirs["is_sending"]:
+        return (
+            f"rank {rank} is in {mine['name']} while rank {other} sends more gradients in it. Run "
+            "as many backward() on every rank before each call, and zero_grad() at the same place."
         )
     return None
 

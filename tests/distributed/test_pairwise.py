@@ -70,6 +70,27 @@ def check_collectives(world_size: int, dtype: str, n: int, choice: str) -> None:
         assert torch.equal(in_place, ranks)
 
 
+def waits_in_its_own_order(choice: str) -> list[float]:
+    comm = communicator_for(None, CPU, choice)
+    found = []
+    for step in range(3):
+        mine, total = torch.full((2048,), comm.rank + 1.0 + step), torch.ones(4)
+        parts = comm.reduce_scatter(mine)
+        if comm.rank == 1:
+            parts.wait()
+        handle = comm.all_reduce(total)
+        handle.wait()
+        found += [float(sum(part[0] for part in parts.wait())), float(total[0])]
+    return found
+
+
+@pytest.mark.parametrize("choice", ["auto", "pairwise"])
+def test_one_rank_waits_earlier(choice: str) -> None:
+    """Who waits for a later collective first reads the earlier one, for which others may wait."""
+    for found in run_procs(2, waits_in_its_own_order, choice, timeout=30):
+        assert found == [3.0, 2.0, 5.0, 2.0, 7.0, 2.0]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_collectives(world_size: int, dtype: str) -> None:

@@ -279,6 +279,27 @@ def test_clearing_on_one_rank_alone_is_told() -> None:
     run_procs(2, cleared_on_one)
 
 
+def cleared_before_step(collectives: str) -> str:
+    model, rank = Sums(), dist.get_rank()
+    optimizer = make(model, collectives=collectives)
+    model(seed_of(rank, 0)).backward()
+    if rank == 0:
+        optimizer.zero_grad()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("collectives", ["auto", "pairwise", "native"])
+def test_clearing_on_one_rank_before_its_step_is_told(collectives: str) -> None:
+    """That rank sends once more what the others have had; one waited for the other's memory."""
+    for text in run_procs(2, cleared_before_step, collectives, timeout=60):
+        words = "in another collective", "zero_grad() at the same place", "make the same calls"
+        assert any(word in text for word in words), text
+
+
 def backward_and_step(model: Sums, optimizer: Any, table: nn.Embedding | None) -> None:
     loss = model(0)
     if table is not None:
