@@ -14,8 +14,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from shardfuse.checkpoint.beside import watch
 from shardfuse.checkpoint.errors import CheckpointError
@@ -40,6 +43,7 @@ class AsyncSave:
     def __init__(self, one: Save, copies: Copies, then: Callable[[], None]) -> None:
         self._save, self._copies, self._then = one, copies, then
         self._ranks = one.ranks
+        self._begin = _now(one.ranks.device)
         self._error: Exception | None = None
         self._written = threading.Event()
         self._is_abandoned = False
@@ -102,9 +106,10 @@ class AsyncSave:
         return not self._is_over
 
     def _run(self) -> None:
-        word, self._error = self._save.write()
+        with _beside(self._ranks.device, self._begin):
+            word, self._error = self._save.write()
+            self._copies.freeze()
         comm = self._ranks.comm
-        self._copies.freeze()
         text = "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
         if comm.world_size > 1:
             comm.tell(self._topic, json.dumps([word, text]))
@@ -130,6 +135,31 @@ class AsyncSave:
                 return told
             time.sleep(_POLL_S)
         return [0]
+
+
+def _now(device: torch.device) -> Any:
+    """Return an event of what this thread has launched on an accelerator; None on the CPU."""
+    if device.type == "cpu":
+        return None
+    return torch.get_device_module(device).current_stream(device).record_event()
+
+
+@contextmanager
+def _beside(device: torch.device, begin: Any) -> Iterator[None]:
+    """Have this thread use ``device``, after ``begin``, and not wait for what training launches.
+
+    A thread begins with the first device of the host, which is another rank's, and with the stream
+    that training uses: torch's writer waits for it. (Not run on hardware.)
+    """
+    if begin is None:
+        yield
+        return
+    module = torch.get_device_module(device)
+    module.set_device(device)
+    stream = module.Stream(device)
+    stream.wait_event(begin)
+    with module.stream(stream):
+        yield
 
 
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

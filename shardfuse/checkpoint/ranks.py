@@ -40,10 +40,10 @@ class Ranks:
         self.comm: Communicator
         if optimizers:
             self.comm = optimizers[0].communicator.everyone
-            self._device = optimizers[0].param_groups[0]["params"][0].device
+            self.device = optimizers[0].param_groups[0]["params"][0].device
         else:
-            self._device = device_for(process_group)
-            self.comm = communicator_for(process_group, self._device).everyone
+            self.device = device_for(process_group)
+            self.comm = communicator_for(process_group, self.device).everyone
 
     @contextmanager
     def call(self, name: str, *lines: str) -> Iterator[None]:
@@ -55,7 +55,7 @@ class Ranks:
 
     def words(self, word: int) -> list[int]:
         """Return every rank's number, of 24 bits, by one all-reduce."""
-        return everyones_words(self.comm, self._device, word)
+        return everyones_words(self.comm, self.device, word)
 
     def agree(self, error: Exception | None, word: int = 1) -> list[int]:
         """Return every rank's word, by one all-reduce, or raise on all ranks if one has an error.
@@ -67,7 +67,7 @@ class Ranks:
         words = self.words(word if error is None else 0)
         if all(words):
             return words
-        texts = everyones_errors(self.comm, self._device, _as_checkpoint_error(error))
+        texts = everyones_errors(self.comm, self.device, _as_checkpoint_error(error))
         told: dict[str, list[str]] = {}
         for rank, text in enumerate(texts):
             if text:

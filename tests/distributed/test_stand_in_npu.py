@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shardfuse import ShardedAdam
+from shardfuse.checkpoint import async_save
+from shardfuse.checkpoint.storage import PlannedPart
 from shardfuse.comm import communicator_for
 from shardfuse.doctor import checks
 from shardfuse.training import set_device
@@ -193,3 +198,28 @@ def reduce_behind_a_gate() -> tuple[bool, float]:
 
 def test_collectives_are_of_streams_and_of_the_device_only() -> None:
     assert run_threads(2, reduce_behind_a_gate) == [(True, 5.0), (True, 5.0)]
+
+
+def test_a_save_beside_training_keeps_to_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread uses the device of its rank, and waits for no kernel that training launches."""
+    write, used = PlannedPart.write, set[tuple[str, int, bool]]()
+
+    def noted(planned: PlannedPart) -> Any:
+        device = NPU.current_device()
+        is_own = NPU.current_stream() != NPU.default_stream()
+        used.add((threading.current_thread().name, device, is_own))
+        return write(planned)
+
+    monkeypatch.setattr(PlannedPart, "write", noted)
+
+    def save() -> None:
+        weight = nn.Parameter(torch.ones(3000))
+        optimizer = ShardedAdam([("weight", weight)], lr=0.1)
+        weight.grad = torch.ones(3000)
+        optimizer.step()
+        async_save({"optimizer": optimizer}, tmp_path / "a").wait()
+
+    run_threads(2, save)
+    assert used == {("shardfuse save", rank, True) for rank in range(2)}

@@ -55,6 +55,12 @@ class _Once:
             finish()
 
 
+def _finish_before(in_flight: deque[tuple[int, _Once]], number: int) -> None:
+    """Wait for what was launched before the collective of that number."""
+    while in_flight and in_flight[0][0] < number:
+        in_flight.popleft()[1].wait()
+
+
 class PairwiseCommunicator(ProcessGroupCommunicator):
     """ProcessGroupCommunicator whose parts go from rank to rank; sums are left to the caller.
 
@@ -210,14 +216,14 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         number = self._num_direct
         self._num_direct += 1
         # Letters have a limited room: what has been under way for long is finished here.
-        self._finish_before(number - SLOTS // 2 + 1)
+        _finish_before(self._in_flight, number - SLOTS // 2 + 1)
         self._finish_open()
         for rank, part in zip(self._destinations, out_of, strict=True):
             box.put(rank, READY, number, mark, part.data_ptr())
 
         def finish() -> None:
             # Others that have waited for those may be waiting now for this rank to read.
-            self._finish_before(number)
+            _finish_before(self._in_flight, number)
             for rank, part in zip(self._sources, into, strict=True):
                 box.fetch(rank, number, mark, part)
                 box.put(rank, DONE, number, mark)
@@ -228,11 +234,6 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         handle = _Once(finish)
         self._in_flight.append((number, handle))
         return handle
-
-    def _finish_before(self, number: int) -> None:
-        """Wait for what was launched before the collective of that number."""
-        while self._in_flight and self._in_flight[0][0] < number:
-            self._in_flight.popleft()[1].wait()
 
     def _start_anew(self) -> None:
         """Forget what was under way when a call failed, and number letters alike on all ranks."""
