@@ -46,8 +46,9 @@ class ShardConfig:
     2: gradients are sharded too. In every backward outside no_sync(), each gradient is summed over
     ranks as soon as autograd has made it. This rank keeps its shard of the sum in fp32, and
     ``p.grad`` is None. step() clears the sums, as zero_grad() would. All ranks must run the same
-    number of backwards. Buckets in flight take memory, so keep bucket_cap_mb at 1/32 of the
-    gradients or less. A single rank keeps all gradients.
+    number of backwards, and clear gradients at the same place. Where one backward reaches params of
+    two such optimizers, they must use the same layers, too. Buckets in flight take memory, so keep
+    bucket_cap_mb at 1/32 of the gradients or less. A single rank keeps all gradients.
     """
 
     process_group: Any = None
