@@ -292,6 +292,7 @@ def cleared_before_step(collectives: str) -> str:
     return "no error"
 
 
+@pytest.mark.cpu_only("nothing tells that a device waits, until the group's timeout")
 @pytest.mark.parametrize("collectives", ["auto", "pairwise", "native"])
 def test_clearing_on_one_rank_before_its_step_is_told(collectives: str) -> None:
     """That rank sends once more what the others have had; one waited for the other's memory."""
