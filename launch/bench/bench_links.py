@@ -8,6 +8,7 @@ memory comes from short launches of one method each, for in shared processes it 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def measure_peak(method: str, size: str) -> int:
 
 
 def _turn(training: Training, size: Size, first: int, num_steps: int) -> Row:
-    """Return the time of steps after a warm-up, and the bytes sent per step of both."""
+    """Return times of steps after a warm-up, and the bytes sent per step of both."""
     rank = dist.get_rank()
     warm_up = [make_batch(size, first + step, rank) for step in range(WARM_UP)]
     batches = [make_batch(size, first + WARM_UP + step, rank) for step in range(num_steps)]
@@ -102,10 +103,12 @@ def _turn(training: Training, size: Size, first: int, num_steps: int) -> Row:
     before = sent_nbytes()
     for batch in warm_up:
         training.step(batch)
-    turn_ms = time_ms(run)
+    core_before = time.process_time()
+    step_s = time_ms(run) / 1e3 / num_steps
+    core_s = (time.process_time() - core_before) / num_steps
     dist.barrier()  # what this rank sent has left it, for the others have it
     sent = (sent_nbytes() - before) / (WARM_UP + num_steps)
-    return {"step_s": turn_ms / 1e3 / num_steps, "sent_nbytes": sent, "loss": losses[-1].item()}
+    return {"step_s": step_s, "core_s": core_s, "sent_nbytes": sent, "loss": losses[-1].item()}
 
 
 def _steps(training: Training, size: Size, steps: range) -> None:
@@ -144,6 +147,7 @@ def combine(ranks: Sequence[Row]) -> list[Row]:
                 "round": turns[0]["round"],
                 "note": "",
                 "step_s": max(turn["step_s"] for turn in turns),
+                "core_s": max(turn["core_s"] for turn in turns),
                 "sent_p": max(turn["sent_nbytes"] for turn in turns) / ranks[0]["param_nbytes"],
                 "loss": sum(turn["loss"] for turn in turns) / len(turns),
             }

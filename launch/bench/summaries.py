@@ -315,9 +315,11 @@ def links(rows: Sequence[Row]) -> Summary:
         "table took turns in the same processes: a warm-up step, then steps without a barrier "
         "between them, the wait for what the last one left in flight inside the clock. The slowest "
         "rank counts. Exposed: step less compute alone, ratio: step over that of DDP with fused "
-        "Adam, both of the same round; median (min-max) of rounds. Sent: bytes on the interface, "
-        "headers included, in units of the parameters' bytes P. Peak memory: from a launch of the "
-        "method alone, with gradients and activations. Loss: of the last step, mean of ranks."
+        "Adam, both of the same round; median (min-max) of rounds. Core: seconds that all threads "
+        "of a rank's process run on a core; with a core per host no step can be shorter, whatever "
+        "overlaps. Sent: bytes on the interface, headers included, in units of the parameters' "
+        "bytes P. Peak memory: from a launch of the method alone, with gradients and activations. "
+        "Loss: of the last step, mean of ranks."
     )
     return Summary("Steps between hosts", method, tables, _links_targets(rows), panels)
 
@@ -340,6 +342,7 @@ def _links_table(title: str, by_method: dict[str, list[Row]]) -> Table:
             spread(same, "step_s"),
             spread(same, "exposed_s"),
             spread(same, "ratio"),
+            f"{middle(same, 'core_s'):.2f}" if values(same, "core_s") else "",
             f"{middle(same, 'sent_p'):.3f}",
             f"{middle(same, 'peak_p'):.2f}" if values(same, "peak_p") else "",
             f"{middle(same[-1:], 'loss'):.3f}" if values(same, "loss") else "",
@@ -347,7 +350,7 @@ def _links_table(title: str, by_method: dict[str, list[Row]]) -> Table:
         ]
         for name, same in by_method.items()
     ]
-    header = ["method", "s per step", "exposed s", "ratio to DDP"]
+    header = ["method", "s per step", "exposed s", "ratio to DDP", "core s"]
     return Table(title, [*header, "sent P", "peak memory P", "loss", "rounds"], lines)
 
 

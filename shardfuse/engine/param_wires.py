@@ -245,8 +245,8 @@ def _checksum(values: Tensor) -> Tensor:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether fp32 tensors are the same; a NaN is itself here, and -0.0 is not 0.0."""
-    return torch.equal(one.view(torch.int32), other.view(torch.int32))
+    """Return whether fp32 tensors of a shard are the same; a NaN is itself, and -0.0 is not 0.0."""
+    return torch.equal(one.view(torch.int64), other.view(torch.int64))
 
 
 class ParamWireChoice(NamedTuple):

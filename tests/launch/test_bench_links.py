@@ -172,6 +172,7 @@ def test_quick_run_has_all_methods(tmp_path: Path, capsys: pytest.CaptureFixture
             assert rows[name]["note"] == "not installed"
             continue
         assert rows[name]["step_s"] > 0
+        assert rows[name]["core_s"] > 0
         if name != COMPUTE:
             assert rows[name]["sent_p"] > (0.1 if name == FEW_BITS else 0.4)
         if name not in (COMPUTE, LAMB):
@@ -246,7 +247,10 @@ def test_size_is_that_of_the_model() -> None:
 def rank_result(methods: dict[str, list[float]], checksum: int = 1) -> dict[str, Any]:
     """Return what measure() gives on one rank: seconds per step of each round."""
     turns = [
-        {"method": name, "round": index, "step_s": value, "sent_nbytes": 80.0, "loss": 5.0}
+        {
+            **{"method": name, "round": index, "step_s": value, "core_s": 0.9 * value},
+            **{"sent_nbytes": 80.0, "loss": 5.0},
+        }
         for name, found in methods.items()
         for index, value in enumerate(found)
     ]
@@ -262,6 +266,7 @@ def test_rows_are_of_the_slowest_rank_against_the_same_round() -> None:
     found = [[rows[ADAM, i][key] for key in ("step_s", "ratio", "exposed_s")] for i in range(2)]
     assert found == [[1.5, 0.75, 0.5], [3.0, 0.75, 1.5]]
     assert rows[ADAM, 0]["sent_p"] == 0.8
+    assert rows[ADAM, 1]["core_s"] == 0.9 * 3.0
     assert not {"ratio", "exposed_s", "loss"} & set(rows[COMPUTE, 0])
 
 
