@@ -223,6 +223,7 @@ ALL = [
     _ours(LAMB, "lamb", {}),
     _ours(f"{ADAM}, no overlap", "adam", _NO_OVERLAP),
     _ours(f"{ADAM}, stage 2", "adam", {"stage": 2}),
+    _ours(f"{ADAM}, bf16 params", "adam", {"param_sync_dtype": torch.bfloat16}),
     _ours(f"{ADAM}, bf16 wire", "adam", _BF16),
     _ours(f"{LAMB}, bf16 wire", "lamb", _BF16),
     _ours(FEW_BITS, "adam", {"grad_sync_bits": 8, "param_sync_bits": 4}),
