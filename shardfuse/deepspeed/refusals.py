@@ -136,8 +136,9 @@ def check_rule(rule: Any, engine: Any, name: str) -> None:
     """Raise ValueError unless ``rule`` can run on flat partitions that DeepSpeed makes."""
     if isinstance(rule, RowRule):
         raise ValueError(
-            f"{name} needs sums over rows of tensors, which a partition of DeepSpeed's cuts "
-            'anywhere. Set "zero_optimization": {"stage": 0}.'
+            f"shardfuse's {name} cannot be driven by this DeepSpeed configuration: it needs sums "
+            "over rows of tensors, which a partition of DeepSpeed's cuts anywhere. Set "
+            '"zero_optimization": {"stage": 0}.'
         )
     needs_norm = isinstance(rule, NormRule) and getattr(rule, "use_global_grad_norm", False)
     if needs_norm and not engine.zero_compute_grad_norm():

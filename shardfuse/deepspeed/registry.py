@@ -9,11 +9,15 @@ import torch
 
 from shardfuse.deepspeed import drive, peer
 from shardfuse.optim import (
+    ShardedAdadelta,
     ShardedAdam,
+    ShardedAdamP,
     ShardedAdamW,
     ShardedBertAdam,
     ShardedLamb,
     ShardedOptimizer,
+    ShardedRMSprop,
+    ShardedRMSpropTF,
     ShardedSGD,
     npu,
 )
@@ -29,11 +33,19 @@ def classes() -> dict[str, type[ShardedOptimizer]]:
         ShardedAdamW,
         ShardedBertAdam,
         ShardedLamb,
+        ShardedRMSprop,
+        ShardedRMSpropTF,
+        ShardedAdadelta,
+        ShardedAdamP,
         npu.NpuFusedSGD,
         npu.NpuFusedAdam,
         npu.NpuFusedAdamW,
         npu.NpuFusedBertAdam,
         npu.NpuFusedLamb,
+        npu.NpuFusedRMSprop,
+        npu.NpuFusedRMSpropTF,
+        npu.NpuFusedAdadelta,
+        npu.NpuFusedAdamP,
     ]
     return {cls.__name__: cls for cls in ours}
 

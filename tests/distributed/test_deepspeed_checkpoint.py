@@ -48,9 +48,15 @@ def job_of(name: str, stage: int, mode: str) -> Job:
 
 JOBS = {
     f"{name}-{stage}-{mode}": job_of(name, stage, mode)
-    for name in ("ShardedLamb", "ShardedAdamW", "ShardedSGD")
+    for name in ("ShardedLamb", "ShardedAdamW", "ShardedSGD", "ShardedRMSpropTF", "ShardedAdamP")
     for stage in (0, 1, 2)
     for mode in ("fp32", "bf16")
+    if (name, stage) not in (("ShardedAdamP", 1), ("ShardedAdamP", 2))
+}
+
+STATES = {
+    "ShardedSGD": ["momentum_buffer"],
+    "ShardedRMSpropTF": ["square_avg", "momentum_buffer"],
 }
 
 
@@ -111,7 +117,7 @@ def test_what_rank_0_writes_at_stage_0_is_whole(saved: Saved, key: str) -> None:
     job = JOBS[key]
     path = Path(saved[0]) / key / "middle" / "mp_rank_00_model_states.pt"
     optimizer = torch.load(path, weights_only=False)["optimizer"]
-    names = {"ShardedSGD": ["momentum_buffer"]}.get(job.name, ["exp_avg", "exp_avg_sq"])
+    names = [*STATES.get(job.name, ["exp_avg", "exp_avg_sq"])]
     names += ["param"] if job.mode == "bf16" else []
     trained = [entry for entry in job.entries if entry.role == "used"]
     assert len(optimizer["state"]) == len(trained)

@@ -16,7 +16,7 @@ from tests.support.runs import max_relative_error
 
 README = Path(__file__).parents[2] / "shardfuse" / "deepspeed" / "README.md"
 STAGES = (0, 1, 2)
-NAMES = ("ShardedLamb", "ShardedAdamW", "ShardedAdam", "ShardedBertAdam", "ShardedSGD")
+NAMES = tuple(runs.ORACLES)
 
 REFUSED = "refused"
 

@@ -21,6 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.models import MIXED, Entry, GradKind, mean_grads, rank_grads, split_by_group
 from tests.support.oracles import AdamOracle, BertAdamOracle, LambOracle, Oracle, SGDOracle
+from tests.support.oracles_family import (
+    AdadeltaOracle,
+    AdamPOracle,
+    RMSpropOracle,
+    RMSpropTFOracle,
+)
 
 WORLD = 2
 
@@ -38,6 +44,10 @@ ORACLES: dict[str, type[Oracle]] = {
     "ShardedAdam": AdamOracle,
     "ShardedBertAdam": BertAdamOracle,
     "ShardedSGD": SGDOracle,
+    "ShardedRMSprop": RMSpropOracle,
+    "ShardedRMSpropTF": RMSpropTFOracle,
+    "ShardedAdadelta": AdadeltaOracle,
+    "ShardedAdamP": AdamPOracle,
 }
 
 # Large rates: parameters move by about their own size, so that errors show.
@@ -47,6 +57,10 @@ PARAMS: dict[str, dict[str, Any]] = {
     "ShardedAdam": {"lr": 0.05, "weight_decay": 0.1},
     "ShardedBertAdam": {"lr": 0.05, "weight_decay": 0.1},
     "ShardedSGD": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1},
+    "ShardedRMSprop": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1},
+    "ShardedRMSpropTF": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1},
+    "ShardedAdadelta": {"lr": 1.0, "weight_decay": 0.1},
+    "ShardedAdamP": {"lr": 0.05, "weight_decay": 0.1},
 }
 
 MODES: dict[str, dict[str, Any]] = {

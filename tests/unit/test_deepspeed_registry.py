@@ -14,7 +14,8 @@ import torch
 import shardfuse
 from shardfuse.deepspeed import lamb, peer, registry
 
-NAMES = ("ShardedSGD", "ShardedAdam", "ShardedAdamW", "ShardedBertAdam", "ShardedLamb")
+KINDS = ("SGD", "Adam", "AdamW", "BertAdam", "Lamb", "RMSprop", "RMSpropTF", "Adadelta", "AdamP")
+NAMES = tuple(f"Sharded{kind}" for kind in KINDS)
 
 
 class FakeEngine:
@@ -72,9 +73,9 @@ def test_torch_npu_names_are_registered_where_there_are_any(engine: Any) -> None
     """NpuFused* come with shardfuse.optim.npu."""
     npu = pytest.importorskip("shardfuse.optim.npu")
     registry.register()
-    for name in ("NpuFusedSGD", "NpuFusedAdam", "NpuFusedAdamW", "NpuFusedBertAdam"):
+    for kind in KINDS:
+        name = f"NpuFused{kind}"
         assert getattr(torch.optim, name) is getattr(npu, name)
-    assert torch.optim.NpuFusedLamb is npu.NpuFusedLamb  # type: ignore[attr-defined]
 
 
 def test_a_taken_name_is_an_error(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
