@@ -32,7 +32,7 @@ from shardfuse.engine.step import StepEngine
 from shardfuse.engine.terms import Terms
 from shardfuse.grads.full import GradSync
 from shardfuse.grads.partitioned import PartitionedGrads
-from shardfuse.grads.protocol import GradPhase, GradShards
+from shardfuse.grads.protocol import GradShards
 from shardfuse.grads.reduced import PresyncedGrads
 from shardfuse.grads.slots import FlatParams, clear_grads
 from shardfuse.grads.wires import GradWireChoice
@@ -342,12 +342,7 @@ class ShardedOptimizer(Watched):
         scaler = "without" if self.__dict__.get("found_inf") is None else "under"
         clipped = "without" if self._clip_coefficient is None else "with"
         self._begin(f"{scaler} a gradient scaler, {clipped} clipped gradients{self._watched}")
-        if self._clip_coefficient is not None and self._grads.phase is not GradPhase.REDUCED:
-            self._clip_coefficient = None
-            raise RuntimeError(
-                f"{on_rank(self.communicator)}Gradients changed between clip_grad_norm() "
-                "and step(). Clip once, after the last backward() of the step and any unscale_()."
-            )
+        self._refuse_changed("step()")
         self._consolidated = None
         self._is_fresh = False
         with record_function("shardfuse::step"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shardfuse.agreement import on_rank
 from shardfuse.engine.step import StepEngine
+from shardfuse.grads.protocol import GradPhase
 from shardfuse.optim.torch_like import TorchLike
 
 
@@ -32,7 +34,19 @@ class Clipped(TorchLike):
     def _grad_norm(self, max_norm: float | None = None) -> Tensor:
         self._refuse_in_join("The norm of the mean gradient")
         self._begin(f"max_norm = {max_norm}")
+        self._refuse_changed("another norm of them")
         return self._clipped(self._engine.square_norms().sum().sqrt())
+
+    def _refuse_changed(self, then: str) -> None:
+        """Raise RuntimeError if gradients changed since they were clipped; after _begin()."""
+        if self._clip_coefficient is None or self._grads.phase is GradPhase.REDUCED:
+            return
+        self._clip_coefficient = None
+        raise RuntimeError(
+            f"{on_rank(self.communicator)}Gradients changed between clip_grad_norm() and {then}. "
+            "Clip once, after the last backward() of the step and any unscale_(). To leave a step "
+            "out, clear the gradients by the optimizer's zero_grad()."
+        )
 
     def _clipped(self, norm: Tensor) -> Tensor:
         """Return the norm () that a gradient of ``norm`` has after the clips made so far."""
@@ -53,8 +67,9 @@ class Clipped(TorchLike):
         loop cannot call this method, pass ``ShardConfig(clip_grad_norm=)``.
 
         Under a gradient scaler, call ``scaler.unscale_(optimizer)`` before. A change of gradients
-        after this call is an error of step(), or of unscale_(). On an accelerator, changes by
-        torch's plain GradScaler or by ``p.grad.data`` are not seen, and step() ignores them.
+        after this call is an error of step(), unscale_() or the next norm; to leave a step out,
+        call the optimizer's own zero_grad(). On an accelerator, changes by torch's plain GradScaler
+        or by ``p.grad.data`` are not seen, and step() ignores them.
 
         Args:
             max_norm: bound of the norm, above 0.
@@ -64,6 +79,7 @@ class Clipped(TorchLike):
 
         Raises:
             ValueError: ``max_norm`` is not above 0.
+            RuntimeError: gradients changed since they were clipped before.
         """
         self._refuse_if_foreign("clip_grad_norm()")
         with self.communicator.call("clip_grad_norm()"):

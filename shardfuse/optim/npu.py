@@ -95,6 +95,7 @@ class _NpuFused(ShardedOptimizer):
         """Return the p-norm of the mean gradient, clipped where it is already, () fp32."""
         self._refuse_in_join("The norm of the mean gradient")
         self._begin(f"norm_type = {norm_type}")
+        self._refuse_changed("another norm of them")
         self._grads.retain()
         largest = norm_type == math.inf
         total = torch.zeros(2, dtype=torch.float32, device=self._device)

@@ -109,3 +109,35 @@ def clip_in_order(sharding: dict[str, Any], scaler_class: Any) -> None:
 @pytest.mark.parametrize("name", SHARDINGS)
 def test_unscaling_before_a_clip_is_right(name: str, world_size: int) -> None:
     on_ranks(world_size, clip_in_order, SHARDINGS[name], ShardedGradScaler)
+
+
+def leave_out_a_step(sharding: dict[str, Any], optimizer_clears: bool) -> None:
+    """The first gradient is infinite, and its clip makes 0 of all others."""
+    param, optimizer = build(sharding)
+    model = nn.ParameterList([param])
+    (param.sum() * float("inf")).backward()
+    assert float(optimizer.clip_grad_norm(1.0)) == float("inf")
+    if optimizer_clears:
+        optimizer.zero_grad()
+    else:
+        model.zero_grad()
+    param.sum().backward()
+    if not optimizer_clears:
+        assert_refused(param, lambda: optimizer.clip_grad_norm(1.0), "changed between .*another")
+        optimizer.zero_grad()
+        param.sum().backward()
+    assert float(optimizer.clip_grad_norm(1.0)) == pytest.approx(3001**0.5)
+    optimizer.step()
+    assert param.tolist() == pytest.approx([1 - 3001**-0.5] * 3001)
+
+
+@ALONE_AND_TWO
+@pytest.mark.parametrize(
+    ("name", "optimizer_clears"),
+    [("stage 1", True), ("stage 1", False), ("reduced", False), ("stage 2", True)],
+)
+def test_a_step_that_was_clipped_and_left_out(
+    name: str, optimizer_clears: bool, world_size: int
+) -> None:
+    """model.zero_grad() tells the optimizer nothing: the old factor scaled all later gradients."""
+    on_ranks(world_size, leave_out_a_step, SHARDINGS[name], optimizer_clears)
