@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from shardfuse.buffers import FlatBuffer, ShardArena, lie_at
 from shardfuse.engine.param_wires import MASTER_DTYPE, ParamWire
@@ -209,11 +210,21 @@ class FlatState:
         """Count one update of every parameter but those ``missing`` ones that no span had."""
         skipped = missing - self._stepped
         self._stepped.clear()
+        self._mark_written(skipped)
         if not skipped and self._steps is None:
             self._step += 1
             return
         params = [slot.param for slot in self.flat.slots]
         self.set_steps({p: self.step_of(p) + (p not in skipped) for p in params})
+
+    def _mark_written(self, skipped: set[int]) -> None:
+        """Tell autograd, which sees no write to the buffer, of all parameters but ``skipped``.
+
+        A backward through a graph from before the step then raises, as under torch's optimizers.
+        """
+        slots = zip(self.flat.slots, self.params, strict=True)
+        written = [p for slot, p in slots if slot.param not in skipped] if skipped else self.params
+        increment_version(written)
 
 
 def rebind(flats: Sequence[FlatState]) -> None:

@@ -89,3 +89,22 @@ def test_lamb_too(seed: int, world_size: int) -> None:
         # Another order of summation in the norms.
         assert max_relative_error(values, expected, start) < 1e-6
         assert_bitwise(values, ranks[0])
+
+
+def go_back_after_a_step(sharding: dict[str, Any]) -> None:
+    """Of three factors the first two have gradients when a step is made; on rank 1, the first."""
+    used, partly, unused = (nn.Parameter(torch.ones(1000)) for _ in range(3))
+    optimizer = ShardedAdam([used, partly, unused], lr=0.1, sharding=sharding)
+    stale, fresh = (used * used).sum(), (unused * unused).sum()
+    (used.sum() + (partly.sum() if dist.get_rank() == 0 else 0.0)).backward()
+    optimizer.step()
+    assert torch.equal(used.detach(), partly.detach())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.backward()
+    fresh.backward()
+
+
+@pytest.mark.parametrize("sharding", [{}, {"stage": 2}, {"param_sync_dtype": torch.bfloat16}])
+def test_graphs_of_before_a_step_are_refused_as_by_torch(sharding: dict[str, Any]) -> None:
+    """Backward took the new values of parameters for those that forward had used."""
+    run_threads(2, go_back_after_a_step, sharding)
