@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypedDict
 
@@ -130,6 +131,19 @@ class TorchLike(StatefulOptimizer, Joinable):
             self._refuse_in_join("step() under a gradient scaler")
         if not self._is_shadow:
             Join.notify_join_context(self)
+
+    @contextmanager
+    def _scaled_once(self) -> Iterator[None]:
+        """Drop what a scaler has set for this step if it fails: torch does so after others only.
+
+        The next step would undo the old scale, too, or be taken for one under a scaler.
+        """
+        try:
+            yield
+        except BaseException:
+            self.__dict__.pop("found_inf", None)
+            self.__dict__.pop("grad_scale", None)
+            raise
 
     @property
     def _are_partitioned(self) -> bool:

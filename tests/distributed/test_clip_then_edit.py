@@ -12,6 +12,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from shardfuse import ShardedGradScaler, ShardedSGD
+from shardfuse.optim.npu import NpuFusedSGD
 from tests.support import placing
 from tests.support.harness import run_threads
 from tests.support.placing import device_type
@@ -141,3 +142,35 @@ def test_a_step_that_was_clipped_and_left_out(
 ) -> None:
     """model.zero_grad() tells the optimizer nothing: the old factor scaled all later gradients."""
     on_ranks(world_size, leave_out_a_step, SHARDINGS[name], optimizer_clears)
+
+
+def go_on_after_a_failed_step(cls: Any) -> None:
+    """A step under a scaler fails; those after it are as if it had not been."""
+    param = nn.Parameter(torch.ones(3001))
+    optimizer = cls([param], 1.0)
+    scaler = GradScaler(device_type(), init_scale=64.0)
+    scaler.scale(param.sum()).backward()
+    optimizer.clip_grad_norm(1.0)
+    assert param.grad is not None
+    param.grad.mul_(2.0)
+    assert_refused(param, lambda: scaler.step(optimizer), CHANGED)
+    scaler.update()
+    for number, unscales in enumerate((False, True), start=1):
+        optimizer.zero_grad()
+        scaler.scale(0.25 * param.sum()).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert param.tolist() == [1 - 0.25 * number] * 3001
+    optimizer.zero_grad()
+    (0.25 * param.sum()).backward()
+    optimizer.step()
+    assert param.tolist() == [0.25] * 3001
+
+
+@ALONE_AND_TWO
+@pytest.mark.parametrize("cls", [ShardedSGD, NpuFusedSGD])
+def test_training_goes_on_after_a_failed_step_under_a_scaler(cls: Any, world_size: int) -> None:
+    """The scaler's attributes stayed: the next step divided by the scale once more."""
+    on_ranks(world_size, go_on_after_a_failed_step, cls)
