@@ -126,7 +126,9 @@ class StepEngine:
             units.append(unit)
         totals = sums.totals()
         ratio = None if totals is None else sums.finish(self._total(totals))
-        self.ratio = self.ratio if ratio is None else ratio
+        if ratio is None and self.ratio is not None:  # taken before, under another weight decay
+            ratio = torch.ones_like(self.ratio)
+        self.ratio = ratio
         # The last ones hold the first layers, which the next forward wants first.
         for unit in reversed(units):
             with self._noting(unit):

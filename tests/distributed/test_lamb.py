@@ -185,3 +185,25 @@ def test_trust_ratios_are_those_of_the_oracle(variant: str) -> None:
         assert ratios == ranks[0]
         for name, expected in taken.items():
             assert ratios[name] == pytest.approx(expected, rel=1e-5)
+
+
+def stop_decaying() -> list[list[float]]:
+    """Return the ratios of a step with a decay and of one without, as both places tell them."""
+    weight = torch.nn.Parameter(torch.full((60, 10), 2.0))
+    optimizer = NpuFusedLamb([weight], lr=0.1, weight_decay=0.1, variant="apex")
+    found = []
+    for decay in (0.1, 0.0):
+        optimizer.param_groups[0]["weight_decay"] = decay
+        weight.grad = torch.ones(60, 10)
+        norms = optimizer.watch_step()
+        optimizer.step()
+        assert norms.ratio is not None
+        found += [norms.ratio.tolist(), list(optimizer.trust_ratios().values())]
+    return found
+
+
+def test_trust_ratios_are_those_of_the_last_step() -> None:
+    """Without a decay this variant takes none: it told those of the last step that had one."""
+    for first, told, second, told_second in run_threads(2, stop_decaying):
+        assert first == told != [1.0]
+        assert second == told_second == [1.0]
