@@ -66,6 +66,9 @@ class PartitionedGrads(GradShards):
             self._flats[flat.index] = shard
             added.append(shard)
         self._rounds.add(added)
+        if self.phase is GradPhase.REDUCED:  # of a clip or unscale_(): of these there is nothing
+            for shard in added:
+                shard.settle()
 
     def _arrived(self, shard: FlatShard, position: int) -> None:
         self.phase = GradPhase.ACCUMULATING

@@ -372,3 +372,25 @@ def test_saving_while_gradients_are_under_way(collectives: str) -> None:
     """Collectives of a save pass those of gradients, part of which have not left."""
     expected = run_procs(2, save_in_between, collectives, False)
     assert_same(run_procs(2, save_in_between, collectives, True), expected)
+
+
+def unfreeze_after_a_clip(adds_group: bool) -> None:
+    """What begins to train has no gradient in this step, and its decay begins with the first."""
+    first, second = nn.Parameter(torch.ones(1000)), nn.Parameter(torch.ones(1000))
+    second.requires_grad_(adds_group)
+    params = [first] if adds_group else [first, second]
+    optimizer = ShardedAdamW(params, lr=0.1, weight_decay=0.5, sharding={"stage": 2})
+    first.sum().backward()
+    optimizer.clip_grad_norm(1.0)
+    if adds_group:
+        optimizer.add_param_group({"params": [second]})
+    second.requires_grad_(True)
+    optimizer.step()
+    assert optimizer.state[second]["step"] == 0
+    assert torch.equal(second.detach(), torch.ones(1000))
+    assert not torch.equal(first.detach(), torch.ones(1000))
+
+
+@pytest.mark.parametrize("adds_group", [False, True])
+def test_params_that_come_between_a_clip_and_its_step(adds_group: bool) -> None:
+    run_threads(2, unfreeze_after_a_clip, adds_group)
