@@ -137,7 +137,7 @@ class ParamSync:
             for param in self._members[index]:
                 params[id(param)] = param
                 buckets.setdefault(id(param), []).append(index)
-        if any(map(under_way.is_shared, params.values())):
+        if under_way.TRAVELLERS.are_compiled or any(map(under_way.is_shared, params.values())):
             self.finish()
             return
         self._under_way = {index: handle for handle, index in self._launched}

@@ -11,6 +11,8 @@ parameter lacks, makes it a Parameter again, and lets torch go on. Three ways le
   the module's own parameters, or for all of them where Python does not see what runs.
 * A tensor that shares memory with a parameter (an old ``p.data``, a state dict that was kept) tells
   nobody when it is read. Where there is one at the end of step(), step() waits for everything.
+* torch.compile looks at classes, and would compile a function anew for each that it finds. Where
+  one is compiled while something is under way, every step() waits for everything from then on.
 * torch.func wraps tensors below Python. A module that is called with other parameters than its own
   waits for everything; a function of parameters without a module needs synchronize() before it.
 """
@@ -129,12 +131,24 @@ class Travellers:
     def __init__(self) -> None:
         self._waits: weakref.WeakSet[Any] = weakref.WeakSet()
         self._hook: Any = None
+        self.are_compiled = False
+        """Whether a function was compiled that would else have read something under way."""
 
     def add(self, sync: Any) -> None:
         """Note that ``sync``, which has a finish(), has something under way."""
         self._waits.add(sync)
         if self._hook is None:
             self._hook = nn.modules.module.register_module_forward_pre_hook(_before_forward)
+        from torch._dynamo.callback import callback_handler  # seconds, if nothing has imported it
+
+        if _before_compiling not in callback_handler.start_callbacks:  # as after a reset of torch's
+            callback_handler.register_start_callback(_before_compiling)
+
+    def compiling(self) -> None:
+        """Wait for everything, and have nothing be under way from now on."""
+        if self._waits:
+            self.are_compiled = True
+            self.finish()
 
     def discard(self, sync: Any) -> None:
         """Note that it has nothing more."""
@@ -151,6 +165,11 @@ class Travellers:
 
 TRAVELLERS = Travellers()
 atexit.register(TRAVELLERS.finish)
+
+
+def _before_compiling(*_: Any) -> None:
+    """Wait for what a compiled function reads; of another class it would be compiled anew."""
+    TRAVELLERS.compiling()
 
 
 def _before_forward(module: nn.Module, _: Any) -> None:

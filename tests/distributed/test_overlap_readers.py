@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardfuse import ShardedAdamW
+from shardfuse import ShardedAdamW, ShardedSGD
 from shardfuse.engine.under_way import ParamUnderWay
-from tests.support.harness import run_threads
+from tests.support.harness import run_procs, run_threads
 from tests.support.lazy import LazyCommunicator, Post
 from tests.support.overlap import OFF, ON, Net, plain, tokens
 
@@ -179,3 +179,33 @@ def test_memory_that_somebody_else_has(keep: str) -> None:
     for is_under_way, seen, expected in run_threads(2, hold, Post(), keep):
         assert not is_under_way
         assert torch.equal(seen, expected)
+
+
+def read_compiled(is_early: bool) -> list[tuple[float, bool]]:
+    """Return what a compiled function finds after each step, and whether it was under way."""
+    model = nn.Sequential(nn.Linear(400, 400), nn.Linear(400, 400))
+    for param in model.parameters():
+        nn.init.zeros_(param)
+    sharding = {"collectives": "pairwise", "bucket_cap_mb": 0.1, **ON}
+    optimizer = ShardedSGD(model.named_parameters(), 1.0, sharding=sharding)
+    mean = torch.compile(
+        lambda: torch.stack([layer.weight.mean() for layer in model]).mean(), backend="eager"
+    )
+    if is_early:
+        mean()
+    found = []
+    for _ in range(3):
+        for param in model.parameters():
+            param.grad = -torch.ones_like(param)
+        optimizer.step()
+        is_under_way = type(model[0].weight) is ParamUnderWay
+        found.append((mean().item(), is_under_way))
+    return found
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.cpu_only("params are under way over sockets only")
+def test_compiled_functions_end_the_overlap(is_early: bool) -> None:
+    """torch.compile failed at the class of what was under way: in a function, no hook waited."""
+    for found in run_procs(2, read_compiled, is_early):
+        assert found == [(1.0, True), (2.0, False), (3.0, False)]
