@@ -49,6 +49,8 @@ class PartitionedGrads(GradShards):
         )
         rounds = weakref.WeakMethod(self._rounds.end)
         self.under_backward.end = lambda: (rounds() or _nothing)()
+        flats = self._flats
+        self.under_backward.have_left = lambda: any(s.have_left for s in flats.values())
 
     @property
     def nbytes(self) -> int:

@@ -37,6 +37,8 @@ class UnderBackward:
     """Tells the same of a single backward."""
     end: Callable[[], None] = lambda: None
     """Sends what other ranks may wait for under backward; before any other message."""
+    have_left: Callable[[], bool] = lambda: False
+    """Tells whether any have left p.grad, and wait to be used by step()."""
 
     @property
     def has_more(self) -> bool:

@@ -234,7 +234,8 @@ class Lamb(ShardedOptimizer):
             startup_program, parameters, no_grad_set: for static graphs; must be None.
 
         Returns:
-            ``([], [(parameter, gradient), ...])`` for the parameters with gradients on this rank.
+            ``([], [(parameter, gradient), ...])`` for the parameters with gradients on this rank;
+            none at stage 2, which has freed them.
 
         Raises:
             NotImplementedError: an argument of static graphs was given.
@@ -246,7 +247,8 @@ class Lamb(ShardedOptimizer):
             )
         self._refuse_if_foreign("minimize()")
         versions = self._grad_versions()
-        if versions == self._grads_seen or not any(versions):
+        are_old = versions == self._grads_seen or not any(versions)
+        if are_old and not self._grads.under_backward.have_left():
             loss.backward()  # type: ignore[no-untyped-call]
         self.step()
         params = [param for group in self.param_groups for param in group["params"]]

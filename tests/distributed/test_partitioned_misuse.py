@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardfuse import ShardConfig, ShardedAdamW, ShardedGradScaler, ShardedSGD
 from shardfuse.optim.npu import NpuFusedAdamW
+from shardfuse.optim.paddle import Lamb as PaddleLamb
 from tests.distributed.test_partitioned import Sums, assert_same, seed_of
 from tests.support.harness import RanksFailedError, run_procs, run_threads
 from tests.support.overlap import OFF
@@ -367,3 +368,24 @@ def test_more_backwards_on_one_rank_are_an_error(collectives: str) -> None:
     """Both hear of it in seconds: one would wait under backward, the other in step()."""
     for text in run_procs(2, more_backwards_on_one, collectives, timeout=60):
         assert "Run as many backward()" in text or "make the same calls" in text
+
+
+def minimize(stage: int) -> Tensor:
+    """Run the second backward by minimize() alone."""
+    param = nn.Parameter(torch.linspace(1.0, 2.0, 600))
+    optimizer = PaddleLamb(0.1, parameters=[param], sharding={"stage": stage})
+    for is_done in (True, False):
+        loss = param.square().sum() * (1 + dist.get_rank())
+        if is_done:
+            loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.minimize(loss)
+        optimizer.clear_grad()
+    return param.detach().clone()
+
+
+def test_minimize_of_paddle_after_a_backward() -> None:
+    """It ran backward again, for p.grad was None, and so had none to run through."""
+    for found, expected in zip(
+        run_threads(2, minimize, 2), run_threads(2, minimize, 1), strict=True
+    ):
+        assert torch.equal(found, expected)
