@@ -87,6 +87,11 @@ class Flights:
         return self.num_sent % len(self.order) if self.order else 0
 
     @property
+    def num_rounds(self) -> int:
+        """Rounds since begin_anew(), without the open one."""
+        return self.num_sent // len(self.order) if self.order else 0
+
+    @property
     def _num_buffers(self) -> int:
         """What buckets are sent from; others may read the last one until the next has left."""
         return self._capacity + int(self._comm.progress == "when waited for")

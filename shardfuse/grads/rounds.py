@@ -62,7 +62,6 @@ class Rounds:
         self._is_done = False  # whether the present backward has sent its round
         self._is_queued = False  # whether the end of the present backward is waited for
         self._num_rounds = 0  # begun since the gradients were cleared last
-        self._num_cleared = 0  # how often what was under way has been dropped
         self._is_lost = False  # whether an error has ended what was under way since then
         self._epoch = comm.epoch
         self.flights = Flights(comm, self._sender, launch, collect, waits=waits)
@@ -95,7 +94,6 @@ class Rounds:
         """Begin anew, as all ranks do, after an error: what was under way is lost."""
         if self._epoch != self._comm.epoch:
             self._is_lost |= not self.flights.is_empty or self.flights.place > 0
-            self._num_cleared = 0
             self._begin_anew()
 
     # Under backward
@@ -169,7 +167,8 @@ class Rounds:
         if not self.flights.order:
             return
         late = [float(shard.has_gradients(bucket)) for shard, bucket in self.flights.order]
-        mine = [self._num_rounds, self._num_cleared, -self._num_cleared, *late]
+        before = self.flights.num_rounds - self._num_rounds  # when gradients were cleared last
+        mine = [self._num_rounds, before, -before, *late]
         device = self._flats()[0].arena.data.device
         total = torch.tensor(mine, dtype=torch.float32, device=device)
         self._comm.everyone.all_reduce(total, "max").wait()
@@ -196,7 +195,6 @@ class Rounds:
             self._end_round()
             self.flights.receive_all()
         self._is_queued, self._is_done = False, False  # also where a backward has failed
-        self._num_cleared += self._num_rounds > 0
         self._num_rounds, self._is_lost = 0, False
 
 

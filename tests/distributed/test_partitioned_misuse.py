@@ -348,26 +348,31 @@ def test_an_error_under_backward_reaches_all(repeat: int) -> None:
         assert_same([found], [expected])
 
 
-def more_backwards_on_one(collectives: str) -> str:
+def more_backwards_on_one(collectives: str, num: int, clears: bool) -> str:
     model, rank = Sums(), dist.get_rank()
     optimizer = make(model, collectives=collectives)
     model(seed_of(rank, 0)).backward()
     optimizer.step()
     optimizer.zero_grad()
     try:
-        for micro in range(3 if rank == 0 else 1):
+        for micro in range(num if rank == 0 else 1):
             model(seed_of(rank, 1, micro)).backward()
+        if clears:
+            optimizer.zero_grad()
+            model(seed_of(rank, 2)).backward()
         optimizer.step()
     except RuntimeError as error:
         return str(error)
     return "no error"
 
 
+@pytest.mark.parametrize(("num", "clears"), [(3, False), (2, True)])
 @pytest.mark.parametrize("collectives", ["auto", "pairwise", "native"])
-def test_more_backwards_on_one_rank_are_an_error(collectives: str) -> None:
+def test_more_backwards_on_one_rank_are_an_error(collectives: str, num: int, clears: bool) -> None:
     """Both hear of it in seconds: one would wait under backward, the other in step()."""
-    for text in run_procs(2, more_backwards_on_one, collectives, timeout=60):
-        assert "Run as many backward()" in text or "make the same calls" in text
+    for text in run_procs(2, more_backwards_on_one, collectives, num, clears, timeout=60):
+        expected = ("Run as many backward()", "make the same calls", "run the same number")
+        assert any(part in text for part in expected), text
 
 
 def minimize(stage: int) -> Tensor:
