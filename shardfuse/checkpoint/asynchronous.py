@@ -13,7 +13,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 
 from shardfuse.checkpoint.beside import watch
 from shardfuse.checkpoint.errors import CheckpointError
+from shardfuse.checkpoint.ranks import next_number
 from shardfuse.checkpoint.saving import Save
 from shardfuse.checkpoint.storage import Copies
 from shardfuse.optim.base import ShardedOptimizer
@@ -48,7 +48,7 @@ class AsyncSave:
         self._written = threading.Event()
         self._is_abandoned = False
         self._is_over = False
-        self._topic = f"saves/{_next_number(self._ranks.comm)}"
+        self._topic = f"saves/{next_number(self._ranks.comm)}"
         self._thread = threading.Thread(target=self._run, name="shardfuse save", daemon=True)
 
     @property
@@ -160,15 +160,6 @@ def _beside(device: torch.device, begin: Any) -> Iterator[None]:
     stream.wait_event(begin)
     with module.stream(stream):
         yield
-
-
-_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-
-
-def _next_number(comm: Any) -> int:
-    """Return a number that is the same on all ranks, of this communicator's saves."""
-    _numbers[comm] = _numbers.get(comm, 0) + 1
-    return _numbers[comm]
 
 
 def async_save(

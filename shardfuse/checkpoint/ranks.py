@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -88,6 +89,15 @@ def _as_checkpoint_error(error: Exception | None) -> Exception | None:
     if isinstance(error, OSError):
         return CheckpointError(describe(error))
     return CheckpointError(f"{type(error).__name__}: {error}")
+
+
+_numbers: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
+
+
+def next_number(comm: Communicator) -> int:
+    """Return a number that is the same on all ranks: what was told stays in the group's store."""
+    _numbers[comm] = _numbers.get(comm, 0) + 1
+    return _numbers[comm]
 
 
 def tried(act: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from shardfuse.checkpoint import CheckpointError, Checkpoints, PerRank
-from shardfuse.checkpoint.ranks import Ranks, check_state, tried
+from shardfuse.checkpoint.ranks import Ranks, check_state, next_number, tried
 from shardfuse.comm import Communicator
 from shardfuse.optim.stateful import StatefulOptimizer
 from shardfuse.training.lock import FolderInUse, FolderLock
@@ -100,7 +100,7 @@ class Job:
         with ranks.call("entering a Job"):
             error = tried(self._take_folder)[1] if ranks.comm.rank == 0 else None
             ranks.agree(error)
-        self._stop = StopTogether(ranks, str(folder))
+        self._stop = StopTogether(ranks)
         self._comm = ranks.comm
         try:
             self._load()
@@ -205,12 +205,11 @@ class StopTogether:
 
     Args:
         ranks: who stops.
-        name: of what stops; the same on all ranks.
     """
 
-    def __init__(self, ranks: Ranks, name: str) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self._comm = ranks.comm
-        self._topic = f"stop of {Path(name).name}"
+        self._topic = f"stop/{next_number(ranks.comm)}"
         self._own: int | None = None
 
     def is_after(self, step: int, is_asked: bool) -> bool:

@@ -213,8 +213,8 @@ def stop_at_random(seed: int) -> list[int]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     own, ends = random.Random(100 * seed + rank), []
     ranks = Ranks({}, None, "")
-    for run in range(12):
-        stop = StopTogether(ranks, f"run {run}")
+    for _ in range(12):
+        stop = StopTogether(ranks)
         told_at = own.choice([own.randrange(6), 10**6]) if rank else own.randrange(6)
         for step in range(1, 100):
             time.sleep(own.choice([0.0, 0.0, 0.001, 0.004]))
@@ -233,6 +233,25 @@ def test_all_stop_after_the_same_step(seed: int) -> None:
     first, *others = run_procs(3, stop_at_random, seed)
     assert len(first) == 12
     assert all(ends == first for ends in others)
+
+
+def stopped_and_entered_again(folder: str) -> list[tuple[int, bool]]:
+    """Return the steps of a job that is told to stop, and of two later ones that are not."""
+    optimizer = ShardedAdamW(nn.Linear(4, 2).named_parameters(), lr=0.5)
+    found = []
+    for name, stops in (("first", True), ("second", False), ("first", False)):
+        with Job(Path(folder, name, "saved"), {"optimizer": optimizer}, save_every=9) as job:
+            for step in job.steps(9):
+                if stops and step == 2 and dist.get_rank() == 0:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                optimizer.step()
+        found.append((job.step, job.is_stopped))
+    return found
+
+
+def test_a_stop_ends_no_later_job_of_the_process(tmp_path: Path) -> None:
+    for found in run_procs(2, stopped_and_entered_again, str(tmp_path)):
+        assert found == [(5, True), (9, False), (9, False)]
 
 
 def test_one_process_needs_no_group(tmp_path: Path) -> None:
