@@ -110,6 +110,16 @@ def test_folders_are_read_in_sorted_order_and_each_file_once(folder: Path) -> No
     assert _read([folder / "d.jsonl.gz", folder]) == ([expected[3], *expected[:3]], [])
 
 
+def test_a_file_is_one_by_whatever_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative and absolute, over another folder, and by a link: resuming has absolute paths."""
+    monkeypatch.chdir(folder.parent)
+    (folder / "e.txt").symlink_to(folder / "a.txt")
+    expected = [["one."], ["Two."], ["three."], ["Four."]]
+    paths = [Path("corpus"), folder, Path("corpus/b/../a.txt")]
+    assert _read(paths) == (expected, [])
+    assert _read([path.absolute() for path in paths]) == (expected, [])
+
+
 def test_the_key_follows_contents_order_and_options(tmp_path: Path) -> None:
     """Moving a line to the next file is another text, although the bytes are the same."""
     paths = [tmp_path / f"{name}.txt" for name in ("a", "b", "c", "d")]

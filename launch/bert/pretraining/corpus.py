@@ -92,18 +92,23 @@ def check_corpus(paths: Sequence[Path], remedy: str) -> None:
 def find_sources(paths: Sequence[Path], known: Known, faults: Faults) -> list[Source]:
     """Return the text files of `paths`, those of folders in sorted order, each once.
 
-    Raises `UsageError` where there is none.
+    However often and by whatever path or link it is named: a run has absolute paths when it
+    resumes, and must find the same text. Raises `UsageError` where there is none.
     """
     found = dict.fromkeys(file for path in paths for file in _files(path, faults, frozenset()))
-    sources = [_source(path, known, faults) for path in found]
-    usable = [source for source in sources if source is not None]
+    usable: dict[Path, Source] = {}
+    for path in found:
+        real = path.resolve()
+        source = None if real in usable else _source(path, known, faults)
+        if source is not None:
+            usable[real] = source
     if not usable:
         named = ", ".join(map(str, paths))
         raise UsageError(
             f"--corpus: no text in {named} ({faults.first or 'there are no files'}); name files, "
             f"or folders of files, that end with {', '.join(ENDINGS)}"
         )
-    return usable
+    return list(usable.values())
 
 
 def _files(path: Path, faults: Faults, above: frozenset[Path]) -> Iterator[Path]:
