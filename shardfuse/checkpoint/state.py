@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from shardfuse.checkpoint.errors import CheckpointError
 from shardfuse.engine.parts import Parts
+from shardfuse.engine.sharded_io import plain_number
 from shardfuse.optim.base import ShardedOptimizer
 
 
@@ -312,11 +313,11 @@ def _as_one(value: Any) -> tuple[Any]:
     such as those of an optimizer that has not made a step, would be all that is read.
     """
     state = value.state_dict() if hasattr(value, "state_dict") else value
-    return (tree_map_only(Tensor, _on_host, state),)
+    return (tree_map(_on_host, state),)
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu()
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else plain_number(value)
 
 
 def _placed(new: Any, own: Any) -> Any:

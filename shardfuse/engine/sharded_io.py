@@ -36,9 +36,10 @@ def sharded(held: Held) -> dict[str, Any]:
 
 
 def saved_groups(held: Held) -> Groups:
-    """Return the groups as they are saved: of tensors with one element, the number.
+    """Return the groups as they are saved: of tensors with one element, and of numpy, the number.
 
-    torch.distributed.checkpoint does not load a number where a tensor was saved.
+    torch.distributed.checkpoint does not load a number where a tensor was saved, and numpy's are
+    not plain data.
     """
     return [
         {key: _number(value) for key, value in group.items()}
@@ -47,7 +48,16 @@ def saved_groups(held: Held) -> Groups:
 
 
 def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if isinstance(value, tuple):
+        return tuple(map(_number, value))  # betas
+    is_one = isinstance(value, Tensor) and value.numel() == 1
+    return value.item() if is_one else plain_number(value)
+
+
+def plain_number(value: Any) -> Any:
+    """Return one of numpy's numbers as Python's, which is loaded without trust; else ``value``."""
+    is_numpy = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+    return value.item() if is_numpy else value
 
 
 def _as_held(new: Any, held: Any) -> Any:

@@ -60,6 +60,8 @@ class Job:
         signals: signals that stop the run; Slurm's ``--signal`` sends one. The main thread handles
             them.
         process_group: the ranks, if ``state`` has no ShardedOptimizer.
+        trusted: whether values may be more than plain data, such as arrays of numpy. Loading them
+            runs code from the file.
 
     Raises:
         ValueError: ``save_every`` or ``keep`` is less than 1.
@@ -81,6 +83,7 @@ class Job:
         beside_training: bool = False,
         signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
         process_group: Any = None,
+        trusted: bool = False,
     ) -> None:
         check_state(state)
         if not isinstance(save_every, int) or save_every < 1:
@@ -88,7 +91,7 @@ class Job:
         self.step, self.is_stopped = 0, False
         self.checkpoints = Checkpoints(folder, keep=keep, process_group=process_group)
         self._state, self._save_every, self._beside_training = state, save_every, beside_training
-        self._group = process_group
+        self._group, self._trusted = process_group, trusted
         self._lock, self._signals = FolderLock(), Signals(signals)
         self._comm: Communicator
         self._epoch = 0
@@ -169,7 +172,7 @@ class Job:
 
     def _load(self) -> None:
         saved = self._saved()
-        self.step = self.checkpoints.load_latest(saved) or 0
+        self.step = self.checkpoints.load_latest(saved, trusted=self._trusted) or 0
         for key in self._state:
             self._state[key] = saved[key]
 

@@ -273,6 +273,32 @@ def test_one_process_needs_no_group(tmp_path: Path) -> None:
         Job(tmp_path, state, save_every=0)
 
 
+def test_numbers_of_numpy_are_plain_data(tmp_path: Path) -> None:
+    """A schedule's formula returns them; an array is loaded where the job is told to trust it."""
+    numpy = pytest.importorskip("numpy")
+    for first, last in ((0, 3), (3, 5)):
+        optimizer = ShardedAdamW(nn.Linear(4, 2).named_parameters(), lr=0.5)
+        optimizer.param_groups[0]["betas"] = (numpy.float64(0.9), 0.99)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: numpy.cos(step / 9))
+        best = [numpy.float32(0.1), numpy.int64(3)]
+        state: dict[str, Any] = {"optimizer": optimizer, "schedule": schedule, "best": best}
+        with Job(tmp_path / "numbers", state, save_every=1) as job:
+            assert job.step == first
+            for _ in job.steps(last):
+                optimizer.step()
+                schedule.step()
+        assert optimizer.param_groups[0]["lr"] == 0.5 * numpy.cos(last / 9)
+        assert state["best"] == best
+
+    state = {"order": numpy.arange(4)}
+    with Job(tmp_path / "arrays", state, save_every=1) as job:
+        list(job.steps(1))
+    with pytest.raises(CheckpointError, match="trusted=True"):
+        Job(tmp_path / "arrays", {"order": 0}, save_every=1).__enter__()
+    with Job(tmp_path / "arrays", state := {"order": 0}, save_every=1, trusted=True):
+        assert state["order"].tolist() == [0, 1, 2, 3]
+
+
 def warned(folder: str, uses_job: bool) -> list[str]:
     """Return what the first steps log about state_dict() on one rank."""
     logged: list[str] = []
