@@ -145,6 +145,9 @@ def test_designs_that_cannot_be_are_refused() -> None:
         ({"batches": [12]}, "does not divide"),
         ({"samples": 0}, "at least 1"),
         ({"options": ["--lr", "1"]}, "--lr is the study's own"),
+        ({"options": ["--lr=1"]}, "--lr is the study's own"),
+        ({"options": ["--global-batch-size", "4"]}, "--global-batch-size is the study's own"),
+        ({"options": ["--lamb-variant=apex"]}, "--lamb-variant is the study's own"),
         ({"options": ["--no-such-option"]}, "unrecognized"),
     ):
         with pytest.raises(UsageError, match=words):

@@ -9,6 +9,7 @@ from typing import Any
 
 from pretraining.config import check_options
 from pretraining.errors import UsageError
+from pretraining.parser import given, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,12 @@ GRID_FACTOR = 2.0
 
 WARMUP = 0.1
 """Share of the steps, the same for all."""
+
+_OWN = {
+    *("optimizer", "lamb_variant", "lr", "seed", "steps", "global_batch_size", "warmup"),
+    *("run_dir", "resume", "recipe", "dry_run"),
+}
+"""Options by which trials differ, or of which the table tells."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -87,10 +94,8 @@ class Design:
                     f"--batches: {batch} does not divide the {self.samples} samples of a run; "
                     f"use powers of two, or --samples {batch * max(1, self.samples // batch)}"
                 )
-        own = ("--optimizer", "--lr", "--seed", "--steps", "--run-dir", "--resume", "--recipe")
-        for option in own:
-            if option in self.options:
-                raise UsageError(f"{option} is the study's own to choose; drop it after --")
+        for name in sorted(given(self.options) & _OWN):
+            raise UsageError(f"{option(name)} is the study's own to choose; drop it after --")
         for method in self.methods:
             trial = Trial(method, self.batches[0], METHODS[method].first_lr, 0)
             check_options(self.arguments(trial), 1)
