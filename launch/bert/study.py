@@ -16,7 +16,7 @@ from pathlib import Path
 
 from largebatch.design import METHODS, QUICK, WHOLE, Design
 from largebatch.report import write_report
-from largebatch.study import Study
+from largebatch.study import DESIGN_FILE, Study
 from pretraining.errors import UsageError, not_installed
 from pretraining.launch import refuse
 
@@ -25,6 +25,8 @@ def main(argv: Sequence[str]) -> int:
     """Run a study; return the exit code: 0, 1 where it was stopped, 2 where it cannot be done."""
     arguments = _parse(argv)
     try:
+        if arguments.report and not (arguments.folder / DESIGN_FILE).exists():
+            raise UsageError(f"{arguments.folder} has no study to report; name the folder of one")
         with Study.open(arguments.folder, _design(arguments)) as study:
             is_done = arguments.report or study.run(arguments.jobs, arguments.ranks)
             write_report(study)

@@ -124,6 +124,13 @@ def test_a_report_may_be_had_at_any_time(tmp_path: Path) -> None:
             assert (study.folder / "study.png").stat().st_size > 10_000
 
 
+def test_a_report_of_no_study_begins_none(tmp_path: Path) -> None:
+    refused = run(tmp_path, [sys.executable, str(SCRIPT), "mistyped", "--report"])
+    assert refused.returncode == 2
+    assert "study.py: error: mistyped has no study" in refused.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_page_has_what_was_measured() -> None:
     """Its table is the one of the results beside it, and nothing is missing from these."""
     folder = SCRIPT.parent
