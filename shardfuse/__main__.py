@@ -223,13 +223,40 @@ def _export(arguments: argparse.Namespace) -> int:
 
     if arguments.model is None and arguments.optimizer is None:
         raise CheckpointError("Nothing is asked for: give --model FILE, --optimizer FILE or both.")
+    for path in (arguments.model, arguments.optimizer):
+        _check_place(path)
     if arguments.model is not None:
-        write_model(read_model(arguments.folder), arguments.model)
-        print(arguments.model)
+        _write(functools.partial(write_model, read_model(arguments.folder)), arguments.model)
     if arguments.optimizer is not None:
-        torch.save(read_optimizer(arguments.folder), arguments.optimizer)
-        print(arguments.optimizer)
+        _write(functools.partial(torch.save, read_optimizer(arguments.folder)), arguments.optimizer)
     return 0
+
+
+def _check_place(path: Path | None) -> None:
+    """Raise CheckpointError, before anything is read, if a file cannot lie there."""
+    from shardfuse.checkpoint import CheckpointError
+
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        what = "is a folder" if path.is_dir() else f"cannot be written: no folder {path.parent}"
+        raise CheckpointError(f"{path} {what}. Name a file in a folder that is there.")
+
+
+def _write(write: Callable[[Path], None], path: Path) -> None:
+    """Have a file written, whole or not at all, and print its name."""
+    from shardfuse.checkpoint import CheckpointError
+    from shardfuse.files import describe, replacing
+
+    try:
+        with replacing(path, path.suffix) as temporary:
+            write(temporary)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        # torch and safetensors have errors of their own.
+        causes = (error, error.__context__, OSError(str(error)))
+        reason = describe(next(cause for cause in causes if isinstance(cause, OSError)))
+        raise CheckpointError(f"{path} is not written: {reason}.") from error
+    print(path)
 
 
 def _import(arguments: argparse.Namespace) -> int:
@@ -247,8 +274,9 @@ def _import(arguments: argparse.Namespace) -> int:
             given["names"] = json.loads(given["names"].read_text())
         except (OSError, ValueError) as error:
             raise CheckpointError(f"--names {given['names']} is not a JSON file: {error}") from None
-    torch.save(read(arguments.source, trusted=arguments.trusted, **given), arguments.to)
-    print(arguments.to)
+    _check_place(arguments.to)
+    found = read(arguments.source, trusted=arguments.trusted, **given)
+    _write(functools.partial(torch.save, found), arguments.to)
     return 0
 
 

@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -69,9 +69,20 @@ def write_whole(path: Path, data: bytes) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
-    try:
+    with replacing(path) as temporary:
         temporary.write_bytes(data)
+
+
+@contextmanager
+def replacing(path: Path, ending: str = "") -> Iterator[Path]:
+    """Give a name with ``ending`` to write a file under, which then gets that of ``path``.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished{ending}")
+    try:
+        yield temporary
         sync(temporary)
         temporary.replace(path)
     finally:

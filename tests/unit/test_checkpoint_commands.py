@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardfuse import ShardedAdam
 from shardfuse.__main__ import main
@@ -102,3 +104,30 @@ def test_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert result.returncode == 2, result.stderr
     assert "There is no checkpoint" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_file_that_cannot_be_written_is_one_line(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is read where no file can be; what was there stays where the disk is full."""
+    states = run / "states.pt"
+    assert main(["export", str(run / "step-2"), "--optimizer", str(states)]) == 0
+    for path in (run, run / "none" / "a.pt"):
+        for arguments in (
+            ["export", str(run / "step-2"), "--model", str(path)],
+            ["import", "torch", str(states), "--to", str(path)],
+        ):
+            assert main(arguments) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert line.startswith(f"{path} ")
+
+    def break_off(state: Any, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = states.read_bytes()
+    monkeypatch.setattr(torch, "save", break_off)
+    assert main(["export", str(run / "step-2"), "--optimizer", str(states)]) == 2
+    assert "free some space" in capsys.readouterr().err
+    assert states.read_bytes() == before
+    assert not list(run.glob(".*"))
