@@ -107,8 +107,10 @@ def check(held: Held, state_dict: Mapping[str, Any]) -> tuple[Groups, dict[int, 
     """Return the merged groups, and the steps, of a state dict of whose tensors only steps count.
 
     Raises:
-        ValueError: groups that do not fit; states of parameters that are frozen here.
+        ValueError: groups that do not fit, or have other parameters; states of parameters that are
+            frozen here.
     """
+    _check_members(held.groups, state_dict["param_groups"])
     specs = enumerate(held.layout.specs)
     merged = [
         {key: _as_held(value, group.get(key)) for key, value in new.items()}
@@ -121,6 +123,21 @@ def check(held: Held, state_dict: Mapping[str, Any]) -> tuple[Groups, dict[int, 
     counts = {param: int(state_dict[f"state.{spec.name}.step"]) for param, spec in specs}
     _check_room(held, merged, counts)
     return merged, counts
+
+
+def _check_members(groups: Groups, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError if a parameter would get the hyper-parameters of another group.
+
+    States are saved by name, groups by number.
+    """
+    for index, (group, other) in enumerate(zip(groups, saved, strict=False)):
+        moved = sorted(set(other.get("param_names", ())) - set(group.get("param_names", ())))
+        if moved and "param_names" in group:
+            raise ValueError(
+                f"{moved[0]} was in group {index} when it was saved, and is not there now: it "
+                "would train with the hyper-parameters of another group. Build the optimizer with "
+                "the groups, and the order of groups, that were saved."
+            )
 
 
 def _check_room(held: Held, groups: Groups, steps: Mapping[int, int]) -> None:

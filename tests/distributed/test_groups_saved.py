@@ -129,3 +129,25 @@ def test_unfrozen_since_it_was_saved(way: Callable[..., None], tmp_path: Path) -
         assert value == pytest.approx(0.9)
         if way is by_shardfuse:
             assert "When body.0 was saved it had no states: it was frozen" in text
+
+
+@WAYS
+def test_params_of_other_groups(way: Callable[..., None], tmp_path: Path) -> None:
+    """Groups are saved by number: the decay of weights would become that of biases."""
+
+    def build(order: str) -> ShardedAdam:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        groups: dict[str, Any] = {"weight": [], "bias": []}
+        for name, param in layers.named_parameters():
+            groups[name[2:]].append((name, param))
+        decays = {"weight": 0.1, "bias": 0.0}
+        found = [{"params": groups[n], "weight_decay": decays[n]} for n in order.split()]
+        return ShardedAdam(found, lr=1.0)
+
+    way(build("weight bias"), into := build("weight bias"), tmp_path / "same")
+    assert [group["weight_decay"] for group in into.param_groups] == [0.1, 0.0]
+    other = build("bias weight")
+    with pytest.raises((ValueError, checkpoint.CheckpointError), match=r"0\.weight was in group 0"):
+        way(build("weight bias"), other, tmp_path / "other")
+    assert [group["weight_decay"] for group in other.param_groups] == [0.0, 0.1]
