@@ -32,6 +32,7 @@ from shardfuse.checkpoint.storage import (
     Copies,
     PlannedPart,
     Reading,
+    dtype_named,
     metadata_of,
     pickled,
 )
@@ -272,6 +273,13 @@ def load(
     return read.manifest.info
 
 
+def _room(manifest: Manifest, state: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
+    """Return tensors for values that were saved as tensors; None: an early manifest, without."""
+    kinds = [(key, manifest.kinds[key]) for key in state if key in manifest.kinds]
+    room = {key: torch.empty(kind.shape, dtype=dtype_named(kind.dtype)) for key, kind in kinds}
+    return room if manifest.kinds else None
+
+
 class _Loading:
     """One rank's reading of a checkpoint; built, it has verified and checked all that it needs."""
 
@@ -287,7 +295,8 @@ class _Loading:
         accept(self.manifest.info)
         self._held = held = TrainingState(state, comm.rank)
         held.expect(self.manifest.world_size, comm.world_size)
-        self._checked, self._filled = held.to_check(), held.to_fill()
+        self._checked = held.to_check(_room(self.manifest, state))
+        self._filled = held.to_fill()
         counts = held.split_counts(self._checked, self.manifest.counts)
         parts = self._planned(source, comm.rank, trusted)
         readings = (self._first, self._rest, self._last)

@@ -118,10 +118,14 @@ class TrainingState:
                     f"Load with {saved} ranks, or pass PerRank(..., on_resize=...)."
                 )
 
-    def to_check(self) -> dict[str, Any]:
+    def to_check(self, saved: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
         """Return nested dicts of copies that are read first, and looked at before anything changes.
 
         They are all that is not a live tensor of a module or of an optimizer.
+
+        Args:
+            saved: room for values that are tensors in the checkpoint; None: it does not tell, and
+                has those of the present values.
         """
         result: dict[str, Any] = {}
         for key, value in self.objects.items():
@@ -132,8 +136,11 @@ class TrainingState:
                 result[key] = copy.deepcopy(_made(value))
             elif isinstance(value, PerRank):
                 result[key] = {} if self._resized else {self._own: (None,)}
-            else:
+            elif saved is None:
                 result[key] = value.clone() if isinstance(value, Tensor) else (None,)
+            else:  # whatever the present one is
+                is_replaced = not hasattr(value, "load_state_dict")
+                result[key] = saved.get(key, (None,)) if is_replaced else (None,)
         return result
 
     def split_counts(
@@ -275,7 +282,7 @@ class TrainingState:
         elif hasattr(value, "load_state_dict"):
             value.load_state_dict(_placed(checked[0], value.state_dict()))
         else:
-            values[key] = _placed(checked[0], value) if isinstance(checked, tuple) else checked
+            values[key] = _placed(checked[0] if isinstance(checked, tuple) else checked, value)
 
     def _params(self, *, to_write: bool) -> dict[int, Tensor]:
         """Return {id of a parameter: this rank's part of it} of all optimizers."""

@@ -171,3 +171,24 @@ def test_a_state_dict_of_copies(tmp_path: Path) -> None:
         checkpoint.save(copies, tmp_path / "b")
     with pytest.raises(checkpoint.CheckpointError, match=match):
         checkpoint.load(copies, tmp_path / "a")
+
+
+def values_replaced(folder: Path) -> list[Any]:
+    """Return values as they are loaded, where others were before."""
+    optimizer = ShardedAdam(nn.Linear(4, 2).named_parameters())
+    saved = {"best": torch.tensor(0.75), "history": torch.arange(3), "first": torch.tensor(7)}
+    objects = {"optimizer": optimizer}
+    checkpoint.save({**objects, **saved, "count": 5}, folder / "values")
+    loaded: dict[str, Any] = {"best": torch.tensor(0), "history": torch.zeros(0), "first": None}
+    loaded |= {**objects, "count": torch.tensor(0)}
+    checkpoint.load(loaded, folder / "values")
+    return [loaded[key] for key in (*saved, "count")]
+
+
+def test_values_are_replaced_whatever_was_there(tmp_path: Path) -> None:
+    """A tensor has the dtype and shape that it was saved with, not those of the first one."""
+    found = [values_replaced(tmp_path / "alone"), *run_procs(2, values_replaced, tmp_path / "two")]
+    for best, history, first, count in found:
+        assert best.item() == 0.75
+        assert history.tolist() == [0, 1, 2]
+        assert (history.dtype, first.item(), count) == (torch.int64, 7, 5)
