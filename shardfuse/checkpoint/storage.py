@@ -280,11 +280,13 @@ class _LoadPlanner(DefaultLoadPlanner):
         if not self._trusted:
             try:
                 torch.load(value, weights_only=True)
-            except pickle.UnpicklingError as error:
+            except pickle.UnpicklingError:
+                value.seek(0)
+                found = torch.serialization.get_unsafe_globals_in_checkpoint(value)
                 raise CheckpointError(
-                    f"{read_item.storage_index.fqn} is more than plain data: loading it may run "
-                    f"code from the file. {str(error).splitlines()[0]} If you trust the author of "
-                    "the file, load with trusted=True."
+                    f"{read_item.storage_index.fqn} is more than plain data, it has "
+                    f"{', '.join(sorted(found))}: loading it may run code from the file. If you "
+                    "trust the author of the file, load with trusted=True."
                 ) from None
             value.seek(0)
         super().load_bytes(read_item, value)
