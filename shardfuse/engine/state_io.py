@@ -223,11 +223,13 @@ def restore(held: Held, state_dict: Mapping[str, Any]) -> None:
     """Load torch's state dict: every rank takes its fragments of the full tensors. Local.
 
     Raises:
-        ValueError: tensors of another shape, groups that do not fit, or a missing state.
+        ValueError: tensors of another shape, groups that do not fit, names of parameters in another
+            order, or a missing state.
     """
     _, layout, flats, groups, rule = held
     merged = merged_groups(groups, state_dict["param_groups"], rule)
     saved = state_dict["param_groups"]
+    _check_order(groups, saved)
     order = [p for group in saved for p in group["params"]]
     entries = {i: dict(state_dict["state"].get(key, {})) for i, key in enumerate(order)}
     for param, spec in enumerate(layout.specs):
@@ -255,6 +257,19 @@ def restore(held: Held, state_dict: Mapping[str, Any]) -> None:
                 arena.data.zero_()
             _fill(state, arena, {p: e[name] for p, e in entries.items() if name in e}, specs)
         state.set_steps(steps)
+
+
+def _check_order(groups: Groups, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError if states, which are numbered, are of the same names in another order."""
+    if not all(isinstance(number, int) for group in saved for number in group["params"]):
+        return  # names stand for the numbers
+    now, then = ([n for group in g for n in group.get("param_names", ())] for g in (groups, saved))
+    if now != then and sorted(now) == sorted(then):
+        found = next((a, b) for a, b in zip(then, now, strict=True) if a != b)
+        raise ValueError(
+            f"loaded state dict has the states of {found[0]} where the optimizer has {found[1]}. "
+            "Build the optimizer with groups, and parameters in them, in the order that was saved."
+        )
 
 
 def _fill(

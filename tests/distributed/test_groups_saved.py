@@ -151,3 +151,24 @@ def test_params_of_other_groups(way: Callable[..., None], tmp_path: Path) -> Non
     with pytest.raises((ValueError, checkpoint.CheckpointError), match=r"0\.weight was in group 0"):
         way(build("weight bias"), other, tmp_path / "other")
     assert [group["weight_decay"] for group in other.param_groups] == [0.0, 0.1]
+
+
+def test_whole_states_of_params_in_another_order() -> None:
+    """They are numbered; names tell of an order that shapes alone do not. Renamed params load."""
+
+    def build(cls: Any, prefix: str = "", *, is_reversed: bool = False) -> Any:
+        layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+        named = [(f"{prefix}{name}", param) for name, param in layers.named_parameters()]
+        return cls(named[::-1] if is_reversed else named, lr=0.1)
+
+    saved = build(torch.optim.Adam)
+    for number, param in enumerate(saved.param_groups[0]["params"]):
+        param.grad = torch.full_like(param, number)
+    saved.step()
+    other = build(ShardedAdam, is_reversed=True)
+    with pytest.raises(ValueError, match=r"states of 0\.weight where the optimizer has 2\.weight"):
+        other.load_state_dict(saved.state_dict())
+    assert not other.state_dict()["state"]
+    for into in (build(ShardedAdam), build(ShardedAdam, "module.")):
+        into.load_state_dict(saved.state_dict())
+        assert len(into.state_dict()["state"]) == 3
