@@ -110,6 +110,7 @@ class RunConfig:
             self._require(name, getattr(self, name) > 0, "greater than 0")
         for name in ("weight_decay", "max_grad_norm", "seed", "norms_every"):
             self._require(name, getattr(self, name) >= 0, "0 or greater")
+        self._require("timeout_seconds", self.timeout_seconds < 1e9, "below 1e9")
         self._require("dropout", 0 <= self.dropout < 1, "from 0 to below 1")
         self._require("betas", all(0 <= beta < 1 for beta in self.betas), "from 0 to below 1")
         if self.eps is not None:

@@ -50,6 +50,17 @@ def phases_of(
         if choices is not None and value not in choices:
             wanted = ", ".join(map(str, choices))
             raise UsageError(f"--recipe: {name}: {key} must be one of {wanted}, got {value}")
+        if not _is_of(actions[key], value):
+            raise UsageError(
+                f"--recipe: {name}: {key} must be {_kind(actions[key])}, got {value!r}"
+            )
+    for number, phase in enumerate(recipe.phases, start=1):
+        for key in phase.keys() & actions.keys():
+            if not _is_one(actions[key], phase[key]):
+                kind = _kind(actions[key], is_one=True)
+                raise UsageError(
+                    f"--recipe: {name}: {key} of phase {number} must be {kind}, got {phase[key]!r}"
+                )
     refuse_flags(argv, f"of the phases of {name}")
     parser.set_defaults(**recipe.options)
     arguments = parser.parse_args(argv)
@@ -57,6 +68,29 @@ def phases_of(
     if missing and arguments.dry_run is None:
         raise UsageError(f"--recipe {name} needs {', '.join(map(option, missing))}; see README.md")
     return recipe.phases
+
+
+def _kind(action: argparse.Action, *, is_one: bool = False) -> str:
+    """Return what an option's value must be in JSON."""
+    one = {int: "a whole number", float: "a number"}.get(action.type, "a text")  # type: ignore
+    if action.nargs == 0:
+        return "true or false"
+    return one if is_one or action.nargs not in (2, "+") else f"a list, each {one}"
+
+
+def _is_of(action: argparse.Action, value: Any) -> bool:
+    """Return whether a value is of an option's kind. The parser sees to a text's contents."""
+    if action.nargs == 0:
+        return isinstance(value, bool)
+    if action.nargs in (2, "+"):
+        is_all = isinstance(value, list) and all(_is_one(action, one) for one in value)
+        return is_all and (action.nargs == "+" or len(value) == action.nargs)
+    return value == action.default or isinstance(value, str) or _is_one(action, value)
+
+
+def _is_one(action: argparse.Action, value: Any) -> bool:
+    wanted: Any = {int: int, float: int | float}.get(action.type, str)  # type: ignore
+    return isinstance(value, wanted) and not isinstance(value, bool)
 
 
 def refuse_flags(argv: Sequence[str], whose: str) -> None:
