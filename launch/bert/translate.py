@@ -21,7 +21,15 @@ from pretraining.errors import UsageError
 from pretraining.launch import refuse
 from pretraining.parser import Help, Parser
 from pretraining.sources import SOURCES
-from pretraining.translation import Notes, Source, Values, command, recipe, translate
+from pretraining.translation import (
+    Notes,
+    Source,
+    Values,
+    command,
+    recipe,
+    require_positive,
+    translate,
+)
 
 PRETRAIN = Path(__file__).with_name("pretrain.py")
 _OPERATIONAL = ("run_dir", "resume")
@@ -71,7 +79,9 @@ def _translated(source: Source, arguments: argparse.Namespace, words: Sequence[s
         raise UsageError("options after -- are those of one command; drop them, or both phases")
     ignored = [name for name in arguments.ignore.split(",") if name]
     notes = Notes(ignored, has_corpus=arguments.corpus is not None)
-    commands = [shlex.split(text) for text in texts] if is_recipe else [words]
+    commands = [_words(text) for text in texts] if is_recipe else [words]
+    if arguments.gpus is not None:
+        require_positive(gpus=arguments.gpus)
     parts = [
         translate(source, words, arguments.gpus, notes, is_second=number == 1)
         for number, words in enumerate(commands)
@@ -88,6 +98,13 @@ def _translated(source: Source, arguments: argparse.Namespace, words: Sequence[s
         # They come with the checkpoint.
         options = {k: v for k, v in options.items() if k not in ("model_size", "vocab_size")}
     return f"{os.path.relpath(PRETRAIN)} {command(options | phase)}"
+
+
+def _words(text: str) -> Sequence[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"--phase1, --phase2: {error} in {text!r}") from error
 
 
 def _drop_operational(options: Sequence[Values], notes: Notes) -> None:

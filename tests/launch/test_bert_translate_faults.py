@@ -56,6 +56,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("nvidia --gpus 8 -- --config_file no.json --do_train --output_dir o", "No such file"),
         ("nvidia --gpus 8 -- --config_file a.txt --do_train --output_dir o", "a.txt: Expecting"),
         ("nvidia --gpus 8 -- {nvidia} --gradient_accumulation_steps 5", "5 does not divide"),
+        ("nvidia --gpus 8 -- {nvidia} --gradient_accumulation_steps 0", "must be at least 1"),
+        ("nvidia --gpus 0 -- {nvidia}", "--gpus must be at least 1, got 0"),
+        ('nvidia --gpus 8 --phase1 "\'x" --phase2 y', "No closing quotation"),
+        ("google -- {google} --num_train_steps 0", "--num_train_steps must be at least 1, got 0"),
+        ("google -- --bert_config_file=null.json --output_dir=o --do_train", "must be a number"),
         ("nvidia --gpus 8 -- {nvidia} --max_seq_length 1024", "--seq-len must be at most 512"),
         ("nvidia --gpus 8 -- {nvidia} --phase2", "give both commands"),
         ("google -- {google} --num_train_steps 10", "--warmup must be a share of the steps"),
@@ -72,6 +77,7 @@ def test_what_cannot_be_translated(line: str, message: str, folder: Path, capsys
     """Code 2, a line that says why, and nothing that a shell could run."""
     (folder / "a.txt").write_text("no JSON")
     (folder / "small.json").write_text(json.dumps({**BERT, "hidden_size": 999}))
+    (folder / "null.json").write_text(json.dumps({**BERT, "hidden_dropout_prob": None}))
     (folder / "odd.json").write_text(json.dumps({**EXPERIMENT, "speed": 3}))
     code, out, told = run(capsys, line.format(**BASE))
     assert (code, out) == (2, "")

@@ -11,7 +11,15 @@ from typing import Any
 
 from pretraining.deepspeed_settings import convert_deepspeed
 from pretraining.errors import UsageError
-from pretraining.translation import Notes, Source, Values, model_options, read_json, vocab_size_in
+from pretraining.translation import (
+    Notes,
+    Source,
+    Values,
+    model_options,
+    read_json,
+    require_positive,
+    vocab_size_in,
+)
 
 _IN_BOTH = {"betas": [0.9, 0.999], "eps": 1e-6, "weight_decay": 0.01, "max_grad_norm": 1.0}
 
@@ -55,6 +63,7 @@ def _convert_nvidia(
 
 
 def _micro_batch_size(theirs: argparse.Namespace) -> int:
+    require_positive(gradient_accumulation_steps=theirs.gradient_accumulation_steps)
     share, rest = divmod(theirs.train_batch_size, theirs.gradient_accumulation_steps)
     if rest:
         raise UsageError(
@@ -68,6 +77,7 @@ def _convert_google(
     theirs: argparse.Namespace, gpus: int | None, notes: Notes
 ) -> tuple[Values, Values]:
     _require_training(theirs)
+    require_positive(num_train_steps=theirs.num_train_steps)
     settings = read_json("--bert_config_file", theirs.bert_config_file)
     notes.tell(
         "optimizer",

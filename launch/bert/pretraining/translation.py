@@ -207,6 +207,13 @@ def recipe(first: tuple[Values, Values], second: tuple[Values, Values], about: s
     return json.dumps(content, indent=2)
 
 
+def require_positive(**numbers: int) -> None:
+    """Raise `UsageError` for one that is below 1."""
+    for name, number in numbers.items():
+        if number < 1:
+            raise UsageError(f"--{name} must be at least 1, got {number}")
+
+
 def read_json(name: str, path: str | None) -> dict[str, Any]:
     """Read a file of settings that an option of theirs names; raises `UsageError`."""
     if path is None:
@@ -248,4 +255,7 @@ def model_options(settings: Mapping[str, Any], notes: Notes) -> Values:
         notes.change("attention_probs_dropout_prob", f"--dropout is one for all, here {dropout}")
     if settings.get("hidden_act", "gelu") != "gelu":
         notes.change("hidden_act", "it is gelu here")
-    return {"model_size": names[0], "dropout": float(dropout)}
+    try:
+        return {"model_size": names[0], "dropout": float(dropout)}
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"hidden_dropout_prob must be a number, got {dropout!r}") from error
