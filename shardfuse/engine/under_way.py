@@ -21,12 +21,18 @@ from __future__ import annotations
 
 import atexit
 import copy
+import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+
+from shardfuse.engine.kernels import Kernels
+
+logger = logging.getLogger("shardfuse")
 
 Arrive = Callable[[], None]
 
@@ -139,16 +145,22 @@ class Travellers:
         self._waits.add(sync)
         if self._hook is None:
             self._hook = nn.modules.module.register_module_forward_pre_hook(_before_forward)
-        from torch._dynamo.callback import callback_handler  # seconds, if nothing has imported it
-
-        if _before_compiling not in callback_handler.start_callbacks:  # as after a reset of torch's
-            callback_handler.register_start_callback(_before_compiling)
+        compiler = sys.modules.get("torch._dynamo.callback")  # nothing is compiled without it
+        if compiler is not None:
+            handler = compiler.callback_handler
+            if _before_compiling not in handler.start_callbacks:  # as after a reset of torch's
+                handler.register_start_callback(_before_compiling)
 
     def compiling(self) -> None:
         """Wait for everything, and have nothing be under way from now on."""
-        if self._waits:
+        if self._waits and not self.are_compiled:
             self.are_compiled = True
-            self.finish()
+            logger.warning(
+                "torch.compile has compiled a function while parameters were under way. From now "
+                "on step() waits for them (overlap_param_sync), because compiled functions may "
+                "read them. To overlap, compile modules, not functions."
+            )
+        self.finish()
 
     def discard(self, sync: Any) -> None:
         """Note that it has nothing more."""
@@ -169,7 +181,8 @@ atexit.register(TRAVELLERS.finish)
 
 def _before_compiling(*_: Any) -> None:
     """Wait for what a compiled function reads; of another class it would be compiled anew."""
-    TRAVELLERS.compiling()
+    if not Kernels.are_compiling:  # which read nothing that is under way
+        TRAVELLERS.compiling()
 
 
 def _before_forward(module: nn.Module, _: Any) -> None:

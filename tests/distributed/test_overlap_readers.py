@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
 import io
 import threading
 from collections.abc import Callable, Mapping
@@ -209,3 +210,27 @@ def test_compiled_functions_end_the_overlap(is_early: bool) -> None:
     """torch.compile failed at the class of what was under way: in a function, no hook waited."""
     for found in run_procs(2, read_compiled, is_early):
         assert found == [(1.0, True), (2.0, False), (3.0, False)]
+
+
+def step_compiled_kernels() -> list[bool]:
+    """Return whether one optimizer's are under way after another's step, which compiles first."""
+    model = nn.Sequential(nn.Linear(400, 400), nn.Linear(400, 400))
+    sharding = {"collectives": "pairwise", "bucket_cap_mb": 0.1, "kernel": "compile", **ON}
+    torch.compile = functools.partial(torch.compile, backend="eager")  # type: ignore
+    one, other = (ShardedSGD(layer.named_parameters(), 1.0, sharding=sharding) for layer in model)
+    found = []
+    for _ in range(2):
+        for param in model.parameters():
+            param.grad = -torch.ones_like(param)
+        one.step()
+        other.step()
+        found.append(type(model[0].weight) is ParamUnderWay)
+        dist.barrier()
+    return found
+
+
+@pytest.mark.cpu_only("params are under way over sockets only")
+def test_compiling_kernels_does_not() -> None:
+    """They read nothing that is under way: overlap went, in silence, with a second optimizer."""
+    for found in run_procs(2, step_compiled_kernels):
+        assert found == [True, True]

@@ -41,6 +41,9 @@ class Kernels:
         device: where the shards are.
     """
 
+    are_compiling = False
+    """Whether what torch compiles at present are kernels, of any optimizer in this process."""
+
     def __init__(self, rule: UpdateRule, kernel: str, device: torch.device) -> None:
         self._rule = rule
         self._kernel = kernel
@@ -101,6 +104,7 @@ class Kernels:
         for tensor in tensors:
             if tensor is not None and tensor.shape[-1] == row:
                 torch._dynamo.mark_static(tensor, tensor.dim() - 1)
+        Kernels.are_compiling = True
         try:
             compiled(self._rule, flags, h, scale, tile)
         except Exception as error:
@@ -110,6 +114,8 @@ class Kernels:
             self.choice, self.reason = "eager", f"{_FAILED}: {error}"
             logger.warning("kernel=eager on %s: %s", self._device, self.reason)
             return False
+        finally:
+            Kernels.are_compiling = False
         return True
 
     def _per_row(self, scale: Scale, num_rows: int) -> Tensor:
