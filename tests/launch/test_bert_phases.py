@@ -220,6 +220,10 @@ def handed_over(cls: Any, carry: Carry) -> list[tuple[int, list[torch.Tensor]]]:
         )
         hand_over(optimizer, carry)
     assert torch.equal(model.weight, weights)
+    if cls is ShardedLamb:
+        assert optimizer.param_groups[0].get("step", 0) == int(
+            optimizer.state[model.weight]["step"]
+        )
     return found
 
 

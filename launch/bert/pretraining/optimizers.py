@@ -89,11 +89,13 @@ def hand_over(optimizer: ShardedOptimizer, carry: Carry) -> None:
     if carry == "all":
         return
     state = optimizer.sharded_state_dict()
+    # LAMB counts in groups, too: without a step there, it is that of the parameters.
+    groups = [{k: v for k, v in group.items() if k != "step"} for group in state["param_groups"]]
     if carry == "weights":
-        optimizer.load_state_dict({"state": {}, "param_groups": state["param_groups"]})
+        optimizer.load_state_dict({"state": {}, "param_groups": groups})
         return
     steps = {key: torch.zeros_like(state[key]) for key in state if key.endswith(".step")}
-    optimizer.load_sharded_state_dict({**state, **steps})
+    optimizer.load_sharded_state_dict({**state, **steps, "param_groups": groups})
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
