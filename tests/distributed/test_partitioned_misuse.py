@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 import threading
 import warnings
 import weakref
@@ -350,7 +351,7 @@ def test_an_error_under_backward_reaches_all(repeat: int) -> None:
 
 def more_backwards_on_one(collectives: str, num: int, clears: bool) -> str:
     model, rank = Sums(), dist.get_rank()
-    optimizer = make(model, collectives=collectives)
+    optimizer = make(model, collectives=collectives, bucket_cap_mb=1.0 if clears else 0.004)
     model(seed_of(rank, 0)).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -360,6 +361,7 @@ def more_backwards_on_one(collectives: str, num: int, clears: bool) -> str:
         if clears:
             optimizer.zero_grad()
             model(seed_of(rank, 2)).backward()
+            optimizer.clip_grad_norm(1.0)
         optimizer.step()
     except RuntimeError as error:
         return str(error)
@@ -370,9 +372,11 @@ def more_backwards_on_one(collectives: str, num: int, clears: bool) -> str:
 @pytest.mark.parametrize("collectives", ["auto", "pairwise", "native"])
 def test_more_backwards_on_one_rank_are_an_error(collectives: str, num: int, clears: bool) -> None:
     """Both hear of it in seconds: one would wait under backward, the other in step()."""
+    if clears and collectives == "native":
+        pytest.skip("gloo ends a process that gets another size")
     for text in run_procs(2, more_backwards_on_one, collectives, num, clears, timeout=60):
-        expected = ("Run as many backward()", "make the same calls", "run the same number")
-        assert any(part in text for part in expected), text
+        expected = "Run as many backward|make the same calls|run the same number|in another collect"
+        assert re.search(expected, text), text
 
 
 def minimize(stage: int) -> Tensor:
