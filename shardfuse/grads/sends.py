@@ -148,6 +148,7 @@ class Sends:
 
     def await_grads(self) -> None:
         """Wait for the gradients of what has not left."""
+        self._is_queued = False  # also where a backward has failed
         self._awaited.begin()
 
     def doubt(self) -> None:

@@ -271,3 +271,40 @@ def test_a_rank_that_fails_under_backward(collectives: str, stage: int) -> None:
     assert waiting.startswith("PeerError"), waiting
     assert "rank 1 failed in backward(): MemoryError: no room for bucket 0" in waiting
     assert seconds < 4.0
+
+
+def send_after_a_failure() -> tuple[int, int]:
+    """Return how many buckets have left when a second backward ends, and how many there are."""
+    unused, used = nn.Linear(64, 64), nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    model = nn.ModuleList([unused, used])
+    sharding = {"collectives": "native", "bucket_cap_mb": 0.004, "overlap_grad_sync": True}
+    optimizer = ShardedSGD(model.named_parameters(), lr=0.5, sharding=sharding)
+    launched = []
+    launch = optimizer.communicator.reduce_scatter
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        launched.append(args)
+        return launch(*args, **kwargs)
+
+    optimizer.communicator.reduce_scatter = counting  # type: ignore[method-assign]
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    hook = used[0].weight.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        used(torch.ones(2, 64)).sum().backward()
+    hook.remove()
+    optimizer.zero_grad()
+    used(torch.ones(2, 64)).sum().backward()
+    num_left = len(launched)
+    optimizer.step()
+    return num_left, len(optimizer.layout.buckets)
+
+
+@pytest.mark.gloo_only("its collectives go in order, and are counted")
+@pytest.mark.cpu_only("a hook that fails ends another way there")
+def test_a_failed_backward_keeps_nothing_back() -> None:
+    """In order, all leave by the end of a backward: the end of the next one was not waited for."""
+    for num_left, num_buckets in run_procs(2, send_after_a_failure):
+        assert num_left == num_buckets > 4
