@@ -216,6 +216,7 @@ class _NpuFused(ShardedOptimizer):
             self._clip_coefficient = None
             self._grads.release()
             logger.info("Gradient overflow on some rank. All ranks skip this step.")
+            self._after_step()
             return None
         return self._step(None)
 

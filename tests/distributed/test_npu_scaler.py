@@ -263,3 +263,22 @@ def test_reduced_gradients() -> None:
     scaled, plain = run_threads(2, train_reduced, True), run_threads(2, train_reduced, False)
     for ours, expected in zip(scaled, plain, strict=True):
         assert_bitwise(ours, expected)
+
+
+def skip_then_step(scaler_name: str) -> bool:
+    """Return whether rank 0 has the whole state after a skipped step and one more."""
+    param = nn.Parameter(torch.ones(3000))
+    optimizer = npu.NpuFusedAdam([param], lr=0.1, sharding={"consolidate_every": 2})
+    scaler = SCALERS[scaler_name]()
+    for factor in (math.inf, 1.0):
+        scaler.scale(param.sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return dist.get_rank() > 0 or len(optimizer.state_dict()["state"]) == 1
+
+
+@pytest.mark.parametrize("scaler_name", ["npu", "torch", "sharded"])
+def test_skipped_steps_count_for_consolidation(scaler_name: str) -> None:
+    """Every so many calls of step(), under any scaler: torch_npu's skipped ones did not count."""
+    assert run_threads(2, skip_then_step, scaler_name) == [True, True]
