@@ -18,7 +18,7 @@ from shardfuse.engine.kernels import Kernels, Pass, Scale, ascending, passes
 from shardfuse.engine.norms import StepNorms
 from shardfuse.engine.reductions import BlockSums, reduction_for
 from shardfuse.engine.units import Cohort, Shards, Unit
-from shardfuse.rules import Clip, ReducingRule, UpdateRule
+from shardfuse.rules import Clip, NormRule, ReducingRule, UpdateRule
 
 
 class StepEngine:
@@ -126,8 +126,8 @@ class StepEngine:
             units.append(unit)
         totals = sums.totals()
         ratio = None if totals is None else sums.finish(self._total(totals))
-        if ratio is None and self.ratio is not None:  # taken before, under another weight decay
-            ratio = torch.ones_like(self.ratio)
+        if ratio is None and isinstance(rule, NormRule):  # as under this weight decay
+            ratio = torch.ones(self._shards.blocks(()).num_params, device=self._shards.device)
         self.ratio = ratio
         # The last ones hold the first layers, which the next forward wants first.
         for unit in reversed(units):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -187,12 +187,12 @@ def test_trust_ratios_are_those_of_the_oracle(variant: str) -> None:
             assert ratios[name] == pytest.approx(expected, rel=1e-5)
 
 
-def stop_decaying() -> list[list[float]]:
-    """Return the ratios of a step with a decay and of one without, as both places tell them."""
+def decay_by(decays: Sequence[float]) -> list[list[float]]:
+    """Return the ratios of steps with these decays, as both places tell them."""
     weight = torch.nn.Parameter(torch.full((60, 10), 2.0))
     optimizer = NpuFusedLamb([weight], lr=0.1, weight_decay=0.1, variant="apex")
     found = []
-    for decay in (0.1, 0.0):
+    for decay in decays:
         optimizer.param_groups[0]["weight_decay"] = decay
         weight.grad = torch.ones(60, 10)
         norms = optimizer.watch_step()
@@ -204,6 +204,8 @@ def stop_decaying() -> list[list[float]]:
 
 def test_trust_ratios_are_those_of_the_last_step() -> None:
     """Without a decay this variant takes none: it told those of the last step that had one."""
-    for first, told, second, told_second in run_threads(2, stop_decaying):
+    for first, told, second, told_second in run_threads(2, decay_by, (0.1, 0.0)):
         assert first == told != [1.0]
         assert second == told_second == [1.0]
+    for found in run_threads(2, decay_by, (0.0, 0.0)):
+        assert found == [[1.0]] * 4
