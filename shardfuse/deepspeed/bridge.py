@@ -11,9 +11,12 @@ The engine finds what it needs by name on the optimizer, or on itself, so that b
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from shardfuse.optim import ShardedOptimizer
 from shardfuse.scaling import ShardedGradScaler
@@ -36,6 +39,7 @@ class EngineBridge:
         self._optimizer = weakref.ref(optimizer)
         self._in_checkpoint = False
         self._is_gathered = False
+        self._skips = False  # whether the step under way leaves its gradients out
 
     def attach(self) -> None:
         """Put the attributes where the engine looks for them."""
@@ -78,11 +82,21 @@ class EngineBridge:
         """Clip as ``gradient_clipping`` says, by the norm of the mean gradient."""
         engine = self._engine()
         self._in_checkpoint = False  # also where loading one failed half-way
-        max_norm = 0.0 if engine is None else float(engine.gradient_clipping())
+        self._skips = False
         optimizer._global_grad_norm = None
+        if engine is None:
+            return
+        max_norm = float(engine.gradient_clipping())
+        # As the wrapper does that the bf16 block has at other stages.
+        checks = engine.bfloat16_enabled() and engine._config.bfloat16_config.check_grad_overflow
         # With clipping on, the engine has undone a loss scale before it comes here.
-        if max_norm > 0:
-            optimizer._global_grad_norm = optimizer.clip_grad_norm(max_norm)
+        if max_norm > 0 or checks:
+            norm = optimizer.clip_grad_norm(max_norm if max_norm > 0 else math.inf)
+            optimizer._global_grad_norm = norm
+            self._skips = checks and not bool(torch.isfinite(norm))
+        if self._skips:  # on all ranks, which have the same norm
+            optimizer.found_inf = torch.ones((), device=norm.device)
+            optimizer._has_unscaled = True
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Note whether the step was skipped; the sharded scaler gave all ranks the same answer."""
@@ -90,6 +104,8 @@ class EngineBridge:
         optimizer.overflow = found is not None and bool(found > 0)
         if optimizer.overflow:
             optimizer._global_grad_norm = float("inf")
+        if self._skips:
+            del optimizer.found_inf
 
     def _begin_checkpoint(self) -> None:
         self._in_checkpoint = True

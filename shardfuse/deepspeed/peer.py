@@ -45,6 +45,7 @@ ENGINE_METHODS = {
 """Methods of DeepSpeedEngine."""
 
 ENGINE_ATTRIBUTES = {
+    "_config": "the whole configuration; its bfloat16_config has check_grad_overflow",
     "client_lr_scheduler": "the lr_scheduler given to initialize()",
     "param_names": "{parameter: name in the model}",
     "has_moe_layers": "mixture of experts",

@@ -287,8 +287,11 @@ OVERFLOWS = [
         clip=0.5,
     ),
     Job(stage=0, extra={"torch_autocast": {"enabled": True, "dtype": "float16"}}, overflow_at=2),
+    Job(stage=0, mode="bf16", overflow_at=2, clip=0.5),
+    Job(stage=0, mode="bf16", params={"sharding": {"stage": 2}}, overflow_at=2),
     Job(stage=1, mode="fp16", kind="integers", overflow_at=2, clip=0.5),
     Job(stage=2, mode="fp16", kind="integers", overflow_at=2),
+    Job(stage=2, mode="bf16", overflow_at=2),
 ]
 
 
