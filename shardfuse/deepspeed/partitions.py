@@ -194,6 +194,35 @@ def bind(zero: Any, optimizer: ShardedOptimizer, own: Partitions) -> None:
         own._partitions[id(flat)] = _Partition(comm, shards, engine, positions)
         _check_map(members, segments, number)
     optimizer._params = []  # the optimizer is to hold nothing but its partitions
+    _undo_the_scale_of_backward(zero)
+
+
+def _undo_the_scale_of_backward(zero: Any) -> None:
+    """Have ``zero`` divide gradients by the loss scale that they were multiplied by.
+
+    In 0.19.8 a step in which a dynamic scale grows divides by the new one: its gradient is halved.
+    """
+    cls, zero_ref = type(zero), weakref.ref(zero)
+    scale = zero.loss_scale
+
+    def update_scale(has_overflow: bool = False) -> None:
+        nonlocal scale
+        own = zero_ref()
+        assert own is not None
+        scale = own.loss_scale
+        cls._update_scale(own, has_overflow)
+
+    def unscale_and_clip_grads(grads: Any, total_norm: Any) -> None:
+        own = zero_ref()
+        assert own is not None
+        new, own.loss_scale = own.loss_scale, scale
+        try:
+            cls.unscale_and_clip_grads(own, grads, total_norm)
+        finally:
+            own.loss_scale = new
+
+    zero._update_scale = update_scale
+    zero.unscale_and_clip_grads = unscale_and_clip_grads
 
 
 def _segments(zero: Any, number: int, rank: int, policies: list[str]) -> list[Segment]:

@@ -66,6 +66,9 @@ ZERO_ATTRIBUTES = {
     "partition_size": "elements of a partition of each group",
     "real_dp_process_group": "the ranks that each group is partitioned over",
     "clip_grad": "bound of the gradient norm",
+    "loss_scale": "the present loss scale",
+    "_update_scale": "changes it, before gradients are divided by it",
+    "unscale_and_clip_grads": "divides by it; the plug-in gives it the one before",
     "_global_grad_norm": "norm of all gradients before clipping, loss scale undone",
 }
 """Attributes of the optimizer of ZeRO stages 1 and 2."""

@@ -191,6 +191,20 @@ def test_options_of_zero(
         assert error_of(job, result) < 1e-5
 
 
+def test_a_dynamic_scale_that_grows() -> None:
+    """DeepSpeed divides by the scale it has grown to, which gradients were not multiplied by."""
+    fp16 = {"enabled": True, "initial_scale_power": 2, "loss_scale_window": 2}
+    common: dict[str, Any] = {"mode": "fp16", "kind": "integers", "steps": 5}
+    jobs = [
+        Job(name="ShardedSGD", stage=stage, clip=clip, zero=zero, extra={"fp16": fp16}, **common)
+        for stage, zero in ((1, {}), (2, {}), (2, ZERO_OPTIONS["offload"]))
+        for clip in (0.0, 300.0)
+    ]
+    for results in run_procs(runs.WORLD, runs.run_all, jobs, timeout=TIMEOUT):
+        for job, result in zip(jobs, results, strict=True):
+            assert error_of(job, result) < 1e-6
+
+
 # Three ranks and four elements a group: partitions of padding alone, and of a part of a tensor.
 TINY = (runs.Entry("a.weight", (3,)), runs.Entry("b.bias", (1,)), runs.Entry("c", (1,), group=1))
 
