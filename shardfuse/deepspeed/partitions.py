@@ -87,6 +87,7 @@ class Partitions:
             )
         self._optimizer = weakref.ref(optimizer)
         self._partitions: dict[int, _Partition] = {}
+        self._counts: dict[Tensor, int] = {}  # updates; more where DeepSpeed has loaded states
         self.state: Any = defaultdict(dict)
         self.ratio: Tensor | None = None
         self._num_params = len(optimizer.layout.specs)
@@ -113,8 +114,15 @@ class Partitions:
 
     def _update(self, optimizer: ShardedOptimizer, flat: Tensor, group: dict[str, Any]) -> None:
         rule, state, own = optimizer._rule, self.state[flat], self._partitions[id(flat)]
+        is_known = not rule.counts_steps or state.get("step", 0) == self._counts.get(flat, 0)
         for name, value in rule.initial_states(group).items():
             if name not in state:
+                if not is_known:
+                    raise ValueError(
+                        f"The loaded checkpoint has no {name} for {type(optimizer).__name__}. "
+                        "Universal checkpoints of DeepSpeed leave out all states but exp_avg and "
+                        "exp_avg_sq: resume from the checkpoint that this one was made of."
+                    )
                 state[name] = torch.full_like(flat, value, requires_grad=False)
                 if not rule.counts_steps:
                     state["step"] = 0  # momentum was set above 0 later: its first update comes now
@@ -122,7 +130,7 @@ class Partitions:
         own.engine.ratio = None
         own.shards.set_step(group, [state[name] for name in rule.state_names(group)], step)
         own.engine.run(None, None)
-        state["step"] = step
+        state["step"] = self._counts[flat] = step
         if rule.counts_in_groups:
             group["step"] = step
         if self.ratio is None:
@@ -158,6 +166,7 @@ class Partitions:
                 else value
                 for name, value in saved.items()
             }
+            self._counts[flat] = int(saved.get("step", 0))
 
     def refuse(self, what: str) -> NoReturn:
         """Raise RuntimeError: ``what`` is DeepSpeed's, or of buffers that are not there."""
