@@ -1,10 +1,14 @@
 """For Trainer and Accelerate, which save optimizers without letting ranks gather states first.
 
+They also count every call of step(), which skips by itself under a gradient scaler.
+
 Lightning does not need this: it calls ``consolidate_state_dict()`` itself, on all ranks.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +24,8 @@ def trainer_callback() -> Any:
 
     Use it for an optimizer under Trainer's DistributedDataParallel; DeepSpeed does not need it. It
     only consolidates the state when a checkpoint is due (``save_strategy`` "steps", "epoch" or
-    "best"). A callback that itself sets ``control.should_save`` must come before it.
+    "best"), and lets Trainer know of steps that are skipped under ``fp16``, in which its schedule
+    is to stand still. A callback that itself sets ``control.should_save`` must come before it.
 
     Raises:
         ImportError: transformers is not installed.
@@ -33,6 +38,7 @@ def trainer_callback() -> Any:
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             for own in _unwrapped([kwargs.get("optimizer")]):
                 own.saves_are_arranged()
+            _tell_of_skips([kwargs.get("optimizer")])
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if control.should_save:
@@ -55,6 +61,9 @@ def consolidate_on_save(accelerator: Any) -> Any:
     devices where parameters share one storage (Ascend), Accelerate would treat them as one tensor
     and save only the first. There it gets copies in CPU memory.
 
+    After ``accelerator.prepare()``, this also lets Accelerate know of steps that are skipped under
+    its gradient scaler, so that its schedulers stay where they are.
+
     Returns:
         A handle whose ``remove()`` undoes this.
     """
@@ -68,6 +77,7 @@ def consolidate_on_save(accelerator: Any) -> Any:
         no_word_of_saves()
     for optimizer in _unwrapped(accelerator._optimizers):
         optimizer.saves_are_arranged()
+    _tell_of_skips(accelerator._optimizers)
     return accelerator.register_save_state_pre_hook(consolidate)
 
 
@@ -82,6 +92,20 @@ def _separate(state: dict[str, Any]) -> None:
             if key not in copies:
                 copies[key] = value.detach().to("cpu", copy=True)
             state[name] = copies[key]
+
+
+def _tell_of_skips(optimizers: list[Any]) -> None:
+    """Have Accelerate's wrappers take a step that was skipped for none, as their schedules do."""
+    for wrapper in optimizers:
+        own = getattr(wrapper, "optimizer", None)
+        if isinstance(own, StatefulOptimizer) and getattr(wrapper, "scaler", None) is not None:
+            own.register_step_post_hook(functools.partial(_note_skip, weakref.ref(wrapper)))
+
+
+def _note_skip(wrapper_ref: weakref.ref[Any], optimizer: Any, args: Any, kwargs: Any) -> None:
+    wrapper = wrapper_ref()
+    if wrapper is not None and optimizer._was_skipped:
+        wrapper._accelerate_step_called = False  # set before step(), and looked at after it
 
 
 def _unwrapped(optimizers: list[Any]) -> list[StatefulOptimizer]:

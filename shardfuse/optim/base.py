@@ -351,6 +351,7 @@ class ShardedOptimizer(Watched):
                 # torch's scaler gives the number 0 where this rank has no gradient at all.
                 found_inf = torch.tensor(float(found_inf), device=self._device)
             scaled = agree_on_step(self.communicator, found_inf, grad_scale)
+            self._was_skipped = scaled.skip
             if scaled.skip:
                 self._overflows.note(self._shards.named_grads(), self._device)
             else:

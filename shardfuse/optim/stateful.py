@@ -51,6 +51,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     _join_config: Any = None  # set by torch.distributed.algorithms.Join, for good
     _left_join = True  # whether all ranks have left the last one
     _num_calls: int = 0  # of step(), since a state was loaded
+    _was_skipped: bool = False  # the last step, by all ranks, under a gradient scaler
     _can_be_saved: bool = False  # something was done for states to be saved
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import pickle
 from collections import defaultdict
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from torch import nn
 
 from shardfuse import ShardConfig, ShardedAdam, ShardedSGD
 from shardfuse.fragments import FragmentTensor
-from shardfuse.integrations import consolidate_on_save
+from shardfuse.integrations import consolidate_on_save, trainer_callback
 from shardfuse.optim import stateful
 from tests.support.harness import run_threads
 
@@ -297,3 +298,27 @@ def test_nothing_is_said_where_accelerate_gathers_states(
     consolidate_on_save(accelerator)
     run_threads(2, lambda: trained(2) and None)
     assert not caplog.messages
+
+
+@pytest.mark.parametrize("how", ["accelerate", "trainer"])
+def test_accelerate_knows_of_skipped_steps(how: str) -> None:
+    """Its schedules, and Trainer's, go by that; the scaler calls step(), which skips by itself."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    param = nn.Parameter(torch.ones(3))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    wrapper = accelerate.optimizer.AcceleratedOptimizer(ShardedAdam([param]), scaler=scaler)
+    if how == "accelerate":
+        accelerator._optimizers.append(wrapper)
+        consolidate_on_save(accelerator)
+    else:
+        pytest.importorskip("transformers")
+        trainer_callback().on_train_begin(None, None, None, optimizer=wrapper)
+    told = []
+    for factor in (1.0, math.inf, 1.0):
+        scaler.scale(param.sum() * factor).backward()
+        wrapper.step()
+        wrapper.zero_grad()
+        told.append(wrapper.step_was_skipped)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    assert told == [False, True, False]
