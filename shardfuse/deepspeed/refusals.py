@@ -140,6 +140,11 @@ def check_rule(rule: Any, engine: Any, name: str) -> None:
             "over rows of tensors, which a partition of DeepSpeed's cuts anywhere. Set "
             '"zero_optimization": {"stage": 0}.'
         )
+    if engine.zero_elastic_checkpoint() and not rule.counts_in_groups:
+        raise ValueError(
+            f"DeepSpeed saves elastic checkpoints of {name} and cannot load them: it looks for the "
+            'step in the groups, which LAMB alone has there. Remove "elastic_checkpoint".'
+        )
     needs_norm = isinstance(rule, NormRule) and getattr(rule, "use_global_grad_norm", False)
     if needs_norm and not engine.zero_compute_grad_norm():
         raise ValueError(

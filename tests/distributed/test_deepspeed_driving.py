@@ -330,6 +330,10 @@ REFUSED = {
         Job(stage=1, params={"use_global_grad_norm": True}, zero={"compute_grad_norm": False}),
         "compute_grad_norm",
     ),
+    "elastic": (
+        Job(name="ShardedAdamW", stage=2, zero={"elastic_checkpoint": True}),
+        'Remove "elastic_checkpoint"',
+    ),
     "offload at stage 0": (Job(zero={"offload_optimizer": {"device": "cpu"}}), "offload_optimizer"),
     "universal at stage 0": (
         Job(extra={"checkpoint": {"load_universal": True}}),
