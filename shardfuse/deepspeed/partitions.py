@@ -149,24 +149,30 @@ class Partitions:
         """Load what collect() gave on this rank. Local.
 
         Raises:
-            ValueError: a hyper-parameter out of range; nothing is loaded then.
+            ValueError: a hyper-parameter out of range, or no step; nothing is loaded then.
         """
         optimizer = self._optimizer()
         assert optimizer is not None
-        merged = merged_groups(optimizer.param_groups, state_dict["param_groups"], optimizer._rule)
-        for group, new in zip(optimizer.param_groups, merged, strict=True):
+        groups, rule = optimizer.param_groups, optimizer._rule
+        merged = merged_groups(groups, state_dict["param_groups"], rule)
+        entries = []
+        for own in state_dict["param_groups"]:
+            entry = {**state_dict["state"].get(own["params"][0], {})}
+            if entry and "step" not in entry and rule.counts_steps:
+                if "step" not in own:
+                    raise ValueError("loaded state dict has no step, neither of states nor groups.")
+                entry["step"] = own["step"]  # apex counts there
+            entries.append(entry)
+        for group, new, entry in zip(groups, merged, entries, strict=True):
             group.update(new)
-        flats = [flat for group in optimizer.param_groups for flat in group["params"]]
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        for key, flat in zip(keys, flats, strict=True):
-            saved = state_dict["state"].get(key, {})
+            flat = group["params"][0]
             self.state[flat] = {
                 name: value.to(flat.device, flat.dtype, copy=True)
                 if isinstance(value, Tensor) and name != "step"
                 else value
-                for name, value in saved.items()
+                for name, value in entry.items()
             }
-            self._counts[flat] = int(saved.get("step", 0))
+            self._counts[flat] = int(entry.get("step", 0))
 
     def refuse(self, what: str) -> NoReturn:
         """Raise RuntimeError: ``what`` is DeepSpeed's, or of buffers that are not there."""

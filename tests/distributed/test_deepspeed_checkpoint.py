@@ -183,3 +183,29 @@ def test_universal_checkpoints(saved: Saved) -> None:
                 lists = (found[key], expected[key], start_of(key))
                 error = max_relative_error(*([values[i] for i in trained] for values in lists))
                 assert error < 1e-6
+
+
+def steps_that_lie_elsewhere() -> tuple[list[int], str]:
+    """Return the steps that a state dict gives which has them in its groups; the error without."""
+    engine, _ = runs.build(job_of("ShardedAdamW", 1, "fp32"))
+    runs.train(job_of("ShardedAdamW", 1, "fp32"), engine, 0, 2)
+    optimizer = engine.basic_optimizer
+    saved = optimizer.state_dict()
+    for group, state in zip(saved["param_groups"], saved["state"].values(), strict=True):
+        group["step"] = state.pop("step")
+    optimizer.load_state_dict(saved)
+    steps = [state["step"] for state in optimizer.state.values()]
+    for group in saved["param_groups"]:
+        del group["step"]
+    try:
+        optimizer.load_state_dict(saved)
+    except ValueError as error:
+        return steps, str(error)
+    return steps, "no error"
+
+
+def test_steps_in_groups() -> None:
+    """As apex's optimizers have them: Adam would correct the bias of loaded moments anew."""
+    for steps, error in run_procs(2, steps_that_lie_elsewhere, timeout=TIMEOUT):
+        assert steps == [2, 2]
+        assert "has no step" in error
