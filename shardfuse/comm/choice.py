@@ -103,7 +103,8 @@ def communicator_over(
         device, collectives: as of communicator_for().
 
     Raises:
-        ValueError: another number of dimensions, other ranks than the group's, or no sharding.
+        ValueError: another number of dimensions, other ranks than the group's, no sharding, or
+            ranks in an order that groups do not have.
     """
     if getattr(mesh, "ndim", 0) != 2:
         raise ValueError(
@@ -118,6 +119,7 @@ def communicator_over(
             f"Invalid mesh: it has {mesh.size()} ranks, the process group {num_ranks}. Give "
             "process_group the group of exactly the mesh's ranks."
         )
+    _check_order(mesh, shard)
     rows = _chosen(mesh.get_group(shard), device, collectives, everyone)
     columns = _chosen(mesh.get_group(replicate), device, collectives, everyone)
     if rows is None:
@@ -126,6 +128,21 @@ def communicator_over(
             "sharded. Use more ranks, or DistributedDataParallel."
         )
     return everyone if columns is None else MeshCommunicator(everyone, rows, columns)
+
+
+def _check_order(mesh: Any, shard: str | int) -> None:
+    """Raise ValueError unless the ranks of a column are the same rank of their rows' groups.
+
+    torch numbers the ranks of a group in ascending order, whatever their order in the mesh.
+    """
+    axis = mesh.mesh_dim_names.index(shard) if isinstance(shard, str) else shard
+    order = mesh.mesh.argsort(dim=axis).movedim(axis, 1)
+    if not (order == order[0]).all():
+        raise ValueError(
+            f"Invalid mesh: {mesh.mesh.tolist()}. torch numbers the ranks of a row in ascending "
+            "order, so that ranks of a column would hold different shards. Order the ranks of all "
+            "rows alike, as init_device_mesh() does."
+        )
 
 
 def _check_launched_alone() -> None:

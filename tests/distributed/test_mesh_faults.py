@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardfuse import ShardConfig, ShardedAdam, ShardedLamb
 from shardfuse.comm import board, watch
@@ -95,7 +95,10 @@ def test_a_rank_that_differs_is_told_of_everywhere(case: str, word: str, collect
 
 def build(case: str) -> str:
     shapes: dict[str, Any] = {"one axis": (4,), "no shards": (4, 1), "half the ranks": (2, 2)}
-    mesh = init_device_mesh(device_type(), shapes[case])
+    if case == "another order":
+        mesh = DeviceMesh(device_type(), [[0, 1], [3, 2]], mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh(device_type(), shapes[case])
     group = dist.new_group([0, 1]) if case == "half the ranks" else None
     if group is not None and dist.get_rank() > 1:
         return "other ranks"
@@ -112,6 +115,7 @@ def build(case: str) -> str:
     [
         ("one axis", "two dimensions"),
         ("no shards", "one rank along its shard dimension"),
+        ("another order", "Order the ranks of all rows alike"),
         ("half the ranks", "it has 4 ranks, the process group 2"),
     ],
 )
@@ -154,7 +158,7 @@ def test_a_rank_that_sends_later_is_no_fault(collectives: str, debug_sync: bool)
 DIES = """
 import os, sys
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardfuse import ShardedAdam
 from tests.support.harness import join_world
 from tests.support.placing import device_type
