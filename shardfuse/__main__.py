@@ -187,10 +187,10 @@ _PROG = "shardfuse" if Path(sys.argv[0]).name == "shardfuse" else "python -m sha
 
 
 def _with_options(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
-    """Return 2 for options that cannot be planned or compared."""
+    """Return 2 for options that cannot be planned or compared, or a file not to be written."""
     try:
         return run(arguments)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
 

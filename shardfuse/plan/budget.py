@@ -8,7 +8,7 @@ temporaries of autograd are not counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -130,16 +130,40 @@ def plan(
             on the CPU. HCCL's zero-copy counts where TORCH_HCCL_ZERO_COPY is set.
 
     Raises:
-        ValueError: ``world_size`` is no multiple of ``num_replicas``, or less than 1.
+        ValueError: ``world_size`` is no multiple of ``num_replicas``, or less than 1; or gradients
+            that are reduced elsewhere.
     """
     if world_size < 1 or num_replicas < 1 or world_size % num_replicas:
         raise ValueError(
             f"Invalid world_size: {world_size} ranks in {num_replicas} rows. Give a multiple."
         )
-    config = sharding or ShardConfig()
+    config = _as_run(sharding or ShardConfig(), world_size, num_replicas)
     how: Progress = progress or ("in any order" if device == "cpu" else "in order")
     costs = _Costs(shapes, build, world_size // num_replicas, num_replicas, dtype, config, how)
     return costs.budget(device)
+
+
+def _as_run(config: ShardConfig, world_size: int, num_replicas: int) -> ShardConfig:
+    """Return the options that have an effect on so many ranks.
+
+    Raises:
+        ValueError: an optimizer would refuse them, or what is sent is not known here.
+    """
+    if config.grads_are_reduced:
+        raise ValueError(
+            "Invalid grads_are_reduced: True. A plan counts what shardfuse sends, and not what "
+            "another wrapper does. Leave it out."
+        )
+    if num_replicas > 1 and num_replicas == world_size:
+        raise ValueError(
+            f"Invalid world_size: {world_size} ranks in {num_replicas} rows of one rank, so "
+            "nothing is sharded. Give fewer replicas."
+        )
+    if num_replicas > 1:
+        replace(config, mesh=True)  # refuses what does not work with a mesh
+    if world_size > 1:
+        return config
+    return replace(config, param_sync_dtype=None, param_sync_bits=None, grad_sync_bits=None)
 
 
 class _Costs:

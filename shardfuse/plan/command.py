@@ -33,9 +33,12 @@ _OPTIMIZERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _object(text: str) -> Any:
+def _object(text: str) -> dict[str, Any]:
     try:
-        return json.loads(text)
+        found = json.loads(text)
+        if not isinstance(found, dict):
+            raise ValueError("give an object, in braces")
+        return found
     except ValueError as error:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no JSON, such as '{{\"stage\": 2}}': {error}"
@@ -101,6 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError, TypeError: options that make no plan.
     """
+    if "sharding" in arguments.options:
+        raise ValueError("Invalid --options: sharding has an option of its own, --sharding.")
     shapes = shapes_of(arguments.model)
     build = functools.partial(_OPTIMIZERS[arguments.optimizer], **arguments.options)
     budget = plan(
@@ -121,7 +126,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _times(arguments: argparse.Namespace, budget: Budget, numel: int) -> Times | None:
     forward_ms, backward_ms = arguments.forward_ms, arguments.backward_ms
-    if arguments.tokens is not None and arguments.tflops is not None:
+    for one, other in (("forward_ms", "backward_ms"), ("tokens", "tflops")):
+        if (getattr(arguments, one) is None) != (getattr(arguments, other) is None):
+            names = f"--{one} and --{other}".replace("_", "-")
+            raise ValueError(f"Give {names} together: times are computed from both.")
+    if arguments.tokens is not None:
+        if not arguments.tflops > 0:
+            raise ValueError(f"Invalid --tflops: {arguments.tflops}. Must be > 0.")
         # Two for each weight and token forward, four backward (arXiv 2001.08361, section 2.1).
         forward_ms = 2 * numel * arguments.tokens / arguments.tflops / 1e9
         backward_ms = 2 * forward_ms

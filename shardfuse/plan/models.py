@@ -141,9 +141,12 @@ def _number(text: str) -> int | None:
     units = {"k": 10**3, "m": 10**6, "b": 10**9}
     digits, unit = text[:-1], units.get(text[-1:].lower())
     try:
-        return None if unit is None else int(float(digits) * unit)
-    except ValueError:
+        numel = None if unit is None else int(float(digits) * unit)
+    except (ValueError, OverflowError):
         return None
+    if numel is not None and numel < 1:
+        raise ValueError(f"Invalid model: {text!r}. Must be 1 or more parameters.")
+    return numel
 
 
 def _layers(numel: int) -> Iterator[NamedShape]:

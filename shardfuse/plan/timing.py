@@ -34,7 +34,7 @@ class Speeds:
         for name in ("link", "memory"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"Invalid {name}: {getattr(self, name)}. Must be > 0 bytes/s.")
-        if self.latency_s < 0:
+        if not self.latency_s >= 0:
             raise ValueError(f"Invalid latency_s: {self.latency_s}. Must be >= 0.")
 
 
@@ -62,7 +62,14 @@ class Times:
 
 
 def predict(budget: Budget, speeds: Speeds, forward_s: float, backward_s: float) -> Times:
-    """Return the times of a step whose forward and backward take so long; see the module's note."""
+    """Return the times of a step whose forward and backward take so long; see the module's note.
+
+    Raises:
+        ValueError: they take less than no time, or no number of seconds.
+    """
+    for name, value in (("forward", forward_s), ("backward", backward_s)):
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"Invalid time of {name}: {value * 1e3} ms. Must be >= 0.")
     buckets = budget.buckets
     one = _Steps(buckets, speeds, forward_s, backward_s, needs_all=budget.needs_all)
     ranks = budget.world_size

@@ -95,7 +95,20 @@ def test_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--sharding", '{"stage": 7}'], "stage"),
         (["--sharding", '{"stge": 1}'], "stge"),
         (["--options", '{"lr": -1}'], "learning rate: -1"),
+        (["--options", '{"sharding": {"stage": 2}}'], "an option of its own, --sharding"),
+        (["--sharding", '{"grads_are_reduced": true}'], "grads_are_reduced: True"),
+        (["--sharding", '{"grad_sync_bits": 8}', "--replicas", "2"], "8 with a mesh"),
+        (["--replicas", "8"], "8 rows of one rank"),
+        (["--model", "infb"], "Invalid model: 'infb'"),
+        (["--model=-1b"], "Invalid model: '-1b'. Must be 1 or more"),
+        (["--png", "nowhere/plan.png"], "No such file or directory: 'nowhere/plan.png'"),
         (["--forward-ms", "1", "--backward-ms", "1", "--link-gbit", "0"], "Invalid link"),
+        (["--forward-ms", "1", "--backward-ms", "1", "--latency-us", "nan"], "Invalid latency_s"),
+        (["--forward-ms", "1"], "Give --forward-ms and --backward-ms together"),
+        (["--forward-ms", "-1", "--backward-ms", "1"], "Invalid time of forward: -1.0 ms"),
+        (["--forward-ms", "nan", "--backward-ms", "1"], "Invalid time of forward: nan ms"),
+        (["--tokens", "8"], "Give --tokens and --tflops together"),
+        (["--tokens", "8", "--tflops", "0"], "Invalid --tflops: 0.0"),
     ],
 )
 def test_wrong_options(
@@ -104,6 +117,14 @@ def test_wrong_options(
     """Exit code 2, and one line that says which."""
     assert main(["plan", "--model", "bert-tiny", "--world-size", "8", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_one_rank_has_no_masters(capsys: pytest.CaptureFixture[str]) -> None:
+    """A single rank rounds nothing, and was planned to keep what it would have rounded off."""
+    options = ["--model", "bert-tiny", "--world-size", "1"]
+    plain = planned(capsys, *options)
+    for sharding in ({"param_sync_dtype": "bfloat16"}, {"param_sync_bits": 4, "grad_sync_bits": 8}):
+        assert planned(capsys, *options, "--sharding", json.dumps(sharding)) == plain
 
 
 def test_no_json(capsys: pytest.CaptureFixture[str]) -> None:
