@@ -327,7 +327,7 @@ class ShardedOptimizer(Watched):
             RuntimeError: parameters were re-allocated or replaced, a gradient is sparse, or
                 gradients changed between clip_grad_norm() and step().
         """
-        with self._scaled_once(), self.communicator.call("step()"):
+        with self._ends_if_it_fails(), self.communicator.call("step()"):
             return self._step(closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:

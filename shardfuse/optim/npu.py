@@ -202,7 +202,7 @@ class _NpuFused(ShardedOptimizer):
         scaler = kwargs.pop("grad_scaler", None)
         if kwargs:
             raise TypeError(f"step() got an unexpected keyword argument '{next(iter(kwargs))}'.")
-        with self._scaled_once(), self.communicator.call("step()"):
+        with self._ends_if_it_fails(), self.communicator.call("step()"):
             return self._step(closure) if scaler is None else self._scaled_step(closure, scaler)
 
     def _scaled_step(self, closure: Callable[[], Any] | None, scaler: Any) -> Any:

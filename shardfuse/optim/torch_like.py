@@ -133,14 +133,18 @@ class TorchLike(StatefulOptimizer, Joinable):
             Join.notify_join_context(self)
 
     @contextmanager
-    def _scaled_once(self) -> Iterator[None]:
-        """Drop what a scaler has set for this step if it fails: torch does so after others only.
+    def _ends_if_it_fails(self) -> Iterator[None]:
+        """Leave nothing of a step that fails to the next one.
 
-        The next step would undo the old scale, too, or be taken for one under a scaler.
+        That would undo the old loss scale, too, or be taken for one under a scaler: torch drops
+        what a scaler has set after other steps only. And where values lie beside parameters, it
+        would go on with them, and not with what was loaded into the parameters since.
         """
         try:
             yield
         except BaseException:
+            for state in self._flats:
+                state.wire.settle()
             self.__dict__.pop("found_inf", None)
             self.__dict__.pop("grad_scale", None)
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -312,36 +313,39 @@ def test_an_edit_on_one_rank_is_an_error_on_all(collectives: str) -> None:
     assert "parameters on their way" in texts[1] or "body.weight" in texts[1]
 
 
-def fail_in_the_middle() -> tuple[list[Tensor], list[Tensor]]:
-    """A step that fails on all ranks after its buckets were opened; then save, and go on."""
+def fail_in_the_middle() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """A step that fails on all ranks after its buckets were opened; then save, edit, and go on."""
     params = new_params()
     options = {"kernel": "eager", "param_sync_bits": 8}
     named = [(f"p{i}", param) for i, param in enumerate(params)]
     optimizer = ShardedLamb(named, lr=0.1, sharding=options)
-    for step in range(3):
+    sums = optimizer._engine._reduction
+    original = sums.totals
+    for step in range(4):
         for index, param in enumerate(params):
             param.grad = floats(param, 10 * step + index + dist.get_rank())
-        if step < 2:
+        before = [param.detach().clone() for param in params]
+        sums.totals = original if step < 2 else lambda: 1 / 0
+        with pytest.raises(ZeroDivisionError) if step > 1 else nullcontext():
             optimizer.step()
-    before = [param.detach().clone() for param in params]
-    sums = optimizer._engine._reduction
-    original, sums.totals = sums.totals, lambda: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        optimizer.step()
-    sums.totals = original
-    optimizer.consolidate_state_dict(to=None)
-    entries = optimizer.state_dict()["state"].values()
-    errors = [entry["param_error"] for entry in entries]
-    assert_bitwise([param.detach().clone() for param in params], before)
-    return errors, before
+        if step == 2:
+            optimizer.consolidate_state_dict(to=None)
+            errors = [entry["param_error"] for entry in optimizer.state_dict()["state"].values()]
+            assert_bitwise([param.detach().clone() for param in params], before)
+    for param in params:
+        param.data.fill_(4.0)
+    sums.totals, optimizer.param_groups[0]["lr"] = original, 0.0
+    optimizer.step()
+    return errors, before, [param.detach().clone() for param in params]
 
 
 def test_a_step_that_fails_leaves_what_is_kept() -> None:
-    """What lies beside a parameter is a small part of it, not the parameter itself."""
-    for errors, values in run_threads(2, fail_in_the_middle):
+    """What lies beside a parameter is a small part of it; the rest came back after an edit."""
+    for errors, values, edited in run_threads(2, fail_in_the_middle):
         assert errors
         assert max(float(error.abs().max()) for error in errors if error.numel()) < 0.05
         assert max(float(value.abs().max()) for value in values if value.numel()) > 0.3
+        assert min(float(value.min()) for value in edited if value.numel()) > 3.9
 
 
 # What it costs
