@@ -156,6 +156,12 @@ class FlatBuffer:
             for slot, stop in zip(self.flat.slots, starts, strict=True)
         ]
 
+    def clear(self, position: int) -> None:
+        """Fill a slot, and what is padded behind it, with what padding is to have."""
+        slots = self.flat.slots
+        stop = self.flat.numel if position + 1 == len(slots) else slots[position + 1].start
+        self.data[slots[position].start : stop].fill_(self.padding)
+
     def clear_padding(self) -> None:
         """Set everything outside the parameters to zero."""
         for start, stop in self._padding():

@@ -179,7 +179,7 @@ class FlatGrads:
             if grad is None:
                 if self.is_lent and is_held(self.views, position):
                     move_out(self.views[position])
-                self.view(position).fill_(-0.0)
+                self.buffer.clear(position)
         return [
             SentGrad.of(self.params[position], grad)
             for position, grad in zip(positions, grads, strict=True)
@@ -204,7 +204,7 @@ class FlatGrads:
     def clear_absent(self) -> None:
         """Fill the slots of gradients that do not exist with -0.0, after keep()."""
         for position in self.absent:
-            self.view(position).fill_(-0.0)
+            self.buffer.clear(position)
             self.missing.add(self.flat.slots[position].param)
         for position, grad in self.cleared.items():
             if self.params[position].grad is grad and is_absent(grad):

@@ -108,3 +108,27 @@ def go_back_after_a_step(sharding: dict[str, Any]) -> None:
 def test_graphs_of_before_a_step_are_refused_as_by_torch(sharding: dict[str, Any]) -> None:
     """Backward took the new values of parameters for those that forward had used."""
     run_threads(2, go_back_after_a_step, sharding)
+
+
+def lack_after_zeros(sharding: dict[str, Any]) -> list[float]:
+    """Set gradients to zero, then to None, and have no more of one of them."""
+    params = [nn.Parameter(torch.ones(numel)) for numel in (3000, 7, 700)]
+    options = {"kernel": "eager", "bucket_cap_mb": 0.004, **sharding}
+    optimizer = ShardedSGD(params, lr=0.5, momentum=0.5, sharding=options)
+    found = []
+    for step in range(3):
+        for param in params if step == 0 else (params[0], params[2]):
+            param.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        for param in params:
+            param.grad = None
+        found.append(params[1].detach()[0].item())
+    return found
+
+
+@pytest.mark.parametrize("sharding", [{}, {"overlap_grad_sync": True}])
+def test_8_bits_of_none_after_zeros(sharding: dict[str, Any]) -> None:
+    """Zeros in the padding of its block made it a gradient: its momentum went on."""
+    for found in run_threads(2, lack_after_zeros, {"grad_sync_bits": 8, **sharding}):
+        assert found == [0.5, 0.5, 0.5]
