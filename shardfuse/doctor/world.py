@@ -27,6 +27,12 @@ CONNECT_REMEDY = (
 )
 
 
+def _number(name: str, default: str) -> int:
+    """Return a variable of the environment; -1 for what is no number."""
+    text = os.environ.get(name, default)
+    return int(text) if text.isascii() and text.isdigit() else -1
+
+
 class World:
     """All ranks, in phases: findings travel through the launcher's store, so that ranks whose
     transport does not work can still tell.
@@ -37,8 +43,8 @@ class World:
     """
 
     def __init__(self, limit_s: float, device: Literal["cpu"] | None = None) -> None:
-        self.rank = int(os.environ.get("RANK", "0"))
-        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank = _number("RANK", "0")
+        self.world_size = _number("WORLD_SIZE", "1")
         self.device = torch.device("cpu")
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is not None and device is None:  # not run on hardware
@@ -52,7 +58,12 @@ class World:
     @property
     def has_met(self) -> bool:
         """Whether all ranks are there, as far as meet() has seen."""
-        return self.world_size == 1 or self._store is not None
+        return self._is_rank and (self.world_size == 1 or self._store is not None)
+
+    @property
+    def _is_rank(self) -> bool:
+        """Whether the environment has a rank, and as many ranks."""
+        return 0 <= self.rank < self.world_size
 
     def take_device(self) -> Finding:
         """Make this rank's accelerator the current one."""
@@ -68,6 +79,10 @@ class World:
 
     def meet(self) -> Finding:
         """Find the other ranks in the launcher's store."""
+        if not self._is_rank:
+            told = [f"{n}={os.environ.get(n)}" for n in ("RANK", "WORLD_SIZE")]
+            remedy = "Start this by torchrun, or set both, with RANK from 0 to WORLD_SIZE - 1."
+            return Finding("ranks", "failed", f"no rank: {', '.join(told)}", remedy)
         if self.world_size == 1:
             return Finding("ranks", "ok", f"one, on {socket.gethostname()}, {self.device}")
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

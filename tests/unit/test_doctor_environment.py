@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from shardfuse.doctor.environment import buffer_mb, check_environment
+from shardfuse.doctor.world import World
 
 HOST = ["lo", "eth0", "eth1", "enp3s0"]
 
@@ -109,3 +110,15 @@ def test_interfaces_of_this_host() -> None:
 @pytest.mark.parametrize(("value", "number"), [(None, 200), ("64", 64), ("0", 200), ("x", 200)])
 def test_buffers(value: str | None, number: int) -> None:
     assert buffer_mb({} if value is None else {"HCCL_BUFFSIZE": value}) == number
+
+
+@pytest.mark.parametrize(("rank", "size"), [("x", "2"), ("5", "2"), ("0", "-2"), ("1", "1")])
+def test_no_rank_of_so_many(rank: str, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher's slip is a finding; it was a traceback, or a wait for others."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    world = World(1.0, "cpu")
+    found = world.meet()
+    assert found.verdict == "failed"
+    assert not world.has_met
+    assert f"RANK={rank}, WORLD_SIZE={size}" in found.text
