@@ -25,6 +25,7 @@ from shardfuse.checkpoint.ranks import next_number
 from shardfuse.checkpoint.saving import Save
 from shardfuse.checkpoint.storage import Copies
 from shardfuse.optim.base import ShardedOptimizer
+from shardfuse.streams import current_stream
 
 logger = logging.getLogger("shardfuse")
 
@@ -139,9 +140,8 @@ class AsyncSave:
 
 def _now(device: torch.device) -> Any:
     """Return an event of what this thread has launched on an accelerator; None on the CPU."""
-    if device.type == "cpu":
-        return None
-    return torch.get_device_module(device).current_stream(device).record_event()
+    stream = current_stream(device)
+    return None if stream is None else stream.record_event()
 
 
 @contextmanager

@@ -6,7 +6,9 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C import _DisableFuncTorch
 from torch.profiler import record_function
@@ -19,6 +21,7 @@ from shardfuse.engine import under_way
 from shardfuse.engine.flat_state import FlatState
 from shardfuse.engine.param_wires import DifferentParams
 from shardfuse.layout import Bucket, Flat, slots_in
+from shardfuse.streams import current_stream
 
 logger = logging.getLogger("shardfuse")
 
@@ -51,6 +54,9 @@ class ParamSync:
         self._under_way: dict[int, Handle] = {}  # by bucket
         self._lacks: Counter[int] = Counter()  # id of a parameter: its buckets under way
         self._lost: Exception | None = None  # why some will never arrive
+        self._device = torch.device("cpu")
+        self._left_on: Any = None  # the stream of step()
+        self._is_read_elsewhere = False  # on another stream than that
 
     @property
     def _overlaps(self) -> bool:
@@ -137,9 +143,12 @@ class ParamSync:
             for param in self._members[index]:
                 params[id(param)] = param
                 buckets.setdefault(id(param), []).append(index)
-        if under_way.TRAVELLERS.are_compiled or any(map(under_way.is_shared, params.values())):
+        must_stay = self._is_read_elsewhere or under_way.TRAVELLERS.are_compiled
+        if must_stay or any(map(under_way.is_shared, params.values())):
             self.finish()
             return
+        self._device = next(iter(params.values())).device
+        self._left_on = current_stream(self._device)
         self._under_way = {index: handle for handle, index in self._launched}
         self._launched, self._num_launched = [], 0
         self._lacks = Counter({key: len(places) for key, places in buckets.items()})
@@ -156,6 +165,8 @@ class ParamSync:
         """
         if self._lost is not None:
             raise PeerError(f"A parameter has not arrived after step(): {self._lost}")
+        if current_stream(self._device) != self._left_on:
+            self._arrive_elsewhere()
         for index in buckets:
             handle = self._under_way.pop(index, None)
             if handle is None:
@@ -174,6 +185,22 @@ class ParamSync:
                     under_way.has_arrived(param)
         if not self._under_way:
             under_way.TRAVELLERS.discard(self)
+
+    def _arrive_elsewhere(self) -> None:
+        """Wait for everything on the stream of step(), and have the current one wait for that.
+
+        Who reads on a third stream is not seen where the parameter has arrived on another.
+        """
+        if not self._is_read_elsewhere:
+            self._is_read_elsewhere = True
+            logger.warning(
+                "A parameter was read on another stream than that of step() while it was under "
+                "way. From now on step() waits for all parameters (overlap_param_sync), because "
+                "others may be read on any stream."
+            )
+        with torch.get_device_module(self._device).stream(self._left_on):
+            self.finish()
+        current_stream(self._device).wait_stream(self._left_on)
 
     def stay(self) -> None:
         """Wait for everything at the end of each step from now on, and for what is under way."""

@@ -17,6 +17,7 @@ from shardfuse.grads.slots import check_grad, clear_grads, cut, is_absent
 from shardfuse.grads.taken import Taken
 from shardfuse.grads.wires import GradWire
 from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec, slots_in
+from shardfuse.streams import Streams
 
 
 class _Piece(NamedTuple):
@@ -40,6 +41,7 @@ class FlatShard:
     wire: GradWire
     arena: ShardArena  # fp32
     taken: Taken
+    streams: Streams  # that gradients are made on
     missing: set[int] = field(default_factory=set)  # params with no gradient on this rank
     _pieces: dict[int, list[_Piece]] = field(default_factory=dict)  # by bucket
     _had: set[int] = field(default_factory=set)  # params that had one since clear()
@@ -105,6 +107,8 @@ class FlatShard:
     def _free(self, piece: _Piece) -> None:
         """Let go of a gradient, or keep it aside for its other pieces: a new one may come."""
         position, grad = piece.position, self._grad(piece.position)
+        if grad is not None:
+            self.streams.hold(grad)
         if grad is not None and position not in self._partly:
             self._had.add(self.flat.slots[position].param)
             self.taken.add(self.params[position], self.specs[position].name)

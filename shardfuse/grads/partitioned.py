@@ -19,6 +19,7 @@ from shardfuse.grads.slots import FlatParams
 from shardfuse.grads.taken import Taken
 from shardfuse.grads.wires import Departure, GradWireChoice
 from shardfuse.layout import Bucket
+from shardfuse.streams import Streams
 
 
 def _nothing() -> None:
@@ -44,8 +45,14 @@ class PartitionedGrads(GradShards):
         self._flats: dict[int, FlatShard]
         self._staging = Staging()
         self._taken = Taken()
+        self._streams = Streams()
         self._rounds = Rounds(
-            comm, self._launch, self._collect, asked=self.under_backward, waits=waits
+            comm,
+            self._launch,
+            self._collect,
+            asked=self.under_backward,
+            streams=self._streams,
+            waits=waits,
         )
         rounds = weakref.WeakMethod(self._rounds.end)
         self.under_backward.end = lambda: (rounds() or _nothing)()
@@ -63,7 +70,9 @@ class PartitionedGrads(GradShards):
         for flat, params, specs, fragments in members:
             wire = self._wire.of(params[0].dtype)
             arena = ShardArena(flat, device, torch.float32)
-            shard = FlatShard(flat, params, specs, fragments, wire, arena, self._taken)
+            shard = FlatShard(
+                flat, params, specs, fragments, wire, arena, self._taken, self._streams
+            )
             shard.watch(weakref.WeakMethod(self._arrived))
             self._flats[flat.index] = shard
             added.append(shard)

@@ -32,6 +32,7 @@ from shardfuse.grads.flat_shard import FlatShard
 from shardfuse.grads.flights import Collect, Flights, Launch
 from shardfuse.grads.order import Sender, in_order_of_backward
 from shardfuse.grads.protocol import UnderBackward
+from shardfuse.streams import Streams
 
 NUM_COUNTS = 3
 """What ranks compare when they step, beside a number for each bucket."""
@@ -43,6 +44,7 @@ class Rounds:
     Args:
         comm, launch, collect, waits: as of Flights.
         asked: by others, of gradients under backward.
+        streams: that these are made on.
     """
 
     def __init__(
@@ -52,11 +54,13 @@ class Rounds:
         collect: Collect,
         *,
         asked: UnderBackward,
+        streams: Streams,
         waits: bool,
     ) -> None:
         self._comm = comm
         self._sender = Sender(comm)
         self._asked = asked
+        self._streams = streams
         self._awaited = Awaited()
         self._has_fired = False  # whether autograd has made a gradient for the present round
         self._is_done = False  # whether the present backward has sent its round
@@ -104,6 +108,7 @@ class Rounds:
             return
         with self._sender.told():
             self._check_epoch()
+            self._streams.note(shard.arena.data.device)
             if self._is_done or not self._awaited.fired(shard, position):
                 return
             self._has_fired = True
@@ -120,11 +125,13 @@ class Rounds:
             self._check_epoch()
             self._end_round()
             self._is_done = False
+            self._streams.end()
 
     def _send(self) -> None:
         """Send the next bucket; after the last, the round is done."""
         if self.flights.place == 0:
             self._num_rounds += 1
+        self._streams.join()
         self.flights.send()
         if self.flights.place == 0:
             self._begin_round(is_done=True)
@@ -195,6 +202,7 @@ class Rounds:
             self._end_round()
             self.flights.receive_all()
         self._is_queued, self._is_done = False, False  # also where a backward has failed
+        self._streams.end()
         self._num_rounds, self._is_lost = 0, False
 
 

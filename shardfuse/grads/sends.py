@@ -36,6 +36,7 @@ from shardfuse.grads.ownership import checksum
 from shardfuse.grads.protocol import UnderBackward
 from shardfuse.grads.slots import FlatGrads, SentGrad
 from shardfuse.layout import Bucket
+from shardfuse.streams import Streams
 
 logger = logging.getLogger("shardfuse")
 
@@ -89,6 +90,7 @@ class Sends:
         self._asked = asked
         self._order: list[tuple[FlatGrads, Bucket]] = []
         self._awaited = Awaited()
+        self._streams = Streams()
         self._overlaps = False
         self._sent: list[_Sent] = []  # the first so many of the order
         self._is_queued = False  # whether the end of the present backward is waited for
@@ -150,6 +152,7 @@ class Sends:
         """Wait for the gradients of what has not left."""
         self._is_queued = False  # also where a backward has failed
         self._awaited.begin()
+        self._streams.end()
 
     def doubt(self) -> None:
         """Take what has left for changed: gradients may be written where it does not show."""
@@ -163,6 +166,7 @@ class Sends:
             return
         with self._sender.told():
             self._check_epoch()
+        self._streams.note(grads.buffer.data.device)
         if not self._awaited.fired(grads, position):
             return
         if self._awaited.is_over and self._comm.progress == "in any order":
@@ -193,6 +197,7 @@ class Sends:
         """Send the next bucket as its gradients are now; return whether that was done."""
         place = len(self._sent)
         grads, bucket = self._order[place]
+        self._streams.join()
         made_of = grads.prepare(bucket)
         if made_of is None and not is_forced:
             return False

@@ -7,7 +7,6 @@ passes, with and without zero-copy.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from shardfuse.comm import choice, process_group, traits
 from shardfuse.comm.process_group import ProcessGroupCommunicator as Communicator
 from shardfuse.comm.staging import Staging
 from shardfuse.comm.traits import BackendTraits
-from tests.support.harness import RanksFailedError, run_procs
+from tests.support.harness import RanksFailedError, log_of_shardfuse, run_procs
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -297,10 +296,7 @@ def train_on_hidden_zero_copy(overlap: bool) -> tuple[Outcome, list[str]]:
     """Train where inputs are changed although no variable says so; return what was logged, too."""
     group: Any = dist.group.WORLD
     group.terms = replace(group.terms, modifies_input=True)
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardfuse").addHandler(handler)
+    told = log_of_shardfuse()
     return train(dist.get_rank(), dist.get_world_size(), overlap=overlap), told
 
 

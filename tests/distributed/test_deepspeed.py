@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 from tests.support import deepspeed_runs as runs
 from tests.support.deepspeed_runs import Job
-from tests.support.harness import run_procs
+from tests.support.harness import log_of_shardfuse, run_procs
 from tests.support.runs import max_relative_error
 
 pytestmark = pytest.mark.skipif(
@@ -223,10 +222,7 @@ def test_partitions_that_hold_nothing() -> None:
 
 def messages_of_bind(job: Job) -> list[str]:
     """Return what the plug-in logs while it builds."""
-    messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardfuse").addHandler(handler)
+    messages = log_of_shardfuse()
     runs.build(job)
     return messages
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import signal
@@ -25,7 +24,7 @@ from shardfuse.training import FolderLock, Job, RandomState
 from shardfuse.training import job as job_module
 from shardfuse.training.job import StopTogether
 from tests.support import contract
-from tests.support.harness import run_procs
+from tests.support.harness import log_of_shardfuse, run_procs
 from tests.support.placing import on_device
 from tests.support.runs import assert_bitwise
 
@@ -301,10 +300,7 @@ def test_numbers_of_numpy_are_plain_data(tmp_path: Path) -> None:
 
 def warned(folder: str, uses_job: bool) -> list[str]:
     """Return what the first steps log about state_dict() on one rank."""
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardfuse").addHandler(handler)
+    logged = log_of_shardfuse()
     model = nn.Linear(8, 2)
     optimizer = ShardedAdamW(model.named_parameters(), lr=0.01)
     with Job(folder, {"optimizer": optimizer}, save_every=9) if uses_job else nullcontext():

@@ -18,7 +18,7 @@ import torch
 from shardfuse.comm import communicator_for
 from shardfuse.comm.gloo import mailbox, memory
 from shardfuse.comm.gloo.mailbox import Mailbox
-from tests.support.harness import run_procs
+from tests.support.harness import log_of_shardfuse, run_procs
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -60,13 +60,7 @@ def test_the_proc_of_another_namespace_is_not_used() -> None:
 
 def train_with(fault: str, struck: int) -> tuple[bool, list[str], list[float]]:
     """All-gather after a trial in which ``fault`` strikes a rank; return what the log says."""
-    lines: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    logging.getLogger("shardfuse").addHandler(Keep())
+    lines = log_of_shardfuse(logging.INFO)
     logging.getLogger("shardfuse").setLevel(logging.INFO)
     comm: Any = communicator_for(None, CPU)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardfuse import ShardedAdam
+from shardfuse import ShardedAdam, ShardedSGD
 from shardfuse.checkpoint import async_save
 from shardfuse.checkpoint.storage import PlannedPart
 from shardfuse.comm import communicator_for
 from shardfuse.doctor import checks
+from shardfuse.engine import under_way
 from shardfuse.training import set_device
 from tests.support import npu, placing
 from tests.support.contract_terms import ContractError
-from tests.support.harness import run_procs, run_threads
+from tests.support.harness import log_of_shardfuse, run_procs, run_threads
 from tests.support.models import ParamSet, flat_buffers, lie_in, rank_grads
 
 pytestmark = [
@@ -223,3 +225,84 @@ def test_a_save_beside_training_keeps_to_its_rank(
 
     run_threads(2, save)
     assert used == {("shardfuse save", rank, True) for rank in range(2)}
+
+
+def train_on_two_streams(sharding: dict[str, Any] | None, is_second_first: bool) -> Any:
+    """Train two layers, the second on a stream of its own, which is late in backward.
+
+    Returns the parameters, and what was logged.
+    """
+    told = log_of_shardfuse()
+    torch.manual_seed(0)
+    first, second = nn.Linear(32, 32), nn.Linear(32, 32)
+    params = nn.ModuleList([second, first] if is_second_first else [first, second])
+    optimizer: Any = torch.optim.SGD(params.parameters(), lr=0.1)
+    if sharding is not None:
+        sharding = {"bucket_cap_mb": 0.006, **sharding}
+        optimizer = ShardedSGD(params.named_parameters(), lr=0.1, sharding=sharding)
+    module: Any = torch.npu  # type: ignore[attr-defined]  # of a rank, which loads it later
+    main, side = module.current_stream(), module.Stream()
+    for is_late in (False, True, True, True):  # not where ranks compare what they have
+        x = torch.ones(2, 32)
+        side.wait_stream(main)
+        y = None if is_second_first else first(x)
+        with module.stream(side):
+            z = second(x)
+        main.wait_stream(side)
+        loss = (first(x) if y is None else y).square().mean() + z.square().mean()
+        with module.stream(side), npu.held() if is_late else nullcontext(), module.stream(main):
+            loss.backward()
+            time.sleep(0.1)  # for what does not wait
+        optimizer.step()
+        side.wait_stream(main)  # which reads gradients in memory of the side's
+        optimizer.zero_grad()
+        module.synchronize()
+    return [param.detach() for param in params.parameters()], told
+
+
+@pytest.mark.parametrize("is_second_first", [False, True])
+@pytest.mark.parametrize(
+    "sharding", [{"overlap_grad_sync": True}, {"stage": 2}], ids=["stage 1", "stage 2"]
+)
+def test_gradients_of_several_streams_leave_when_all_are_made(
+    sharding: dict[str, Any], is_second_first: bool
+) -> None:
+    """A bucket that leaves under backward has waited for each; its memory is not used again."""
+    expected, _ = train_on_two_streams(None, is_second_first)
+    for found, told in run_procs(2, train_on_two_streams, sharding, is_second_first):
+        torch.testing.assert_close(placing.here(found), placing.here(expected), rtol=0, atol=1e-6)
+        assert not any("sent twice" in line for line in told)  # as what stage 1 sends too early
+
+
+def read_on_two_streams() -> tuple[list[Any], list[str]]:
+    """Return what both read, the stream of step() after another; and what was logged."""
+    told = log_of_shardfuse()
+    under_way.is_shared = lambda param: False  # as kernels that wait share it, here
+    first, second = (nn.Parameter(torch.zeros(3000)) for _ in range(2))
+    sharding = {"overlap_param_sync": True, "bucket_cap_mb": 0.02}
+    params = [("first", first), ("second", second)]
+    optimizer = ShardedSGD(params, lr=1.0, momentum=0.9, sharding=sharding)
+    module: Any = torch.npu  # type: ignore[attr-defined]  # of a rank, which loads it later
+    main, side = module.current_stream(), module.Stream()
+    for is_late in (False, False, True):
+        first.grad, second.grad = torch.ones(3000), torch.ones(3000)
+        gate = npu.Deferred()
+        if is_late and dist.get_rank() == 1:
+            gate.block(module.current_device())
+        optimizer.step()
+        side.wait_stream(main)
+        threading.Timer(0.3, gate.complete).start()
+        with module.stream(side):
+            found = [first * 1, second * 1]
+        found += [first * 1, second * 1]
+        module.synchronize()
+        time.sleep(0.4)
+    return found, told
+
+
+def test_parameters_arrive_on_the_stream_of_step_as_well() -> None:
+    """Whoever reads them first: others, on the stream of step(), need no order of their own."""
+    for found, told in run_procs(2, read_on_two_streams):
+        for value in placing.here(found):
+            torch.testing.assert_close(value, torch.full((3000,), -5.61), rtol=0, atol=1e-5)
+        assert sum("was read on another stream" in line for line in told) == 1

@@ -16,6 +16,7 @@ results in rank order and raise `RanksFailedError` when a rank raised or did not
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -331,3 +332,12 @@ def count_c10d_calls() -> Iterator[Counter[str]]:
     finally:
         for name, original in originals.items():
             setattr(group, name, original)
+
+
+def log_of_shardfuse(level: int = logging.WARNING) -> list[str]:
+    """Return a list of what the library logs in this process from now on."""
+    told: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardfuse").addHandler(handler)
+    return told
