@@ -129,6 +129,16 @@ class ShardedGradScaler(GradScaler):
         )
         self._process_group = process_group
 
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        """Return the scale and its age, also of a rank that has not scaled any loss yet.
+
+        The others wait for it in the step; torch's scaler would end it by an assertion.
+        """
+        if self._scale is None:
+            where = torch.empty(0, device=self._device).device
+            self._lazy_init_scale_growth_tracker(where)
+        return super()._check_scale_growth_tracker(funcname)
+
     def _unscale_grads_(
         self,
         optimizer: torch.optim.Optimizer,

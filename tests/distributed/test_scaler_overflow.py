@@ -309,3 +309,25 @@ def test_clipping_gradients_of_different_scales_is_refused() -> None:
     """Sums of gradients that each rank scaled by its own factor are not stepped with, anywhere."""
     for message in run_threads(2, clip_under_other_scales):
         assert "different loss scales" in message
+
+
+def train_without_a_loss_at_first(unscale: bool) -> tuple[list[float], float]:
+    """Train two steps, in the first of which rank 1 has no loss; return a value and the scale."""
+    params, optimizer = build()
+    scaler = ShardedGradScaler(device_type(), init_scale=8.0, growth_interval=2)
+    for step in range(2):
+        if step or dist.get_rank() != 1:
+            backward(params, scaler, {})
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return [param.detach().view(-1)[0].item() for param in params.values()], scaler.get_scale()
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_rank_without_a_loss_in_the_first_step(unscale: bool) -> None:
+    """It takes part; by torch's own assertion it would leave the others waiting."""
+    for values, scale in run_procs(2, train_without_a_loss_at_first, unscale):
+        assert (values, scale) == ([1 - 0.25 - 0.5] * 3, 16.0)

@@ -112,6 +112,13 @@ def test_the_table_says_up_to_where_a_loss_is_held() -> None:
     assert "are missing" in make_table(SMALL, one)
 
 
+def test_the_table_says_how_the_learning_rate_falls() -> None:
+    assert "then linear to 0." in make_table(SMALL, {})
+    other = Design.of(SMALL, {"options": ["--decay-power", "0.5"]})
+    assert "linear" not in (table := make_table(other, {}))
+    assert "--decay-power 0.5 to 0." in table
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_report_may_be_had_at_any_time(tmp_path: Path) -> None:
     """From no run to all, the picture and the files are written."""

@@ -11,6 +11,7 @@ from statistics import mean
 from typing import Any
 
 from pretraining.files import blaming, write_whole
+from pretraining.parser import given
 
 from largebatch.design import GRID_FACTOR, WARMUP, Design, Outcomes, Search
 from largebatch.study import Study
@@ -36,9 +37,11 @@ def make_table(design: Design, outcomes: Outcomes) -> str:
     """Return the table in Markdown: a row for each method, a column for each batch."""
     missing = sum(1 for _ in design.wanted(outcomes))
     seeds = "one seed" if design.seeds == 1 else f"mean and half-range of {design.seeds} seeds"
+    is_linear = not given(design.options) & {"decay_power", "decay_from"}
+    decay = "linear" if is_linear else f"by {' '.join(design.options)}"
     lines = [
         f"Held-out MLM loss in nats after {design.samples:,} samples ({seeds}), and the learning "
-        f"rate. Warm-up {WARMUP:.0%} of the steps, then linear to 0. {len(outcomes)} runs"
+        f"rate. Warm-up {WARMUP:.0%} of the steps, then {decay} to 0. {len(outcomes)} runs"
         + (f"; at least {missing} are missing." if missing else "."),
         "",
         "| method | " + " | ".join(f"{batch}" for batch in design.batches) + " | held up to |",
