@@ -62,6 +62,7 @@ class GradSync(GradShards):
         self._sends = Sends(
             comm, self._launch, asked=self.under_backward, overlaps=overlaps, waits=waits
         )
+        self.under_backward.send = weakref.WeakMethod(self._send)
         self._factor: float | None = None  # what multiply() asked for
         self._reduced_from: GradVersions | None = None
 
@@ -106,6 +107,7 @@ class GradSync(GradShards):
         if self._reduced_from is not None and self._reduced_from == GradVersions(self._params()):
             return
         self.phase, self._factor, self._reduced_from = GradPhase.NOTED, None, None
+        self._sends.look_again()
         flats = self._flats.values()
         for grads in flats:
             grads.note()
@@ -118,6 +120,15 @@ class GradSync(GradShards):
             grads.clear_absent()
             if self._is_shared:
                 grads.buffer.clear_padding()
+
+    @torch.no_grad()
+    def _send(self, is_noted: bool) -> None:
+        if not self._sends.is_behind():
+            return
+        if not is_noted:
+            self.note()
+        if self.phase is GradPhase.NOTED:  # else step() uses what was reduced before
+            self._sends.end(is_noted=True)
 
     def multiply(self, factor: Tensor) -> None:
         if self.phase is GradPhase.REDUCED:

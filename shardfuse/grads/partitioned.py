@@ -22,10 +22,6 @@ from shardfuse.layout import Bucket
 from shardfuse.streams import Streams
 
 
-def _nothing() -> None:
-    """End nothing."""
-
-
 class PartitionedGrads(GradShards):
     """Sums gradients over ranks under backward, and keeps this rank's shard, in fp32.
 
@@ -54,8 +50,7 @@ class PartitionedGrads(GradShards):
             streams=self._streams,
             waits=waits,
         )
-        rounds = weakref.WeakMethod(self._rounds.end)
-        self.under_backward.end = lambda: (rounds() or _nothing)()
+        self.under_backward.send = weakref.WeakMethod(self._send)
         flats = self._flats
         self.under_backward.have_left = lambda: any(s.have_left for s in flats.values())
 
@@ -108,6 +103,9 @@ class PartitionedGrads(GradShards):
         if self.phase is GradPhase.REDUCED and not self._has_more():
             return
         self.phase = GradPhase.NOTED
+
+    def _send(self, is_noted: bool) -> None:
+        self._rounds.end()
 
     def _has_more(self) -> bool:
         """Return whether there are gradients that have not left."""

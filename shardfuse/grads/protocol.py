@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,8 +36,10 @@ class UnderBackward:
     """More is to be added to them, as inside no_sync()."""
     accumulates: Callable[[], bool] | None = None
     """Tells the same of a single backward."""
-    end: Callable[[], None] = lambda: None
-    """Sends what other ranks may wait for under backward; before any other message."""
+    joins: Callable[[], bool] = lambda: False
+    """Tells whether each step() begins by a message that others may await before they send."""
+    send: weakref.WeakMethod[Callable[[bool], None]] | None = None
+    """What end() calls; of who holds this."""
     have_left: Callable[[], bool] = lambda: False
     """Tells whether any have left p.grad, and wait to be used by step()."""
 
@@ -44,6 +47,15 @@ class UnderBackward:
     def has_more(self) -> bool:
         """Whether more is to be added to the gradients of this backward."""
         return self.is_paused or (self.accumulates is not None and self.accumulates())
+
+    def end(self, *, is_noted: bool = False) -> None:
+        """Send what other ranks may have sent under backward; before any other message.
+
+        ``is_noted``: note() was called since gradients could change last.
+        """
+        send = None if self.send is None else self.send()
+        if send is not None:
+            send(is_noted)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

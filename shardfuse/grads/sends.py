@@ -14,7 +14,9 @@ What arrives of a bucket of the next round lies where that of the bucket before 
 did, so that there is room for it, and word of that, before this rank sends parameters.
 
 A backend without labels takes collectives in the order of launches. There the rest leaves at the
-end of the backward that has sent the first, so that all ranks launch alike.
+end of the backward that has sent the first. A rank that had no backward sends its round before any
+other message, as it cannot know whether others have sent theirs. So all ranks launch alike. Where
+torch's Join is used, none is sent early: its own message comes before all that a joined rank sends.
 """
 
 from __future__ import annotations
@@ -53,9 +55,12 @@ class _Sent(NamedTuple):
     handle: PartsHandle
     grads: Sequence[SentGrad] | None = ()  # what it was made of; None: not to be relied on
     checksum: Tensor | None = None
+    is_noted: bool = False  # whether it left after note(), in the same call
 
     def is_changed(self, grads: FlatGrads, bucket: Bucket) -> bool:
         """Return whether ``bucket`` is another one now."""
+        if self.is_noted:
+            return False
         if self.grads is None or not all(grad.is_unchanged() for grad in self.grads):
             return True
         return self.checksum is not None and not torch.equal(
@@ -156,13 +161,19 @@ class Sends:
 
     def doubt(self) -> None:
         """Take what has left for changed: gradients may be written where it does not show."""
-        self._sent = [sent._replace(grads=None) for sent in self._sent]
+        self._sent = [sent._replace(grads=None, is_noted=False) for sent in self._sent]
+
+    def look_again(self) -> None:
+        """Have looked at all that has left: gradients may have changed up to now."""
+        self._sent = [sent._replace(is_noted=False) for sent in self._sent]
 
     # Under backward
 
     def arrived(self, grads: FlatGrads, position: int) -> None:
         """Take note that autograd has made a gradient: send what is complete, in order."""
         if not self._overlaps or self._asked.has_more:
+            return
+        if self._comm.progress == "in order" and self._asked.joins():
             return
         with self._sender.told():
             self._check_epoch()
@@ -173,18 +184,24 @@ class Sends:
             return  # the step is next, and has a word to send that must not wait behind the last
         if self._comm.progress == "in order" and not self._is_queued:
             self._is_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._flush)
+            torch.autograd.Variable._execution_engine.queue_callback(self.end)
         with self._sender.told():
             while len(self._sent) < len(self._order) and self._awaited.is_complete(len(self._sent)):
-                if not self._send_early(is_forced=False):
+                if not self._send_early():
                     break
 
-    def _flush(self) -> None:
-        """Send the rest, at the end of a backward."""
+    def is_behind(self) -> bool:
+        """Return whether the rest must leave before any other message."""
+        self._check_epoch()
+        is_in_order = self._overlaps and self._comm.progress == "in order"
+        return is_in_order and len(self._sent) < len(self._order)
+
+    def end(self, *, is_noted: bool = False) -> None:
+        """Send the rest, at the end of a backward or, of gradients that are noted, in a call."""
         self._is_queued = False
         with self._sender.told():
             while len(self._sent) < len(self._order):
-                self._send_early(is_forced=True)
+                self._send_early(is_forced=True, is_noted=is_noted)
 
     def _check_epoch(self) -> None:
         """Begin anew, as all ranks do, after an error: of what was under way nothing is used."""
@@ -193,7 +210,7 @@ class Sends:
             self._begin_anew()
 
     @torch.no_grad()
-    def _send_early(self, *, is_forced: bool) -> bool:
+    def _send_early(self, *, is_forced: bool = False, is_noted: bool = False) -> bool:
         """Send the next bucket as its gradients are now; return whether that was done."""
         place = len(self._sent)
         grads, bucket = self._order[place]
@@ -202,7 +219,8 @@ class Sends:
         if made_of is None and not is_forced:
             return False
         handle = self._send(place, retain=False)
-        self._sent.append(_Sent(handle, made_of, checksum(grads.buffer.bucket(bucket))))
+        made = checksum(grads.buffer.bucket(bucket))
+        self._sent.append(_Sent(handle, made_of, made, is_noted))
         return True
 
     def _send(self, place: int, *, retain: bool, attempt: int = 0) -> PartsHandle:

@@ -171,6 +171,7 @@ class ShardedOptimizer(Watched):
         error: Exception | None = None
         first_group = len(self.param_groups)
         with self.communicator.call("add_param_group()"):
+            self._grads.under_backward.end()
             try:
                 super().add_param_group(self._read_group(param_group))
             except Exception as failure:
@@ -373,18 +374,19 @@ class ShardedOptimizer(Watched):
     def _begin(self, *lines: str) -> None:
         """Check and pack what the next collectives need; ``lines`` are what ranks must agree on."""
         awake, woken = self._check()
+        self._grads.note()
+        self._grads.under_backward.end(is_noted=True)
         self._shards.groups = self.param_groups  # which may have been set to another list
         grads = None if "found_inf" in self.__dict__ else self._shards.named_grads
         self._terms.declare(lines, self.param_groups, awake, woken, grads)
         self._terms.averaged.warn(self._params)
         if woken:
             self._wake(woken)
-        self._grads.note()
+            self._grads.note()
 
     def _check(self) -> tuple[list[FlatState], list[FlatState]]:
         """Check params, make states; return flats that train, and that begin to. Tells nobody."""
         self._gather.finish()
-        self._grads.under_backward.end()
         prefix = f"{on_rank(self.communicator)}{type(self).__name__}: "
         check_params(self.param_groups, self._params, self._flats, prefix)
         awake = [state for state in self._flats if self._grads.has(state.flat)]

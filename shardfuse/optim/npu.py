@@ -210,6 +210,7 @@ class _NpuFused(ShardedOptimizer):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         self._refuse_in_join("step() under a gradient scaler")
         found_inf = self._unscale(scaler)
+        self._grads.under_backward.end()
         if agree_on_step(self.communicator, found_inf, None).skip:
             # update() then lowers the scale on all ranks alike.
             scaler._has_overflow = True

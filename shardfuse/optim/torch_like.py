@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -124,13 +125,18 @@ class TorchLike(StatefulOptimizer, Joinable):
             )
         if self._are_partitioned:
             self._check_partitioned()
-        if self._join_config is None or not self._join_config.enable:
+        if not self._notifies_join:
             return
         self._left_join = False
         if self.__dict__.get("found_inf") is not None:
             self._refuse_in_join("step() under a gradient scaler")
         if not self._is_shadow:
             Join.notify_join_context(self)
+
+    @property
+    def _notifies_join(self) -> bool:
+        """Whether each step() takes part in what Join counts: in one, and from then on."""
+        return self._join_config is not None and self._join_config.enable
 
     @contextmanager
     def _ends_if_it_fails(self) -> Iterator[None]:
@@ -189,9 +195,12 @@ class TorchLike(StatefulOptimizer, Joinable):
                 "clip_grad_norm() measured gradients that are still scaled by the loss scale. Call "
                 "scaler.unscale_(optimizer) before it."
             )
-        if self._foreign is not None or not self._are_partitioned:
+        if self._foreign is not None:
             return None
         with self.communicator.call("unscaling by ShardedGradScaler"):
+            if not self._are_partitioned:
+                self._grads.under_backward.end()
+                return None
             self._begin()
             self._has_unscaled = True
             return self._grads.unscale(inverse)
@@ -224,6 +233,8 @@ class TorchLike(StatefulOptimizer, Joinable):
                 "during backward, which a rank whose inputs have ended does not run. Use stage=1."
             )
         self._left_join = False
+        own = weakref.ref(self)
+        self._grads.under_backward.joins = lambda: getattr(own(), "_notifies_join", False)
         return _JoinHook(self)
 
     @property

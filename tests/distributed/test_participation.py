@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
 
-from shardfuse import ShardedAdam, ShardedLamb, ShardedSGD
-from tests.support.harness import run_threads
+from shardfuse import ShardedAdam, ShardedGradScaler, ShardedLamb, ShardedSGD
+from shardfuse.optim.npu import NpuFusedAdam
+from tests.support.harness import run_procs, run_threads
+from tests.support.npu_scaler import NpuScaler
+from tests.support.overlap import OFF, ON, Net, count_early, tokens
+from tests.support.placing import device_type
 from tests.support.runs import assert_bitwise, max_relative_error
 
 pytestmark = pytest.mark.timeout(60)
@@ -132,3 +140,194 @@ def test_8_bits_of_none_after_zeros(sharding: dict[str, Any]) -> None:
     """Zeros in the padding of its block made it a gradient: its momentum went on."""
     for found in run_threads(2, lack_after_zeros, {"grad_sync_bits": 8, **sharding}):
         assert found == [0.5, 0.5, 0.5]
+
+
+# Where collectives run in the order of launches, and gradients leave under backward
+
+
+class Loop:
+    """Trains by steps in which a rank has no backward, or none that sends: another one each time.
+
+    Args:
+        sharding: of the optimizer.
+        shape: of a mesh over all ranks.
+        cls: of the optimizer.
+        lacks: what such a rank does not have: "backward", "sync", or "hooks", as it sets gradients.
+    """
+
+    num_steps = 6
+
+    def __init__(
+        self, sharding: dict[str, Any], shape: Any, cls: Any = ShardedAdam, lacks: str = "backward"
+    ) -> None:
+        options = {"collectives": "native", "bucket_cap_mb": 0.004, "kernel": "eager", **sharding}
+        if shape is not None:
+            options["mesh"] = init_device_mesh(device_type(), shape)
+        self.rank, self.lacks = dist.get_rank(), lacks
+        self.model = Net()
+        self.model.blocks[1].requires_grad_(False)
+        self.late = nn.Parameter(torch.ones(3000))
+        self.optimizer = cls(self.model.named_parameters(), lr=0.01, sharding=options)
+        self.early = count_early(self.optimizer)
+
+    def backward(self, step: int, scale: Callable[[Tensor], Tensor] = lambda loss: loss) -> bool:
+        """Return whether this rank has gradients now."""
+        loss = scale(self.model(tokens(self.rank, step)))
+        if step % 3 == self.rank and self.lacks == "backward":
+            return False
+        if step % 3 == self.rank and self.lacks == "hooks":
+            for param in self.optimizer.param_groups[0]["params"]:
+                param.grad = torch.full_like(param, 0.5) if param.requires_grad else None
+        elif step % 3 == self.rank:
+            with self.optimizer.no_sync():
+                loss.backward()
+        else:
+            loss.backward()
+        return True
+
+    def end(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def result(self) -> tuple[list[Tensor], int]:
+        """Return the parameters, and how many buckets have left before a call needed them."""
+        params = [*self.model.parameters(), self.late]
+        return [param.detach().clone() for param in params], sum(self.early)
+
+
+def under_a_scaler(sharding: Any, shape: Any, lacks: str, scaler: Any, unscales: bool) -> Any:
+    cls = NpuFusedAdam if isinstance(scaler, NpuScaler) else ShardedAdam
+    loop = Loop(sharding, shape, cls, lacks)
+    for step in range(loop.num_steps):
+        has = loop.backward(step, scaler.scale)
+        if step == 3 and loop.rank == 1:
+            loop.model.blocks[0].weight.grad.fill_(torch.inf)  # type: ignore[union-attr]
+        if unscales:
+            scaler.unscale_(loop.optimizer)
+        scaler.step(loop.optimizer)
+        loop.optimizer.zero_grad()
+        if has or type(scaler) is not GradScaler:  # torch's own asks for gradients on every rank
+            scaler.update()
+    return loop.result()
+
+
+def by_sharded_scaler(sharding: Any, shape: Any) -> Any:
+    scaler = ShardedGradScaler(device_type(), init_scale=8.0)
+    return under_a_scaler(sharding, shape, "backward", scaler, False)
+
+
+def by_sharded_scaler_at_once(sharding: Any, shape: Any) -> Any:
+    scaler = ShardedGradScaler(device_type(), init_scale=8.0)
+    return under_a_scaler(sharding, shape, "sync", scaler, True)
+
+
+def by_scaler_of_torch(sharding: Any, shape: Any) -> Any:
+    return under_a_scaler(sharding, shape, "sync", GradScaler(device_type(), 8.0), False)
+
+
+def by_scaler_of_torch_npu(sharding: Any, shape: Any) -> Any:
+    return under_a_scaler(sharding, shape, "backward", NpuScaler(8.0), False)
+
+
+def clipping(sharding: Any, shape: Any) -> Any:
+    loop = Loop(sharding, shape)
+    scaler = ShardedGradScaler(device_type(), init_scale=8.0)
+    for step in range(loop.num_steps):
+        loop.backward(step, scaler.scale)
+        scaler.unscale_(loop.optimizer)
+        loop.optimizer.clip_grad_norm(0.05)
+        scaler.step(loop.optimizer)
+        scaler.update()
+        loop.optimizer.zero_grad()
+    return loop.result()
+
+
+def unfreezing(sharding: Any, shape: Any) -> Any:
+    loop = Loop(sharding, shape)
+    for step in range(loop.num_steps):
+        loop.model.blocks[1].requires_grad_(step > 2)
+        loop.backward(step)
+        loop.end()
+    return loop.result()
+
+
+def adding(sharding: Any, shape: Any) -> Any:
+    loop = Loop(sharding, shape)
+    for step in range(loop.num_steps):
+        loop.backward(step)
+        if step == 3:
+            loop.optimizer.add_param_group({"params": [("late", loop.late)]})
+        if step > 3:
+            loop.late.grad = torch.full_like(loop.late, float(loop.rank + step))
+        loop.end()
+    return loop.result()
+
+
+def joining(sharding: Any, shape: Any) -> Any:
+    loop = Loop(sharding, shape)
+    loop.backward(2)
+    loop.end()
+    for epoch in range(2):
+        with Join([loop.optimizer]):
+            for step in range(2, 4 + loop.rank):
+                loop.backward(10 * epoch + step)
+                loop.end()
+        loop.backward(30 + epoch)
+        loop.end()
+    return loop.result()
+
+
+LOOPS = [
+    by_sharded_scaler,
+    by_sharded_scaler_at_once,
+    by_scaler_of_torch,
+    by_scaler_of_torch_npu,
+    clipping,
+    unfreezing,
+    adding,
+    joining,
+]
+
+
+@pytest.mark.parametrize(("world_size", "shape"), [(2, None), (3, None), (4, (2, 2))])
+@pytest.mark.parametrize("backend", [None, "hccl"])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_ranks_launch_in_one_order(
+    loop: Callable[..., Any], backend: str | None, world_size: int, shape: Any
+) -> None:
+    """A rank that has sent nothing under backward sends before any other message: the same bits."""
+    expected = run_procs(world_size, loop, OFF, shape, backend=backend, timeout=25)
+    found = run_procs(world_size, loop, ON, shape, backend=backend, timeout=25)
+    for (values, num_early), (others, none_early) in zip(found, expected, strict=True):
+        assert_bitwise(values, others)
+        assert num_early > 0 == none_early
+
+
+def sending(lacks: str, is_scaled: bool) -> list[int]:
+    """Return how often each bucket left."""
+    loop = Loop(ON, None, lacks=lacks)
+    scaler = ShardedGradScaler(device_type(), init_scale=8.0, enabled=is_scaled)
+    sends, numbers = loop.optimizer._grads._sends, []
+    send = sends._send
+
+    def counted(place: int, **options: Any) -> Any:
+        numbers.append(place)
+        return send(place, **options)
+
+    sends._send = counted
+    for step in range(loop.num_steps):
+        loop.backward(step, scaler.scale)
+        scaler.step(loop.optimizer)
+        scaler.update()
+        loop.optimizer.zero_grad()
+    return [numbers.count(place) for place in range(len(sends._order))]
+
+
+@pytest.mark.parametrize(
+    ("lacks", "is_scaled"),
+    [("backward", False), ("backward", True), ("sync", True), ("hooks", False)],
+)
+def test_what_is_sent_late_is_sent_once(lacks: str, is_scaled: bool) -> None:
+    """As it is when it leaves: nobody can change it before it is used."""
+    for numbers in run_procs(2, sending, lacks, is_scaled, backend="hccl", timeout=25):
+        assert set(numbers) == {Loop.num_steps}
