@@ -166,9 +166,9 @@ class Loop:
         self.rank, self.lacks = dist.get_rank(), lacks
         self.model = Net()
         self.model.blocks[1].requires_grad_(False)
-        self.late = nn.Parameter(torch.ones(3000))
+        self.late = [nn.Parameter(torch.ones(numel)) for numel in (3000, 700)]
         self.optimizer = cls(self.model.named_parameters(), lr=0.01, sharding=options)
-        self.early = count_early(self.optimizer)
+        self.early = [] if sharding.get("stage") == 2 else count_early(self.optimizer)
 
     def backward(self, step: int, scale: Callable[[Tensor], Tensor] = lambda loss: loss) -> bool:
         """Return whether this rank has gradients now."""
@@ -191,7 +191,7 @@ class Loop:
 
     def result(self) -> tuple[list[Tensor], int]:
         """Return the parameters, and how many buckets have left before a call needed them."""
-        params = [*self.model.parameters(), self.late]
+        params = [*self.model.parameters(), *self.late]
         return [param.detach().clone() for param in params], sum(self.early)
 
 
@@ -254,11 +254,13 @@ def unfreezing(sharding: Any, shape: Any) -> Any:
 def adding(sharding: Any, shape: Any) -> Any:
     loop = Loop(sharding, shape)
     for step in range(loop.num_steps):
+        if step == 2:
+            loop.optimizer.add_param_group({"params": [("between steps", loop.late[0])]})
         loop.backward(step)
         if step == 3:
-            loop.optimizer.add_param_group({"params": [("late", loop.late)]})
-        if step > 3:
-            loop.late.grad = torch.full_like(loop.late, float(loop.rank + step))
+            loop.optimizer.add_param_group({"params": [("after a backward", loop.late[1])]})
+        for param in loop.late if step > 3 else ():
+            param.grad = torch.full_like(param, float(loop.rank + step))
         loop.end()
     return loop.result()
 
@@ -301,6 +303,16 @@ def test_ranks_launch_in_one_order(
     for (values, num_early), (others, none_early) in zip(found, expected, strict=True):
         assert_bitwise(values, others)
         assert num_early > 0 == none_early
+
+
+@pytest.mark.parametrize("collectives", ["auto", "native"])
+def test_a_group_joins_at_stage_2(collectives: str) -> None:
+    """There, too, before and after a backward that one rank lacks: as at stage 1."""
+    sharding = {**OFF, "collectives": collectives}
+    expected = run_procs(2, adding, sharding, None, timeout=25)
+    found = run_procs(2, adding, {**sharding, "stage": 2}, None, timeout=25)
+    for (values, _), (others, _) in zip(found, expected, strict=True):
+        assert_bitwise(values, others)
 
 
 def sending(lacks: str, is_scaled: bool) -> list[int]:
