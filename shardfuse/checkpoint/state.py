@@ -45,9 +45,10 @@ class TrainingState:
     * A module gives ``state_dict()``, unwrapped of DistributedDataParallel and torch.compile().
       What it makes for that, such as copies and extra state, its ``load_state_dict()`` takes.
     * A PerRank gives that of its value on this rank.
-    * Anything else with ``state_dict()`` and ``load_state_dict()`` gives that; the first rank's is
-      saved. So is any other value, which load() replaces in the caller's dict. Both are saved as
-      one item, because they may have other keys when they are loaded.
+    * Anything else with ``state_dict()`` and ``load_state_dict()``, or Paddle's
+      ``set_state_dict()``, gives that; the first rank's is saved. So is any other value, which
+      load() replaces in the caller's dict. Both are saved as one item, because they may have other
+      keys when they are loaded. An optimizer's companions are such objects, too.
 
     Args:
         objects: {key: object}.
@@ -55,7 +56,7 @@ class TrainingState:
     """
 
     def __init__(self, objects: Mapping[str, Any], rank: int) -> None:
-        self.objects = objects
+        self.objects = dict(objects)
         self._own = f"rank-{rank}"
         self._resized: tuple[int, int] | None = None
         self.parts: dict[str, Parts] = {}
@@ -63,6 +64,8 @@ class TrainingState:
             if isinstance(value, ShardedOptimizer):
                 value.synchronize()
                 self.parts[key] = value.parts()
+                beside = value.companions()
+                self.objects |= {f"{key}.{name}": other for name, other in beside.items()}
         self._refuse_copies()
 
     def _refuse_copies(self) -> None:
@@ -139,7 +142,7 @@ class TrainingState:
             elif saved is None:
                 result[key] = value.clone() if isinstance(value, Tensor) else (None,)
             else:  # whatever the present one is
-                is_replaced = not hasattr(value, "load_state_dict")
+                is_replaced = _loader(value) is None
                 result[key] = saved.get(key, (None,)) if is_replaced else (None,)
         return result
 
@@ -170,7 +173,8 @@ class TrainingState:
 
     def _take_own(self, value: PerRank, checked: Mapping[str, Any]) -> None:
         if self._resized is None:
-            value.value.load_state_dict(checked[self._own][0])
+            load = _loader(value.value) or value.value.load_state_dict  # AttributeError says which
+            load(checked[self._own][0])
         elif value.on_resize is not None:
             value.on_resize(*self._resized)
 
@@ -279,8 +283,8 @@ class TrainingState:
             _set_made(_unwrapped(value), checked)
         elif isinstance(value, PerRank):
             self._take_own(value, checked)
-        elif hasattr(value, "load_state_dict"):
-            value.load_state_dict(_placed(checked[0], value.state_dict()))
+        elif (load := _loader(value)) is not None:
+            load(_placed(checked[0], value.state_dict()))
         else:
             values[key] = _placed(checked[0] if isinstance(checked, tuple) else checked, value)
 
@@ -311,6 +315,12 @@ def _plain(value: Any) -> Any:
 
 def _is_part(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _loader(value: Any) -> Callable[[Any], Any] | None:
+    """Return the method by which an object takes over what its state_dict() returned, or None."""
+    load = getattr(value, "load_state_dict", None)
+    return getattr(value, "set_state_dict", None) if load is None else load  # Paddle's name
 
 
 def _as_one(value: Any) -> tuple[Any]:

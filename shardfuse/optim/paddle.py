@@ -332,12 +332,12 @@ class Lamb(ShardedOptimizer):
         saved = getattr(self._scheduler, "state_dict", None)
         return state if saved is None else {**state, "LR_Scheduler": saved()}
 
-    def _restore(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the scheduler's state, too.
+    def companions(self) -> dict[str, Any]:
+        """Return the scheduler, if its state can be loaded. Local."""
+        return {"LR_Scheduler": s} if hasattr(s := self._scheduler, "set_state_dict") else {}
 
-        Raises:
-            ValueError: it does not fit, or has no ``LR_Scheduler`` for the one attached.
-        """
+    def _restore(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the scheduler's state, too; ValueError if there is none for the one attached."""
         load = getattr(self._scheduler, "set_state_dict", None)
         if load is not None and "LR_Scheduler" not in state_dict:
             raise ValueError("LR_Scheduler state must be included in the state dict.")

@@ -259,6 +259,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._can_be_saved = True
         return Parts(self._held(), self.load_sharded_state_dict)
 
+    def companions(self) -> dict[str, Any]:
+        """Return {name: object} of what shardfuse.checkpoint saves with this optimizer. Local."""
+        return {}
+
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Finish loading a sharded_state_dict() that torch.distributed.checkpoint has filled.
 

@@ -6,6 +6,7 @@ import io
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardfuse.checkpoint import CheckpointError
 from shardfuse.optim.paddle import ClipGradByGlobalNorm, ClipGradByNorm, ClipGradByValue, Lamb
+from shardfuse.training import Job
 from tests.support.harness import run_threads
 
 EAGER = {"kernel": "eager"}
@@ -329,3 +332,24 @@ def test_state_dict() -> None:
     del saved["optimizer"]["LR_Scheduler"]
     with pytest.raises(ValueError, match="LR_Scheduler"):
         other.set_state_dict(saved["optimizer"])
+
+
+def test_a_job_goes_on_with_the_scheduler(tmp_path: Path) -> None:
+    """The optimizer's own is saved with it; any other object of Paddle's is restored in place."""
+    rates = []
+    for first, last in ((0, 3), (3, 5)):
+        model, scheduler, other = linear(), Halving(0.2), Halving(0.8)
+        optimizer = build(model, scheduler)
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer, "other": other}
+        with Job(tmp_path, state, save_every=1) as job:
+            assert job.step == first
+            for _ in job.steps(last):
+                step(model, optimizer)
+                rates.append(optimizer.param_groups[0]["lr"])
+                scheduler.step()
+                other.step()
+        assert state["other"] is other
+        assert other() == 0.8 / 2**last
+    assert rates == [0.2 / 2**index for index in range(5)]
+    with pytest.raises(CheckpointError, match="LR_Scheduler"):
+        Job(tmp_path, {"model": model, "optimizer": build(model)}, save_every=1).__enter__()
