@@ -13,14 +13,22 @@ fi
 [ -n "${HOSTFILE:-}" ] || refuse "HOSTFILE must name a file with lines such as: worker-0 slots=8"
 config=$1
 shift
-# The other hosts see of the environment what DeepSpeed is told to pass on.
+# The other hosts see of the environment what DeepSpeed is told to pass on. What the user's own file
+# says comes last, and counts.
 if [ "$dry_run" = no ]; then
-  export DS_ENV_FILE="${DS_ENV_FILE:-$repository/runs/deepspeed-env}"
-  mkdir -p "$(dirname "$DS_ENV_FILE")"
-  for name in HCCL_CONNECT_TIMEOUT TASK_QUEUE_ENABLE CPU_AFFINITY_CONF MULTI_STREAM_MEMORY_REUSE \
-    PYTORCH_NPU_ALLOC_CONF PYTHONPATH; do
-    echo "$name=${!name}"
-  done >"$DS_ENV_FILE"
+  given=${DS_ENV_FILE:-.deepspeed_env}
+  passed=$(
+    for name in HCCL_CONNECT_TIMEOUT TASK_QUEUE_ENABLE CPU_AFFINITY_CONF MULTI_STREAM_MEMORY_REUSE \
+      PYTORCH_NPU_ALLOC_CONF TORCH_HCCL_ZERO_COPY PYTHONPATH; do
+      [ -z "${!name:-}" ] || echo "$name=${!name}"
+    done
+    for file in "$HOME/$given" "$given"; do # where DeepSpeed looks
+      [ ! -f "$file" ] || grep = "$file" || true
+    done
+  )
+  export DS_ENV_FILE="$repository/runs/deepspeed-env"
+  mkdir -p runs
+  echo "$passed" >"$DS_ENV_FILE"
 fi
 launcher=(deepspeed --hostfile "$HOSTFILE" --no_local_rank --master_port "${MASTER_PORT:-29500}")
 [ -z "${MASTER_ADDR:-}" ] || launcher+=(--master_addr "$MASTER_ADDR")

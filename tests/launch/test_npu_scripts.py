@@ -185,6 +185,21 @@ def test_deepspeed_refuses(text: str | None, words: str, tmp_path: Path) -> None
     assert words in result.stderr
 
 
+def test_what_deepspeed_passes_on(tmp_path: Path) -> None:
+    """The user's own file of variables is read and left as it is; none need be set."""
+    own = tmp_path / "my variables"
+    own.write_text("HTTP_PROXY=a b\n\nTASK_QUEUE_ENABLE=1")
+    passed = REPOSITORY / "runs" / "deepspeed-env"
+    for name in (str(own), own.name):
+        variables = {"HOME": str(tmp_path), "DS_ENV_FILE": name, "TORCH_HCCL_ZERO_COPY": "1"}
+        result = script("deepspeed.sh", "no.json", HOSTFILE=hostfile(tmp_path), **variables)
+        assert result.returncode == 2, result.stdout  # after the file is written
+        assert own.read_text() == "HTTP_PROXY=a b\n\nTASK_QUEUE_ENABLE=1"
+        lines = passed.read_text().splitlines()
+        assert {"TASK_QUEUE_ENABLE=2", "TORCH_HCCL_ZERO_COPY=1"} <= set(lines)
+        assert lines[-2:] == ["HTTP_PROXY=a b", "TASK_QUEUE_ENABLE=1"]
+
+
 @needs_deepspeed
 def test_configurations_of_deepspeed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
