@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import os
 import shlex
 import sys
@@ -75,7 +76,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
         job = look(command, environment)
         if is_here and SCRIPT in command:
             _check_npus(command)
-        print(memory(job, float(environment.get("NPU_GB", NPU_GB))), flush=True)
+        print(memory(job, _npu_gb(environment)), flush=True)
     except UsageError as error:
         print(f"launch.npu.check: error: {error}", file=sys.stderr, flush=True)
         return 2
@@ -180,6 +181,14 @@ def _number(name: str, text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise UsageError(f"{name} must be a whole number from 1 on, got {text!r}")
     return int(text)
+
+
+def _npu_gb(environment: Mapping[str, str]) -> float:
+    text = environment.get("NPU_GB") or str(NPU_GB)
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise UsageError(f"NPU_GB must be a number above 0, got {text!r}")
 
 
 def _check_npus(command: Sequence[str]) -> None:
