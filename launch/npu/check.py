@@ -140,21 +140,30 @@ def _deepspeed(arguments: Sequence[str], environment: Mapping[str, str]) -> Job:
     own.add_argument("--deepspeed-config", type=Path, required=True)
     given, options = own.parse_known_args(parsed.user_args)
     settings = train_bert.read_settings(given.deepspeed_config)
+    try:
+        kind, dtype, stage = _chosen(settings)
+    except (AttributeError, KeyError) as error:
+        text = f"--deepspeed-config {given.deepspeed_config} is none of DeepSpeed's: {error}"
+        raise UsageError(text) from None
     _check_batch(settings, world_size)
     options += ["--global-batch-size", str(settings["train_batch_size"])]
     check_options(options, world_size)
     config = parse_config(options)
+    return Job(world_size, config.model_size, kind, dtype, stage=stage)
+
+
+def _chosen(settings: Mapping[str, Any]) -> tuple[str, str, int]:
+    """Return the optimizer, the dtype of parameters, and the stage; KeyError, AttributeError."""
     is_bf16 = settings.get("bf16", {}).get("enabled", False)
     kind = settings["optimizer"]["type"].removeprefix("Sharded").removeprefix("NpuFused").lower()
     stage = settings.get("zero_optimization", {}).get("stage", 0)
-    dtype = "bf16" if is_bf16 else "fp32"
-    return Job(world_size, config.model_size, kind, dtype, stage=stage)
+    return kind, "bf16" if is_bf16 else "fp32", stage
 
 
 def _check_batch(settings: Mapping[str, Any], world_size: int) -> None:
     """DeepSpeed wants train batch = micro batch x accumulation x ranks."""
-    batch, micro = settings["train_batch_size"], settings.get("train_micro_batch_size_per_gpu", 1)
-    num_steps = settings.get("gradient_accumulation_steps", 1)
+    names = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+    batch, micro, num_steps = (_number(name, str(settings.get(name, 1))) for name in names)
     if batch % (micro * num_steps * world_size):
         raise UsageError(
             f"train_batch_size {batch} is no multiple of {world_size} ranks x {num_steps} "

@@ -218,6 +218,14 @@ def test_configurations_of_deepspeed(
     assert "not planned, as DeepSpeed shards at stage 2" in capsys.readouterr().out
     assert look(optimizer={"type": "Muon", "params": {"lr": 1}}) == 2
     assert "invalid choice: 'muon'" in capsys.readouterr().err
+    for key, value, words in (
+        ("train_batch_size", "auto", "train_batch_size must be a whole number"),
+        ("train_micro_batch_size_per_gpu", "auto", "per_gpu must be a whole number"),
+        ("optimizer", {"params": {"lr": 1}}, "is none of DeepSpeed's: 'type'"),
+        ("bf16", True, "is none of DeepSpeed's: 'bool' object"),
+    ):
+        assert look(**{key: value}) == 2
+        assert words in capsys.readouterr().err
 
 
 REFUSED = {
