@@ -31,9 +31,17 @@ class PerRank:
         value: an object with state_dict(), which returns plain data, and load_state_dict().
         on_resize: called with (saved number of ranks, present number of ranks) instead of
             load_state_dict() if the two differ. None: that is an error.
+
+    Raises:
+        TypeError: the value has no such methods.
     """
 
     def __init__(self, value: Any, *, on_resize: Callable[[int, int], None] | None = None) -> None:
+        if not hasattr(value, "state_dict") or _loader(value) is None:
+            kind = type(value).__name__
+            raise TypeError(
+                f"PerRank takes an object with state_dict() and load_state_dict(), got {kind}."
+            )
         self.value = value
         self.on_resize = on_resize
 
@@ -67,6 +75,7 @@ class TrainingState:
                 beside = value.companions()
                 self.objects |= {f"{key}.{name}": other for name, other in beside.items()}
         self._refuse_copies()
+        _refuse_one_way(self.objects)
 
     def _refuse_copies(self) -> None:
         """Raise CheckpointError if a module's state_dict() has copies of an optimizer's parameters.
@@ -173,7 +182,8 @@ class TrainingState:
 
     def _take_own(self, value: PerRank, checked: Mapping[str, Any]) -> None:
         if self._resized is None:
-            load = _loader(value.value) or value.value.load_state_dict  # AttributeError says which
+            load = _loader(value.value)
+            assert load is not None  # else it was refused
             load(checked[self._own][0])
         elif value.on_resize is not None:
             value.on_resize(*self._resized)
@@ -292,6 +302,16 @@ class TrainingState:
         """Return {id of a parameter: this rank's part of it} of all optimizers."""
         lists = [parts.params(to_write=to_write) for parts in self.parts.values()]
         return {id(param): part for pairs in lists for param, part in pairs}
+
+
+def _refuse_one_way(objects: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for an object that would not get back what is saved of it."""
+    for key, value in objects.items():
+        if hasattr(value, "state_dict") and _loader(value) is None:
+            raise CheckpointError(
+                f"state[{key!r}] has state_dict() but no load_state_dict(). Give "
+                f"{type(value).__name__} that method, or pass what state_dict() returns."
+            )
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

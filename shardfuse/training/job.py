@@ -64,7 +64,8 @@ class Job:
             runs code from the file.
 
     Raises:
-        ValueError: ``save_every`` or ``keep`` is less than 1.
+        ValueError: ``save_every`` or ``keep`` is less than 1; or a key of ``state`` is "random",
+            under which the random state is saved.
     """
 
     step: int
@@ -86,6 +87,8 @@ class Job:
         trusted: bool = False,
     ) -> None:
         check_state(state)
+        if _RANDOM in state:
+            raise ValueError(f"The key {_RANDOM!r} is the Job's own, of random states. Rename it.")
         if not isinstance(save_every, int) or save_every < 1:
             raise ValueError(f"Invalid save_every: {save_every!r}. Must be a number of steps >= 1.")
         self.step, self.is_stopped = 0, False

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardfuse import ShardedAdam
-from shardfuse.checkpoint import CheckpointError, Checkpoints, async_save, load, save
+from shardfuse.checkpoint import CheckpointError, Checkpoints, PerRank, async_save, load, save
 from shardfuse.training import Job, StepMonitor
 from tests.support import checkpoints
 from tests.support.harness import STAYING, run_threads
@@ -85,3 +85,24 @@ def test_arguments_of_another_kind(tmp_path: Path) -> None:
         Job(tmp_path, {"model": model}, save_every="2")
     with pytest.raises(TypeError, match="StepMonitor watches shardfuse's optimizers, got SGD"):
         StepMonitor(torch.optim.SGD(model.parameters(), 0.1))
+
+
+class OneWay:
+    """An object that takes nothing back."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": 3}
+
+
+def test_what_would_not_come_back_is_refused(tmp_path: Path) -> None:
+    """Before anything is saved; when the job is started again it would be too late."""
+    optimizer = ShardedAdam(torch.nn.Linear(2, 2).named_parameters())
+    state = {"optimizer": optimizer, "loader": OneWay()}
+    with pytest.raises(CheckpointError, match=r"'loader'\] has state_dict\(\) but no load_state"):
+        save(state, tmp_path / "one")
+    assert not (tmp_path / "one").exists()
+    for value in (OneWay(), 5):
+        with pytest.raises(TypeError, match=f"load_state_dict.., got {type(value).__name__}"):
+            PerRank(value)
+    with pytest.raises(ValueError, match="'random' is the Job's own"):
+        Job(tmp_path, {"optimizer": optimizer, "random": 5}, save_every=1)
