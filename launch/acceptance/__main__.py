@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import signal
 import sys
@@ -24,6 +25,7 @@ from launch.acceptance import bert, rows
 from launch.acceptance.processes import ROOT, tail, torchrun
 from launch.bench.environment import commit
 from shardfuse.doctor import Finding
+from shardfuse.files import describe
 
 LAUNCH = ROOT / "launch"
 _CPU_RANKS = 2
@@ -74,10 +76,10 @@ def make(options: argparse.Namespace) -> dict[str, Any]:
     """Run everything; write and return the report.
 
     Raises:
-        WrongUse: there is no such device, or not as many.
+        WrongUse: there is no such device, or not as many; or no place for the report.
     """
     kind, num_ranks = _devices(options.device, options.nproc_per_node)
-    options.report.parent.mkdir(parents=True, exist_ok=True)
+    _check_place(options.report)
     deadline = time.monotonic() + options.limit_s
     with tempfile.TemporaryDirectory(prefix="shardfuse-acceptance-") as folder:
         work = Path(folder)
@@ -108,6 +110,18 @@ def make(options: argparse.Namespace) -> dict[str, Any]:
     options.report.write_text(json.dumps(report, indent=1) + "\n")
     print(f"\n{rows.describe(filled)}\n\nreport: {options.report}", flush=True)
     return report
+
+
+def _check_place(report: Path) -> None:
+    """Raise WrongUse where the report could not be written, which comes after all that it tells."""
+    try:
+        report.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WrongUse(f"--report {report}: {describe(error)}") from error
+    if report.is_dir():
+        raise WrongUse(f"--report {report}: it is a folder; name a file in it")
+    if not os.access(report if report.exists() else report.parent, os.W_OK):
+        raise WrongUse(f"--report {report}: it cannot be written; name another file")
 
 
 def _examined(

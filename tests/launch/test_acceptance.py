@@ -213,6 +213,10 @@ def test_wrong_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "torch finds no npu here, but cpu" in capsys.readouterr().err
     assert main(["--device", "cpu", "--nproc-per-node", "0"]) == 2
     assert "at least 1" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    for place, words in ((tmp_path, "a folder; name a file"), (tmp_path / "file" / "x", "in the")):
+        assert main(["--device", "cpu", "--quick", "--limit-s", "1", "--report", str(place)]) == 2
+        assert words in capsys.readouterr().err  # before all rows, not after them
     (tmp_path / "x.json").write_text("[]")
     assert main(["--markdown", str(tmp_path / "x.json")]) == 2
     assert "no report of acceptance" in capsys.readouterr().err
