@@ -25,5 +25,5 @@ launcher=(srun --kill-on-bad-exit=1 torchrun --nnodes "$nodes" --nproc-per-node 
 launcher+=(--rdzv-id "$job" --rdzv-backend c10d)
 launcher+=(--rdzv-endpoint "${MASTER_ADDR:-localhost}:${MASTER_PORT:-29500}")
 # A job that is requeued goes on from its newest checkpoint.
-start "${launcher[@]}" launch/bert/pretrain.py "${options[@]}" \
-  --run-dir "${RUN_DIR:-runs/slurm-$job}" --resume auto
+start "${launcher[@]}" launch/bert/pretrain.py \
+  --run-dir "${RUN_DIR:-runs/slurm-$job}" --resume auto "${options[@]}"

@@ -126,7 +126,7 @@ def test_slurm(tmp_path: Path) -> None:
     )
     own["PATH"] = f"{tmp_path}{os.pathsep}{own['PATH']}"
     result = subprocess.run(
-        ["bash", str(tmp_path / "copy"), "--dry-run", "bert-large-short"],
+        ["bash", str(tmp_path / "copy"), "--dry-run", "bert-large-short", "--run-dir", "mine"],
         env=own,
         capture_output=True,
         text=True,
@@ -139,7 +139,9 @@ def test_slurm(tmp_path: Path) -> None:
     check_torchrun(command[start:], 16)
     parsed = get_args_parser().parse_args(command[start + 1 :])
     assert (parsed.rdzv_endpoint, parsed.rdzv_id) == ("node07:29500", "77")
-    assert parsed.training_script_args[-2:] == ["--resume", "auto"]
+    folder = ["--run-dir", "runs/slurm-77", "--resume", "auto"]
+    assert parsed.training_script_args[:4] == folder
+    assert parsed.training_script_args[-2:] == ["--run-dir", "mine"]  # the last one counts
 
 
 def hostfile(folder: Path, text: str = "worker-0 slots=8\nworker-1 slots=8\n") -> str:
