@@ -135,7 +135,7 @@ def compare_lamb_variants(
 
     Raises:
         ValueError: a hyper-parameter, variant or ``num_steps`` out of range, or names are needed.
-        TypeError: a parameter that ShardedLamb would refuse.
+        TypeError: parameters that ShardedLamb would refuse, such as a module.
     """
     if num_steps < 1:
         raise ValueError(f"Invalid num_steps: {num_steps}. Must be >= 1.")
@@ -200,9 +200,7 @@ def _label(variant: VariantOrSwitches) -> str:
 
 def _groups(params: Iterable[Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return group dicts as an optimizer has them: parameters, and names where pairs were given."""
-    items = list(params)
-    if not items:
-        raise ValueError("No parameters to compare on. Pass model.named_parameters().")
+    items = intake.given(params)
     groups = []
     for group in items if isinstance(items[0], Mapping) else [{"params": items}]:
         given = group["params"]

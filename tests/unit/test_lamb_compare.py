@@ -182,7 +182,7 @@ def test_adam_and_half_precision() -> None:
         ([("w", torch.ones(3))], {"variant": "lars"}, "Invalid variant: 'lars'"),
         ([("w", torch.ones(3))], {"betas": (0.9, 1.0)}, "Invalid beta parameter at index 1"),
         ([torch.ones(3)], {}, "named_parameters"),
-        ([], {}, "No parameters"),
+        ([], {}, "an empty parameter list"),
     ],
     ids=str,
 )
@@ -190,6 +190,14 @@ def test_errors(params: list[Any], options: dict[str, Any], message: str) -> Non
     """Wrong arguments are named, and google needs names here too."""
     with pytest.raises(ValueError, match=re.escape(message)):
         compare_lamb_variants(params, **{"variant": "npu", **options})
+
+
+def test_what_is_no_list_of_parameters() -> None:
+    """As for optimizers; a tensor would be taken for a list of its rows."""
+    model = nn.Sequential(nn.Linear(4, 3))
+    for params in (model, model.state_dict(), model[0].weight):
+        with pytest.raises(TypeError, match="named_parameters"):
+            compare_lamb_variants(params, "npu", "apex")
 
 
 def encoder_layer(hidden: int = 768) -> Iterator[tuple[str, nn.Parameter]]:
