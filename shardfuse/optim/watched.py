@@ -19,7 +19,8 @@ class Watched(Clipped):
 
         Local, but call it before the same step on every rank. That step needs one more all-reduce,
         of 4 floats per parameter, and a copy of one bucket's shard at a time. If a gradient scaler
-        skips the step, the next one is watched instead.
+        skips the step, the next one is watched instead. Who asks for the same step gets the same
+        object.
 
         Raises:
             RuntimeError: DeepSpeed shards the parameters (its ZeRO stages 1 and 2), or torch's Join
@@ -27,7 +28,9 @@ class Watched(Clipped):
         """
         self._refuse_if_foreign("watch_step()")
         self._refuse_in_join("watch_step()")
-        self._watch = StepNorms([spec.name for spec in self.layout.specs])
+        names = tuple(spec.name for spec in self.layout.specs)
+        if self._watch is None or self._watch.names != names:
+            self._watch = StepNorms(names)
         return self._watch
 
     @property

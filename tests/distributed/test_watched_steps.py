@@ -251,6 +251,15 @@ def test_monitor_counts_on_after_a_resume() -> None:
     assert [record.step for record in run_threads(2, monitored, 5, 101)[0]] == [105]
 
 
+def test_two_that_watch_one_step_get_its_norms() -> None:
+    optimizer = ShardedSGD([weight := nn.Parameter(torch.ones(3))], lr=0.1)
+    monitors = [StepMonitor(optimizer, every=every) for every in (2, 1)]
+    weight.grad = torch.ones(3)
+    for _ in range(4):
+        optimizer.step()
+    assert [[r.step for r in monitor.close()] for monitor in monitors] == [[2, 4], [1, 2, 3, 4]]
+
+
 def scaled() -> list[StepRecord]:
     """Three steps under a scaler, the second of which overflows."""
     weight = nn.Parameter(torch.ones(600))
