@@ -3,6 +3,7 @@
 #   [DEVICE=cpu] [NPROC=2] [REPORT=FILE] acceptance.sh [OPTION ...]
 # What it looks at and how its report fills README's table: launch/npu/README.md.
 set -euo pipefail
+unset CDPATH # with it cd prints where it goes
 cd "$(dirname "$0")/../.."
 report=${REPORT:-launch/gpu/results/$(date -u +%Y-%m-%d).json}
 exec python3 -m launch.acceptance --device "${DEVICE:-cuda}" \

@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # What the scripts beside this file share; they source it. Variables that are set already are kept.
 set -euo pipefail
+unset CDPATH # with it cd prints where it goes
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 cd "$repository"

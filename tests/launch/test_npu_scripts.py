@@ -66,6 +66,23 @@ def test_syntax(path: Path) -> None:
     assert os.access(path, os.X_OK) or path.name == "common.sh"
 
 
+@pytest.mark.parametrize("path", ["npu/acceptance.sh", "gpu/acceptance.sh", "npu/nodes.sh"])
+def test_a_shell_that_prints_where_it_goes(path: str) -> None:
+    """So does cd in a shell whose CDPATH is exported."""
+    result = subprocess.run(
+        ["bash", f"launch/{path}", *(["--markdown"] if "acceptance" in path else [])],
+        cwd=REPOSITORY,
+        env=environment(CDPATH="."),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    first = (result.stdout + result.stderr).splitlines()[0]
+    known = "| | Ascend NPU, HCCL |", "nodes.sh: error: name a recipe: bert-large"
+    assert first.startswith(known), first
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_one_node(recipe: str) -> None:
     """Every recipe fits, on eight NPUs, with MindSpeed-LLM's variables; nothing is started."""
