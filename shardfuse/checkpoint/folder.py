@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ logger = logging.getLogger("shardfuse")
 
 LATEST = "latest"
 
-_NO_STEP = (1 << 24) - 1
+_NO_STEP = (1 << 48) - 1
 
 
 class Checkpoints:
@@ -73,13 +74,17 @@ class Checkpoints:
 
         Args:
             state, info: as for shardfuse.checkpoint.save().
-            step: number of finished steps.
+            step: number of finished steps, or of samples or tokens.
             beside_training: return at once, as async_save() does. wait() and the next save wait for
                 it, so there are never two at once.
 
         Raises:
+            ValueError: ``step`` is no whole number, or is below 0.
             CheckpointError: on all ranks, if any cannot write.
         """
+        if not hasattr(step, "__index__") or not 0 <= step < _NO_STEP - 1:
+            raise ValueError(f"Invalid step: {step!r}. Must be a whole number >= 0.")
+        step = operator.index(step)  # of numpy's, too, which JSON does not take
         self.wait()
         noted = {**(info or {}), "step": step}
         ranks = Ranks(state, self._group, f"{self.folder} is not cleaned up")
@@ -203,7 +208,7 @@ class Checkpoints:
         if ranks.comm.rank == 0:
             self._finish_replacing()
         steps = told_steps(ranks, self.folder)
-        named = ranks.words(self._named() if ranks.comm.rank == 0 else 0)[0]
+        named = ranks.number_of_first(self._named() if ranks.comm.rank == 0 else 0)
         if not named or [named - 1] == steps[:1]:
             return steps, []
         is_step = named < _NO_STEP

@@ -58,6 +58,11 @@ class Ranks:
         """Return every rank's number, of 24 bits, by one all-reduce."""
         return everyones_words(self.comm, self.device, word)
 
+    def number_of_first(self, number: int) -> int:
+        """Return the first rank's number, of 48 bits, by two all-reduces."""
+        high, low = (self.words(half)[0] for half in divmod(number, 1 << 24))
+        return (high << 24) + low
+
     def agree(self, error: Exception | None, word: int = 1) -> list[int]:
         """Return every rank's word, by one all-reduce, or raise on all ranks if one has an error.
 

@@ -26,7 +26,7 @@ def told_steps(ranks: Ranks, folder: Path) -> list[int]:
     """Return steps_in() of the first rank, on all ranks. Collective."""
     mine = steps_in(folder) if ranks.comm.rank == 0 else []
     count = ranks.words(len(mine))[0]
-    return [ranks.words(mine[i] if mine else 0)[0] for i in range(count)]
+    return [ranks.number_of_first(mine[i] if mine else 0) for i in range(count)]
 
 
 def is_whole(ranks: Ranks, folder: Path) -> bool:

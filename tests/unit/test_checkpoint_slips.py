@@ -12,7 +12,7 @@ from shardfuse import ShardedAdam
 from shardfuse.checkpoint import CheckpointError, Checkpoints, PerRank, async_save, load, save
 from shardfuse.training import Job, StepMonitor
 from tests.support import checkpoints
-from tests.support.harness import STAYING, run_threads
+from tests.support.harness import STAYING, log_of_shardfuse, run_procs, run_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fewer than two dimensions.*:UserWarning")
 
@@ -106,3 +106,23 @@ def test_what_would_not_come_back_is_refused(tmp_path: Path) -> None:
             PerRank(value)
     with pytest.raises(ValueError, match="'random' is the Job's own"):
         Job(tmp_path, {"optimizer": optimizer, "random": 5}, save_every=1)
+
+
+def saved_at(folder: Path, steps: list[Any]) -> tuple[int | None, list[int], list[str]]:
+    """Return which of two checkpoints is loaded, which are there, and what is said."""
+    logged = log_of_shardfuse()
+    run, objects = Checkpoints(folder), checkpoints.Job(ShardedAdam).objects
+    for step in steps:
+        run.save(objects, step)
+    return run.load_latest(objects), run.steps(), logged
+
+
+def test_steps_may_count_samples_or_tokens(tmp_path: Path) -> None:
+    """They have more digits than fp32, and than int32; what is no number of steps is refused."""
+    first, second = (1 << 24) + 1, 5_000_000_001
+    for found in run_procs(2, saved_at, tmp_path / "run", [torch.tensor(first), second]):
+        assert found == (second, [second, first], [])
+    for step in (-1, 1.5, "3"):
+        with pytest.raises(ValueError, match="Invalid step"):
+            saved_at(tmp_path / "none", [step])
+    assert not (tmp_path / "none").exists()
