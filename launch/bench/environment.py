@@ -56,10 +56,9 @@ def commit() -> str:
             [*run, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
         )
         # Results are what a run writes: they do not make the code another one.
+        others = [f":!launch/{folder}/results" for folder in ("bench", "npu", "gpu")]
         changed = subprocess.run(
-            [*run, "status", "--porcelain", "--", ".", ":!launch/bench/results"],
-            capture_output=True,
-            text=True,
+            [*run, "status", "--porcelain", "--", ".", *others], capture_output=True, text=True
         )
     except OSError:
         return "unknown"

@@ -20,6 +20,7 @@ import launch.acceptance.__main__ as acceptance
 from launch.acceptance import rows
 from launch.acceptance.__main__ import main, read
 from launch.acceptance.ranks import QUICK, own_checks
+from launch.bench import environment
 from shardfuse.doctor import Finding
 from shardfuse.doctor.checks import CHECKS
 from tests.support import npu
@@ -205,6 +206,22 @@ def test_ranks_that_take_too_long_are_ended(tmp_path: Path) -> None:
     assert "had not come to its end" in report["rows"][0]["text"]
     assert set(verdicts[1:-1]) == {"not run"}
     assert living(str(tmp_path)) == []
+
+
+def test_a_report_makes_the_code_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one names the same commit, without the "+" of changed files."""
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], [*author, "commit", "-q", "--allow-empty", "-m", "one"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    before = environment.commit()
+    assert re.fullmatch(r"[0-9a-f]{7,}", before)
+    for folder in ("npu", "gpu", "bench"):
+        (tmp_path / "launch" / folder / "results").mkdir(parents=True)
+        (tmp_path / "launch" / folder / "results" / "2026-11-25.json").write_text("{}")
+    assert environment.commit() == before
+    (tmp_path / "launch" / "npu" / "a2.sh").write_text("")
+    assert environment.commit() == f"{before}+"
 
 
 def test_wrong_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
