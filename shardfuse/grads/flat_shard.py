@@ -120,11 +120,6 @@ class FlatShard:
         """Every bucket that was to leave has left."""
         self._partly.clear()
 
-    @property
-    def have_left(self) -> bool:
-        """Whether any gradients of this rank have left since clear()."""
-        return bool(self._had)
-
     def has_gradients(self, bucket: Bucket) -> bool:
         """Return whether any parameter in ``bucket`` has a gradient that has not left."""
         pieces = self._pieces[bucket.index]

@@ -83,10 +83,14 @@ class GradSync(GradShards):
             wire = self._wire.of(buffer.data.dtype)
             grads = FlatGrads(buffer, member.params, member.specs, member.fragments, wire)
             self._flats[member.flat.index] = grads
-            if self._comm.world_size > 1:
-                grads.on_arrival = weakref.WeakMethod(self._sends.arrived)
+            grads.on_arrival = weakref.WeakMethod(self._arrived)
             grads.watch()
         self._sends.add([self._flats[member.flat.index] for member in members])
+
+    def _arrived(self, grads: FlatGrads, position: int) -> None:
+        self.num_made += 1
+        if self._comm.world_size > 1:
+            self._sends.arrived(grads, position)
 
     def idle(self, bucket: Bucket, parts: Parts) -> set[int]:
         grads = self._flats[bucket.flat]

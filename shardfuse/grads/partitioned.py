@@ -51,8 +51,6 @@ class PartitionedGrads(GradShards):
             waits=waits,
         )
         self.under_backward.send = weakref.WeakMethod(self._send)
-        flats = self._flats
-        self.under_backward.have_left = lambda: any(s.have_left for s in flats.values())
 
     @property
     def nbytes(self) -> int:
@@ -77,6 +75,7 @@ class PartitionedGrads(GradShards):
                 shard.settle()
 
     def _arrived(self, shard: FlatShard, position: int) -> None:
+        self.num_made += 1
         self.phase = GradPhase.ACCUMULATING
         self._rounds.arrived(shard, position)
 

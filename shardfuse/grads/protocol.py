@@ -40,8 +40,6 @@ class UnderBackward:
     """Tells whether each step() begins by a message that others may await before they send."""
     send: weakref.WeakMethod[Callable[[bool], None]] | None = None
     """What end() calls; of who holds this."""
-    have_left: Callable[[], bool] = lambda: False
-    """Tells whether any have left p.grad, and wait to be used by step()."""
 
     @property
     def has_more(self) -> bool:
@@ -81,6 +79,8 @@ class GradShards(ABC):
         self.overflowed: dict[int, Tensor] = {}
         """By param, this rank's part of a gradient that unscale() found not to be finite."""
         self.under_backward = UnderBackward()
+        self.num_made = 0
+        """How many gradients autograd has made, in all."""
 
     def has(self, flat: Flat) -> bool:
         """Return whether ``flat`` is attached."""

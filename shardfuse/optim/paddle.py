@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -146,7 +147,7 @@ class Lamb(ShardedOptimizer):
         sharding: ShardConfig | Mapping[str, Any] | None = None,
     ) -> None:
         self._scheduler: LRScheduler | None = None
-        self._grads_seen: list[Any] | None = None
+        self._grads_seen: tuple[int, list[int | None]] = (0, [])
         self._fallback = {
             "beta1": beta1,
             "beta2": beta2,
@@ -214,7 +215,7 @@ class Lamb(ShardedOptimizer):
         if self._scheduler is not None:
             self._write_lr(self._scheduler_lr())
         result = super().step(closure)
-        self._grads_seen = self._grad_versions()
+        self._grads_seen = self._look()
         return result
 
     def minimize(
@@ -246,9 +247,9 @@ class Lamb(ShardedOptimizer):
                 "on them."
             )
         self._refuse_if_foreign("minimize()")
-        versions = self._grad_versions()
-        are_old = versions == self._grads_seen or not any(versions)
-        if are_old and not self._grads.under_backward.have_left():
+        (num_seen, seen), (num_made, now) = self._grads_seen, self._look()
+        are_set = any(at not in (None, before) for at, before in zip_longest(now, seen))
+        if num_made == num_seen and not are_set:
             loss.backward()  # type: ignore[no-untyped-call]
         self.step()
         params = [param for group in self.param_groups for param in group["params"]]
@@ -269,12 +270,12 @@ class Lamb(ShardedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, to None or to zero."""
         super().zero_grad(set_to_none)
-        self._grads_seen = self._grad_versions()
+        self._grads_seen = self._look()
 
-    def _grad_versions(self) -> list[tuple[int, int] | None]:
-        """Return what changes when backward() adds to a gradient; None for parameters without."""
+    def _look(self) -> tuple[int, list[int | None]]:
+        """Return how many gradients backwards have made, and the addresses of those there are."""
         grads = [param.grad for group in self.param_groups for param in group["params"]]
-        return [None if g is None else (g.data_ptr(), g._version) for g in grads]
+        return self._grads.num_made, [None if g is None else g.data_ptr() for g in grads]
 
     # The learning rate
 
@@ -282,8 +283,7 @@ class Lamb(ShardedOptimizer):
         """Return the present learning rate, before the factors of groups."""
         if self._scheduler is not None:
             return self._scheduler_lr()
-        groups = self.param_groups
-        return float(groups[0]["lr"] if groups else self.defaults["lr"])
+        return float((*self.param_groups, self.defaults)[0]["lr"])
 
     def set_lr(self, value: float) -> None:
         """Set the learning rate of the next steps. Local: call it on every rank.

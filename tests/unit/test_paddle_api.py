@@ -275,8 +275,8 @@ def test_paddle_scheduler() -> None:
     subprocess.run([sys.executable, "-c", PADDLE_SCHEDULER_SCRIPT], check=True, timeout=100)
 
 
-@pytest.mark.parametrize("set_to_zero", [True, False])
-def test_minimize(set_to_zero: bool) -> None:
+@pytest.mark.parametrize("clear", ["to zero", "to None", "model to zero", "model to None"])
+def test_minimize(clear: str) -> None:
     """It calls backward() where the caller has not, and never twice."""
     models = [linear() for _ in range(3)]
     optimizers = [build(model) for model in models]
@@ -290,8 +290,11 @@ def test_minimize(set_to_zero: bool) -> None:
         assert all(grad.abs().sum() > 0 for _, grad in pairs)
         loss_of(models[2]).backward()
         assert optimizers[2].step() is None
-        for optimizer in optimizers:
-            optimizer.clear_grad(set_to_zero)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            if clear.startswith("model"):
+                model.zero_grad(set_to_none=clear.endswith("None"))
+            else:
+                optimizer.clear_grad(clear.endswith("zero"))
     for model in models[:2]:
         assert torch.equal(model.weight, models[2].weight)
     with pytest.raises(NotImplementedError, match="requires_grad"):
