@@ -275,7 +275,8 @@ class Lamb(ShardedOptimizer):
     def _look(self) -> tuple[int, list[int | None]]:
         """Return how many gradients backwards have made, and the addresses of those there are."""
         grads = [param.grad for group in self.param_groups for param in group["params"]]
-        return self._grads.num_made, [None if g is None else g.data_ptr() for g in grads]
+        num_made = 0 if self._foreign is not None else self._grads.num_made
+        return num_made, [None if g is None else g.data_ptr() for g in grads]
 
     # The learning rate
 
@@ -381,8 +382,7 @@ def _checked_scheduler(scheduler: Any) -> LRScheduler:
 def _named(params: Sequence[Any], group: int) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, parameter), under the names that error messages use where none are given."""
     for position, item in enumerate(params):
-        pair = isinstance(item, tuple)
-        yield item if pair else (f"param_groups[{group}][{position}]", item)
+        yield item if isinstance(item, tuple) else (f"param_groups[{group}][{position}]", item)
 
 
 def _asked(function: Callable[[Tensor], bool], name: str, param: Tensor) -> bool:
