@@ -13,7 +13,7 @@ from typing import Any
 from shardfuse.checkpoint.asynchronous import AsyncSave, async_save
 from shardfuse.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from shardfuse.checkpoint.index import MANIFEST
-from shardfuse.checkpoint.ranks import Ranks, tried
+from shardfuse.checkpoint.ranks import Ranks, check_state, tried
 from shardfuse.checkpoint.saving import load, save
 from shardfuse.checkpoint.whole import NAME, is_whole, steps_in, told_steps
 from shardfuse.files import discard, write_whole
@@ -80,14 +80,18 @@ class Checkpoints:
 
         Raises:
             ValueError: ``step`` is no whole number, or is below 0.
+            PeerError: on all ranks, if they have different steps.
             CheckpointError: on all ranks, if any cannot write.
         """
-        if not hasattr(step, "__index__") or not 0 <= step < _NO_STEP - 1:
-            raise ValueError(f"Invalid step: {step!r}. Must be a whole number >= 0.")
-        step = operator.index(step)  # of numpy's, too, which JSON does not take
+        check_state(state)
         self.wait()
-        noted = {**(info or {}), "step": step}
+        step = operator.index(step) if hasattr(step, "__index__") else step  # numpy's, too
         ranks = Ranks(state, self._group, f"{self.folder} is not cleaned up")
+        with ranks.call("Checkpoints.save()", f"step = {step!r}"):
+            ranks.agree(None)  # a save beside training would find out late that steps differ
+            if not isinstance(step, int) or not 0 <= step < _NO_STEP - 1:
+                raise ValueError(f"Invalid step: {step!r}. Must be a whole number >= 0.")
+        noted = {**(info or {}), "step": step}
         name_latest = functools.partial(self._name_latest, step)
         if beside_training:
             saving = async_save(
@@ -175,6 +179,7 @@ class Checkpoints:
             DamagedCheckpoint: there are checkpoints, and none is whole.
             CheckpointError: the newest whole one does not fit ``state``.
         """
+        check_state(state)
         try:
             self.wait()
         except CheckpointError as error:  # on all ranks

@@ -96,13 +96,17 @@ def _as_checkpoint_error(error: Exception | None) -> Exception | None:
     return CheckpointError(f"{type(error).__name__}: {error}")
 
 
-_numbers: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
+_numbers: weakref.WeakKeyDictionary[Communicator, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
-def next_number(comm: Communicator) -> int:
-    """Return a number that is the same on all ranks: what was told stays in the group's store."""
-    _numbers[comm] = _numbers.get(comm, 0) + 1
-    return _numbers[comm]
+def next_number(comm: Communicator) -> str:
+    """Return a new number that is the same on all ranks: what was told stays in the group's store.
+
+    Ranks that have begun anew after an error count anew: some may have been further than others.
+    """
+    epoch, last = _numbers.get(comm, (0, 0))
+    _numbers[comm] = epoch, last = comm.epoch, last + 1 if epoch == comm.epoch else 1
+    return f"{epoch}.{last}"
 
 
 def tried(act: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from shardfuse import ShardedAdam
-from shardfuse.checkpoint import Checkpoints, load, saving, whole
+from shardfuse.checkpoint import Checkpoints, load, save, saving, whole
 from tests.support.checkpoints import Job
 from tests.support.harness import STAYING, run_procs
 
@@ -19,7 +19,8 @@ pytestmark = [
 ]
 
 WORDS = {
-    "saves": "checkpoint.save()",
+    "saves": "Checkpoints.save()",
+    "saves to a folder": "checkpoint.save()",
     "loads": "Checkpoints.load_latest()",
     "saves beside training": "checkpoint.async_save()",
     "waits": "checkpoint.wait()",
@@ -49,6 +50,8 @@ def act(case: str, path: Path, job: Job, checkpoints: Checkpoints, is_odd: bool)
         checkpoints.save(job.objects, 2)
     elif is_odd and case == "saves":
         checkpoints.save(job.objects, 2)
+    elif is_odd and case == "saves to a folder":
+        save(job.objects, path / "step-2")
     elif is_odd:
         checkpoints.load_latest(job.objects)
     job.train(1)

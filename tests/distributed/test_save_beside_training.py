@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from shardfuse import ShardedAdam, ShardedLamb
@@ -188,3 +189,25 @@ def test_a_rank_that_dies_in_its_writer(rank: str, tmp_path: Path) -> None:
     assert codes[int(rank)] == 9, ended
     assert codes[1 - int(rank)] == 1, ended
     assert Checkpoints(tmp_path / "saved").steps() == [1]
+
+
+def save_alone(folder: Path) -> tuple[str, list[int]]:
+    weight, checkpoints = torch.nn.Parameter(torch.ones(600)), Checkpoints(folder)
+    state = {"optimizer": ShardedAdam([("weight", weight)])}
+    (weight * 2).sum().backward()
+    if dist.get_rank() == 0:
+        STAYING.append(async_save(state, folder / "of-one"))
+    with pytest.raises(PeerError) as caught:
+        state["optimizer"].step()
+    state["optimizer"].step()
+    checkpoints.save(state, 1, beside_training=True)
+    checkpoints.wait()
+    return str(caught.value), checkpoints.steps()
+
+
+@pytest.mark.cpu_only("where waits do not block the host, ranks hear of it in a later call")
+def test_one_rank_alone_has_begun_a_save(tmp_path: Path) -> None:
+    """Both hear of it; the next save, which is of both, is not taken for the second and first."""
+    for text, steps in run_procs(2, save_alone, tmp_path, timeout=30):
+        assert "rank 0 is in checkpoint.async_save()" in text or "rank 1 is in step()" in text
+        assert steps == [1]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardfuse import ShardedAdam
 from shardfuse.checkpoint import CheckpointError, Checkpoints, PerRank, async_save, load, save
@@ -74,9 +75,12 @@ def test_arguments_of_another_kind(tmp_path: Path) -> None:
     """A model for a state, a folder for a state, an optimizer of torch for one of ours."""
     model = torch.nn.Linear(2, 2)
     words = r"state must be a dict, such as .*, got "
-    for call in (save, load):
+    of_a_run = Checkpoints(tmp_path)
+    calls: list[Any] = [save, load, lambda state, _: of_a_run.save(state, 1)]
+    for call in [*calls, lambda state, _: of_a_run.load_latest(state)]:
         with pytest.raises(TypeError, match=f"{words}Linear"):
             call(model, tmp_path)
+    for call in (save, load):
         with pytest.raises(TypeError, match=f"{words}str"):
             call("folder", {"model": model})
     with pytest.raises(TypeError, match=f"{words}Linear"):
@@ -126,3 +130,26 @@ def test_steps_may_count_samples_or_tokens(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="Invalid step"):
             saved_at(tmp_path / "none", [step])
     assert not (tmp_path / "none").exists()
+
+
+def save_as(folder: Path, wrong: Any, is_beside: bool) -> tuple[str, list[int], int | None]:
+    """Return what ranks hear of which the last saves as ``wrong``; then what a save of 4 leaves."""
+    step = 3 if dist.get_rank() == 0 else wrong
+    run, objects = Checkpoints(folder), checkpoints.Job(ShardedAdam).objects
+    run.save(objects, 2, beside_training=is_beside)
+    with pytest.raises(RuntimeError) as caught:
+        run.save(objects, step, beside_training=is_beside)
+    run.save(objects, 4, beside_training=is_beside)
+    run.wait()
+    return f"{caught.type.__name__}: {caught.value}", run.steps(), run.load_latest(objects)
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+@pytest.mark.parametrize("wrong", [-3, "3", 5])
+def test_one_rank_alone_saves_another_step(wrong: Any, is_beside: bool, tmp_path: Path) -> None:
+    """The others do not wait for it: all hear of it, and all go on."""
+    found = run_procs(2, save_as, tmp_path, wrong, is_beside)
+    for text, steps, loaded in found:
+        assert (steps, loaded) == ([4, 2], 4), text
+        assert text.startswith("PeerError")
+        assert f"rank 0 has step = 3; rank 1 has step = {wrong!r}. Set it alike" in text
