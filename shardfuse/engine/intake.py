@@ -24,7 +24,7 @@ def given(params: Any) -> list[Any]:
     """Return what an optimizer was given as ``params``, as a list.
 
     Raises:
-        TypeError: a module, a state dict or one tensor, in place of its parameters.
+        TypeError: a module, a state dict or one tensor, in place of its parameters; or a set.
         ValueError: there are none, or a group has none.
     """
     if isinstance(params, torch.nn.Module):
@@ -41,7 +41,7 @@ def given(params: Any) -> list[Any]:
             f"params is a {type(params).__name__}. Pass model.named_parameters(), or a list of "
             'dicts, one for each group: [{"params": ..., "lr": ...}].'
         )
-    members = list(params)
+    members = list(ordered({"params": params})["params"])
     if not members:
         raise ValueError(
             "optimizer got an empty parameter list. A generator such as model.parameters() can be "
@@ -51,6 +51,16 @@ def given(params: Any) -> list[Any]:
         if isinstance(group, Mapping) and "params" not in group:
             raise ValueError(f'Parameter group {index} has no "params", but {list(group)}.')
     return members
+
+
+def ordered(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a group dict; TypeError if its parameters are a set, which each rank orders anew."""
+    if isinstance(group, Mapping) and isinstance(group.get("params"), set | frozenset):
+        raise TypeError(
+            "optimizer parameters need to be organized in ordered collections, but are a set: each "
+            "rank would take others for the same. Pass model.named_parameters(), or a list."
+        )
+    return group
 
 
 def common_device(groups: Groups) -> torch.device:

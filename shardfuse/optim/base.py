@@ -165,7 +165,7 @@ class ShardedOptimizer(Watched):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, at any time. Collective, like the constructor. See torch.optim.Optimizer."""
         if not self._built:
-            super().add_param_group(self._read_group(param_group))
+            super().add_param_group(self._read_group(intake.ordered(param_group)))
             return
         self._refuse_if_foreign("add_param_group()")
         error: Exception | None = None
@@ -173,7 +173,7 @@ class ShardedOptimizer(Watched):
         with self.communicator.call("add_param_group()"):
             self._grads.under_backward.end()
             try:
-                super().add_param_group(self._read_group(param_group))
+                super().add_param_group(self._read_group(intake.ordered(param_group)))
             except Exception as failure:
                 error = failure
             try:

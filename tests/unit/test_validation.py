@@ -27,6 +27,7 @@ from shardfuse import (
     ShardedSGD,
 )
 from shardfuse.buffers import internal_format
+from shardfuse.optim import paddle
 from tests.support.upstream import CLASSES, NOT_IN_GROUPS
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
@@ -194,6 +195,24 @@ def test_what_else_is_taken_for_parameters(
     """A slip of the hand is told what to pass."""
     with pytest.raises(error, match=words):
         ShardedAdamW(given(nn.Linear(3, 2)), lr=0.1)
+
+
+@pytest.mark.parametrize("kind", [set, frozenset])
+def test_parameters_without_an_order(kind: type) -> None:
+    """Each rank would have another order, and no error where the shapes are the same."""
+    words = "ordered collections, but are a set: each rank would take others for the same"
+    pair = [torch.nn.Parameter(torch.ones(3, 2)) for _ in range(2)]
+    for build in (
+        lambda: ShardedAdamW(kind(pair), lr=0.1),
+        lambda: ShardedAdamW([{"params": kind(pair)}], lr=0.1),
+        lambda: ShardedAdamW(pair[:1], lr=0.1).add_param_group({"params": kind(pair[1:])}),
+        lambda: paddle.Lamb(parameters=[{"params": kind(pair)}]),
+        lambda: paddle.Lamb(parameters=kind(pair)),
+    ):
+        with pytest.raises(TypeError, match=words):
+            build()
+    with pytest.raises(TypeError, match="must be a dict"):
+        ShardedAdamW(pair[:1], lr=0.1).add_param_group(pair[1:])  # type: ignore[arg-type]
 
 
 def test_duplicate_names() -> None:
