@@ -376,8 +376,7 @@ def ready(choice: str | None = None) -> str:
 
 def register(terms: Terms | None = None) -> None:
     """Have dist.init_process_group("hccl") make contract groups; again: on other terms."""
-    zero_copy = os.environ.get(ZERO_COPY_VARIABLE, "0") != "0"
-    _terms[0] = terms or Terms(modifies_input=zero_copy)
+    _terms[0] = terms or Terms(modifies_input=os.environ.get(ZERO_COPY_VARIABLE, "0") != "0")
     if "HCCL" not in dist.Backend._plugins:
         defaults = dict(dist.Backend.default_device_backend_map)
         devices = list(_terms[0].devices)
@@ -397,6 +396,5 @@ _terms = [Terms()]
 
 
 def _create(options: Any, backend_options: Any) -> ContractGroup:
-    # torch 2.15 records collectives, and fails at a group that is no C++ backend's.
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")  # torch 2.15's recorder fails at our group
     return ContractGroup(options, _terms[0])
