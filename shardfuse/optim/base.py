@@ -369,6 +369,7 @@ class ShardedOptimizer(Watched):
     @property
     def last_overflow(self) -> Overflow | None:
         """(parameter name, rank) of the last skipped step, with ``report_overflow``; else None."""
+        self._refuse_if_foreign("last_overflow")
         return self._overflows.last
 
     def _begin(self, *lines: str) -> None:

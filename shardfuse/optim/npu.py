@@ -206,6 +206,7 @@ class _NpuFused(ShardedOptimizer):
             return self._step(closure) if scaler is None else self._scaled_step(closure, scaler)
 
     def _scaled_step(self, closure: Callable[[], Any] | None, scaler: Any) -> Any:
+        self._refuse_if_foreign("torch_npu's GradScaler")
         if closure is not None:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         self._refuse_in_join("step() under a gradient scaler")

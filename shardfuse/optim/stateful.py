@@ -254,7 +254,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: inside Join; or under DeepSpeed, whose engine saves.
         """
-        self._refuse_if_foreign("parts()")
+        self._refuse_if_foreign("shardfuse.checkpoint")
         self._refuse_in_join("parts()")
         self._can_be_saved = True
         return Parts(self._held(), self.load_sharded_state_dict)

@@ -188,15 +188,15 @@ class TorchLike(StatefulOptimizer, Joinable):
         None where none leave before step(). For ShardedGradScaler. Collective.
 
         Raises:
-            RuntimeError: they are scaled still, and were clipped; on all ranks.
+            RuntimeError: they are scaled still, and were clipped; on all ranks. Or DeepSpeed
+                shards, which has a loss scale of its own.
         """
-        if self._foreign is None and inverse is not None and self._clip_coefficient is not None:
+        self._refuse_if_foreign("ShardedGradScaler")
+        if inverse is not None and self._clip_coefficient is not None:
             raise RuntimeError(
                 "clip_grad_norm() measured gradients that are still scaled by the loss scale. Call "
                 "scaler.unscale_(optimizer) before it."
             )
-        if self._foreign is not None:
-            return None
         with self.communicator.call("unscaling by ShardedGradScaler"):
             if not self._are_partitioned:
                 self._grads.under_backward.end()

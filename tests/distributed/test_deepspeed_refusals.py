@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import time
 from collections.abc import Callable
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join
 
+from shardfuse import ShardedGradScaler, checkpoint, optim
+from shardfuse.optim import ShardedOptimizer, npu, paddle
+from shardfuse.training import StepMonitor
 from tests.support import deepspeed_runs as runs
 from tests.support.deepspeed_runs import Job
 from tests.support.harness import run_procs
@@ -22,41 +25,174 @@ pytestmark = pytest.mark.skipif(
 
 TIMEOUT = 200.0
 
-METHODS: dict[str, Callable[[Any], Any]] = {
-    "add_param_group()": lambda optimizer: optimizer.add_param_group({"params": []}),
-    "rebind()": lambda optimizer: optimizer.rebind(),
-    "memory_summary()": lambda optimizer: optimizer.memory_summary(),
-    "grad_norm()": lambda optimizer: optimizer.grad_norm(),
-    "clip_grad_norm()": lambda optimizer: optimizer.clip_grad_norm(1.0),
-    "consolidate_state_dict()": lambda optimizer: optimizer.consolidate_state_dict(),
-    "sharded_state_dict()": lambda optimizer: optimizer.sharded_state_dict(),
-    "load_sharded_state_dict()": lambda optimizer: optimizer.load_sharded_state_dict({}),
-    "torch.distributed.algorithms.Join": lambda optimizer: Join([optimizer]).__enter__(),
-    "clip_grad_norm_fused_()": lambda optimizer: optimizer.clip_grad_norm_fused_(1.0),
-    "get_combined_params()": lambda optimizer: optimizer.get_combined_params(),
-    "get_combined_grads()": lambda optimizer: optimizer.get_combined_grads(),
-    "torch_npu's GradScaler": lambda optimizer: optimizer.grads_all_group_combined,
+
+class Constant:
+    """A scheduler as Paddle's are."""
+
+    def __call__(self) -> float:
+        return 0.5
+
+    def step(self) -> None:
+        """Go on at the same rate."""
+
+
+# What is given to public methods that need something.
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "accumulates_while": (lambda: False,),
+    "add_param_group": ({"params": []},),
+    "clip_grad_norm": (1.0,),
+    "clip_grad_norm_fused_": (1.0,),
+    "load_sharded_state_dict": ({},),
+    "minimize": (torch.zeros((), requires_grad=True),),
+    "set_lr": (0.5,),
+    "set_lr_scheduler": (Constant(),),
+    "profile_hook_step": (print,),
+    "register_load_state_dict_post_hook": (print,),
+    "register_load_state_dict_pre_hook": (print,),
+    "register_state_dict_post_hook": (print,),
+    "register_state_dict_pre_hook": (print,),
+    "register_step_post_hook": (print,),
+    "register_step_pre_hook": (print,),
+}
+
+# What works over partitions, too. Anything else that is public must refuse, a new method as well.
+WORKS = {
+    "accumulates_while",
+    "clear_grad",
+    "clear_gradients",
+    "companions",
+    "get_lr",
+    "is_fused_optimizer",
+    "is_params_grads_combined",
+    "join_device",
+    "join_process_group",
+    "load_state_dict",
+    "no_sync",
+    "profile_hook_step",
+    "register_load_state_dict_post_hook",
+    "register_load_state_dict_pre_hook",
+    "register_state_dict_post_hook",
+    "register_state_dict_pre_hook",
+    "register_step_post_hook",
+    "register_step_pre_hook",
+    "saves_are_arranged",
+    "set_lr",
+    "set_lr_scheduler",
+    "set_state_dict",
+    "state",
+    "state_dict",
+    "synchronize",
+    "trust_ratios",
+    "zero_grad",
+}
+
+# What refuses under another name than that of the method itself, followed by "()".
+CALLED = {
+    "grads_all_group_combined": "torch_npu's GradScaler",
+    "join_hook": "torch.distributed.algorithms.Join",
+    "last_overflow": "last_overflow",
+    "parts": "shardfuse.checkpoint",
+}
+
+# What is done with an optimizer, not by a method of its own without further arguments.
+USES: dict[str, Callable[[Any], Any]] = {
+    "StepMonitor": StepMonitor,
+    "ShardedGradScaler": lambda optimizer: unscale(optimizer),
+    "shardfuse.checkpoint": lambda optimizer: checkpoint.save({"optimizer": optimizer}, "none"),
+}
+USES_OF_NPU: dict[str, Callable[[Any], Any]] = {
+    "torch_npu's GradScaler": lambda optimizer: optimizer.step(grad_scaler=object())
+}
+
+# Those that need rows of tensors are refused as a whole.
+CLASSES: dict[str, Callable[..., Any]] = {
+    f"{module.__name__}.{name}": cls
+    for module in (optim, npu, paddle)
+    for name, cls in vars(module).items()
+    if isinstance(cls, type)
+    and issubclass(cls, ShardedOptimizer)
+    and cls is not ShardedOptimizer
+    and not name.startswith("_")
+    and not issubclass(cls, optim.ShardedAdamP)
 }
 
 
-def call_methods(name: str) -> dict[str, str]:
-    """Return the message of every method of an optimizer at stage 1."""
-    engine, _ = runs.build(Job(name=name, stage=1))
+def unscale(optimizer: Any) -> None:
+    """Unscale gradients as a loop without DeepSpeed does."""
+    scaler = ShardedGradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(optimizer)
+
+
+def found_of(act: Callable[[], Any]) -> str:
+    """Return what calling it ends in."""
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def use(optimizer: Any, name: str) -> None:
+    """Read or call a public attribute as users do, with no more arguments than it needs."""
+    value = getattr(optimizer, name)
+    if name in ("load_state_dict", "set_state_dict"):
+        value(optimizer.state_dict())
+    elif callable(value) and not isinstance(value, type):
+        result = value(*ARGUMENTS.get(name, ()))
+        if hasattr(result, "__enter__"):
+            with result:
+                pass
+
+
+def uses_of(optimizer: Any) -> dict[str, Callable[[], Any]]:
+    """Return what is done with an optimizer, and with all that is public of it, by name."""
+    names = [name for name in dir(type(optimizer)) if name.islower() and name[0] != "_"]
+    uses = {**USES, **(USES_OF_NPU if isinstance(optimizer, npu._NpuFused) else {})}
+    return {
+        **{name: functools.partial(use, optimizer, name) for name in names},
+        **{f"{what} used": functools.partial(act, optimizer) for what, act in uses.items()},
+    }
+
+
+def use_all() -> dict[str, dict[str, str]]:
+    """Return, for every class at stage 1, what each public attribute and each use ends in."""
+    deepspeed = runs.start_deepspeed()
     found = {}
-    for what, method in METHODS.items():
-        try:
-            method(engine.basic_optimizer)
-        except (RuntimeError, AttributeError) as error:
-            found[what] = f"{type(error).__name__}: {error}"
+    for key, cls in CLASSES.items():
+        params = [*torch.nn.Linear(3, 2).named_parameters()]
+        model = torch.nn.ParameterDict(dict(params))
+        options = {"parameters": params} if cls is paddle.Lamb else {"params": params, "lr": 0.1}
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=cls(**options), config=Job(how="instance", stage=1).config()
+        )
+        uses = uses_of(engine.basic_optimizer)
+        found[key] = {name: found_of(act) for name, act in uses.items()}
     return found
 
 
-def test_methods_refuse_in_words() -> None:
-    """torch_npu's methods and our own say whose they are, and what to do, on every rank."""
-    for found in run_procs(runs.WORLD, call_methods, "NpuFusedLamb", timeout=TIMEOUT):
-        for what in METHODS:
-            expected = f"RuntimeError: {what} is not available while DeepSpeed shards (ZeRO"
-            assert found.get(what, "no error").startswith(expected), (what, found.get(what))
+def is_expected(name: str, text: str) -> bool:
+    """Return whether a public attribute, or a use, of one name may end in ``text``."""
+    if name in WORKS:
+        return text == "no error"
+    if name == "step":
+        return text.startswith("RuntimeError: ") and "leave the steps to the engine" in text
+    what = name.removesuffix(" used")
+    called = what if what != name else CALLED.get(name, f"{name}()")
+    return f"RuntimeError: {called} is not available while DeepSpeed shards (ZeRO" in text
+
+
+def test_every_public_method_works_or_refuses_in_words() -> None:
+    """All say whose they are, and what to do, on every rank; none looks for what is gone."""
+    for ends in run_procs(runs.WORLD, use_all, timeout=TIMEOUT):
+        assert ends.keys() == CLASSES.keys()
+        wrong = [
+            f"{key}: {name}: {text}"
+            for key, found in ends.items()
+            for name, text in found.items()
+            if not is_expected(name, text)
+        ]
+        assert not wrong, "\n".join(wrong)
 
 
 def fail_on_one_rank(job: Job) -> tuple[str, float]:
