@@ -7,10 +7,12 @@ The engine finds what it needs by name on the optimizer, or on itself, so that b
     _global_grad_norm               before clipping, of the last step
     checkpoint_event_*, state_dict  on all ranks; one writes what rank 0 returned
     load_state_dict                 on all ranks, with that dict
+    save_checkpoint, load_checkpoint    the engine's own; a checkpoint that fails ends, too
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Mapping
@@ -63,6 +65,8 @@ class EngineBridge:
         optimizer.register_step_post_hook(self._after_step)
         # The engine would clip p.grad, which is this rank's gradient and not the mean.
         engine.__dict__["clip_fp32_gradients"] = lambda: None
+        for name in ("save_checkpoint", "load_checkpoint"):
+            engine.__dict__[name] = functools.partial(self._in_full, name)
         scaler = engine.torch_autocast_z0_gradscaler
         if scaler is not None:
             # The plain scaler of each rank would see the overflows of that rank alone.
@@ -81,7 +85,6 @@ class EngineBridge:
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Clip as ``gradient_clipping`` says, by the norm of the mean gradient."""
         engine = self._engine()
-        self._in_checkpoint = False  # also where loading one failed half-way
         self._skips = False
         optimizer._global_grad_norm = None
         if engine is None:
@@ -106,6 +109,16 @@ class EngineBridge:
             optimizer._global_grad_norm = float("inf")
         if self._skips:
             del optimizer.found_inf
+
+    def _in_full(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the engine that begins a checkpoint, and end that, also if it fails."""
+        engine = self._engine()
+        assert engine is not None
+        try:
+            return getattr(type(engine), name)(engine, *args, **kwargs)
+        finally:
+            if self._in_checkpoint:
+                self._end_checkpoint()
 
     def _begin_checkpoint(self) -> None:
         self._in_checkpoint = True

@@ -39,6 +39,8 @@ ENGINE_METHODS = {
     "zenflow_config": "the zenflow block",
     "is_deepcompile_enabled": "the compile block",
     "zero_compute_grad_norm": "whether stages 1 and 2 take the norm of all gradients",
+    "save_checkpoint": "begins and ends a checkpoint at stage 0; the plug-in ends a failed one",
+    "load_checkpoint": "the same",
     "use_node_local_storage": "whether one rank of every node writes checkpoints",
     "load_universal_checkpoint": "whether checkpoints to load are universal ones",
 }

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.support import deepspeed_runs as runs
@@ -209,3 +210,27 @@ def test_steps_in_groups() -> None:
     for steps, error in run_procs(2, steps_that_lie_elsewhere, timeout=TIMEOUT):
         assert steps == [2, 2]
         assert "has no step" in error
+
+
+def state_after_a_failure(folder: str) -> str:
+    """Return what state_dict() on rank 0 alone says after a load that failed."""
+    engine, _ = runs.build(JOBS["ShardedSGD-0-fp32"])
+    runs.train(JOBS["ShardedSGD-0-fp32"], engine, 0, 1)
+    engine.save_checkpoint(folder, tag="sgd")
+    job = JOBS["ShardedLamb-0-fp32"]
+    engine, _ = runs.build(job)
+    runs.train(job, engine, 0, 1)
+    with pytest.raises(ValueError, match="Lamb has no momentum"):
+        engine.load_checkpoint(folder, tag="sgd")
+    if dist.get_rank() == 0:
+        try:
+            engine.optimizer.state_dict()
+        except RuntimeError as error:
+            return str(error)
+    return "no error"
+
+
+def test_after_a_load_that_failed(tmp_path: Path) -> None:
+    """state_dict() communicates only while the engine saves: rank 0 alone does not wait."""
+    found, _ = run_procs(2, state_after_a_failure, str(tmp_path), timeout=60.0)
+    assert found.startswith("The optimizer state is sharded and not consolidated"), found
