@@ -122,6 +122,8 @@ class Manifest:
     """Of each optimizer, by its key: its parameters in the order of their numbers."""
     layouts: dict[str, Any] = field(default_factory=dict)
     """Of each optimizer, by its key: Parts.geometry()."""
+    rules: dict[str, str] = field(default_factory=dict)
+    """Of each optimizer, by its key: Parts.rule. Not there in early ones."""
     kinds: dict[str, Kind] = field(default_factory=dict)
     """Of all parts."""
     counts: dict[str, int] = field(default_factory=dict)
@@ -163,6 +165,7 @@ class Manifest:
         held = cls(content["world_size"], files, content["info"], params)
         # Not there in the first ones of this format: then all parts are read.
         held.layouts = content.get("layouts", {})
+        held.rules = content.get("rules", {})
         held.counts = content.get("counts", {})
         held.kinds = _kinds(content.get("kinds", {}))
         return held

@@ -69,6 +69,7 @@ class Save:
         self._info = dict(info or {})
         self._params: dict[str, list[ParamNote]] = {}
         self._layouts: dict[str, Any] = {}
+        self._rules: dict[str, str] = {}
         self._planned, self._error = tried(lambda: self._plan(state, copies))
 
     def _plan(self, state: Mapping[str, Any], copies: Copies | None) -> PlannedPart:
@@ -81,6 +82,7 @@ class Save:
             for key, parts in held.parts.items()
         }
         self._layouts = {key: parts.geometry() for key, parts in held.parts.items()}
+        self._rules = {key: parts.rule for key, parts in held.parts.items()}
         self._unfinished.mkdir(parents=True, exist_ok=True)
         own = held.own_keys()
         return PlannedPart(self._unfinished, rank, held.to_write(), copies, own)
@@ -97,6 +99,7 @@ class Save:
     def publish(self, words: list[int], then: Callable[[], None]) -> Exception | None:
         """Make a checkpoint of all parts, by their words; return what goes wrong. Of one rank."""
         manifest = Manifest(len(words), [], self._info, self._params, self._layouts)
+        manifest.rules = self._rules
         error = tried(lambda: _publish(self._unfinished, self.target, words, manifest))[1]
         return tried(then)[1] if error is None else error
 
@@ -380,7 +383,7 @@ class _Loading:
             self._rest.read()
             self._held.fill_lacking(self._saved)
             self._last.read()
-            self._held.take(self._checked, self._filled)
+            self._held.take(self._checked, self._filled, self.manifest.rules)
 
     def take_values(self) -> dict[str, Any]:
         """Have all else take it over; return plain values. Local."""

@@ -266,11 +266,18 @@ class TrainingState:
         for key, parts in self.parts.items():
             parts.check(checked[key])
 
-    def take(self, checked: Mapping[str, Any], filled: Mapping[str, Any]) -> None:
-        """Have the optimizers take over what was read. Collective: parameters go to all ranks."""
+    def take(
+        self, checked: Mapping[str, Any], filled: Mapping[str, Any], rules: Mapping[str, str]
+    ) -> None:
+        """Have the optimizers take over what was read. Collective: parameters go to all ranks.
+
+        Args:
+            checked, filled: of to_check() and to_fill().
+            rules: by which each optimizer was updated that was saved, by its key.
+        """
         for key, parts in self.parts.items():
             parts.publish()
-            parts.take({**filled[key], **checked[key]})
+            parts.take({**filled[key], **checked[key]}, rules.get(key, ""))
 
     def take_values(self, checked: Mapping[str, Any]) -> dict[str, Any]:
         """Have all else take it over; return the values that have no method for that. Local.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from shardfuse.engine.param_wires import ERROR, MASTER, MASTER_DTYPE
 from shardfuse.engine.state_io import Held, arenas_of, fragment_tensors
 from shardfuse.fragments import FragmentTensor, Piece, flat_pieces, shaped_pieces
 from shardfuse.layout import Bucket, ParamSpec
+
+logger = logging.getLogger("shardfuse")
 
 
 class Master(NamedTuple):
@@ -59,6 +62,11 @@ class Parts:
     def specs(self) -> Sequence[ParamSpec]:
         """All parameters in the order of their numbers."""
         return self._held.layout.specs
+
+    @property
+    def rule(self) -> str:
+        """By which rule the states are updated."""
+        return self._held.rule.describe()
 
     def to_write(self) -> dict[str, Any]:
         """Return what this rank writes of the optimizer. Local."""
@@ -147,9 +155,20 @@ class Parts:
         """Raise ValueError if take() would, for what to_fill() has that is not a FragmentTensor."""
         sharded_io.check(self._held, state_dict)
 
-    def take(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what to_fill() returned, filled. Local."""
+    def take(self, state_dict: Mapping[str, Any], saved: str) -> None:
+        """Take over what to_fill() returned, filled. Local.
+
+        Warns on the first rank if it was ``saved`` by another rule; empty: that is unknown. States
+        of the same names and hyper-parameters mean the same, as those of Adam and AdamW.
+        """
         self._take(state_dict)
+        if saved not in ("", self.rule) and self.comm.rank == 0:
+            logger.warning(
+                "The loaded states are of %s, and go on under %s. Updates will differ from those "
+                "of the run that saved them.",
+                saved,
+                self.rule,
+            )
 
     def publish(self) -> None:
         """Bring every rank's part of the parameters to all. Collective: one gather a bucket."""

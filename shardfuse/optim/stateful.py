@@ -197,8 +197,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         Loads hyper-parameters, steps and this rank's part of the states, without casting them to
         the parameters' dtype. Also accepts dicts of the torch optimizer of the same name, and those
-        that torch.distributed.checkpoint.load() of the optimizer itself has filled. Re-allocated
-        parameters are moved back into the buffers first, as by rebind().
+        that torch.distributed.checkpoint.load() of the optimizer itself has filled. As torch's,
+        such a dict does not say which optimizer it is of, and moments of Adam's load into AdamW or
+        LAMB in silence; shardfuse.checkpoint.load() warns of that. Re-allocated parameters are
+        moved back into the buffers first, as by rebind().
 
         Hooks of register_load_state_dict_pre_hook() and _post_hook() are called as by torch.
 
