@@ -216,6 +216,8 @@ def merged_groups(groups: Groups, saved: Sequence[Mapping[str, Any]], rule: Upda
         }
         merged.append({**group, **options})
         rule.check(merged[-1])
+        if reason := rule.mismatch(other, merged[-1]):
+            raise ValueError(f"loaded state dict is of another optimizer: {reason}")
     return merged
 
 

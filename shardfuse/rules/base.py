@@ -84,7 +84,7 @@ class UpdateRule(ABC):
     """
 
     torch_keys: ClassVar[frozenset[str]] = frozenset()
-    """Those keys of [Note: torch's keys] that this rule honours."""
+    """Those keys of [Note: torch's keys], and of other rules, that this rule honours."""
 
     def check(self, group: Group) -> None:
         """Check the hyper-parameters of a group, given here, in a group dict or in a state dict.
@@ -99,6 +99,15 @@ class UpdateRule(ABC):
     @abstractmethod
     def check_values(self, group: Group) -> None:
         """Raise ValueError if a hyper-parameter of ``group`` is out of range or NaN."""
+
+    def mismatch(self, saved: Group, group: Group) -> str:
+        """Return why states mean something else here than where ``saved`` is from; else nothing.
+
+        Args:
+            saved: a group of a state dict, as it was saved.
+            group: the optimizer's own, as it will be.
+        """
+        return ""
 
     @abstractmethod
     def state_names(self, group: Group) -> tuple[str, ...]:
@@ -265,6 +274,9 @@ _CHANGES_MATH = (
     "nesterov",
 )
 
+_OF_PADDLE = {"lr_scale": 1.0, "l2": 0.0, "grad_clip": None}
+"""Keys that every group of Paddle's Lamb has, and where they have no effect."""
+
 
 def check_torch_keys(group: Group, honoured: frozenset[str], name: str) -> None:
     """Raise ValueError if ``group`` asks for what the optimizer ``name`` would silently leave out.
@@ -274,7 +286,7 @@ def check_torch_keys(group: Group, honoured: frozenset[str], name: str) -> None:
     ``foreach``, ``fused`` and ``capturable`` choose how torch computes the same, and mean nothing
     here. The rest select another formula: a rule honours such a key, or it is refused wherever it
     comes from, another optimizer's state dict included. Keys that torch does not know belong to
-    schedulers and to users, and are kept.
+    schedulers and to users, and are kept; but not all of those of Paddle's Lamb together.
     """
     if group.get("differentiable"):
         raise ValueError(
@@ -287,6 +299,14 @@ def check_torch_keys(group: Group, honoured: frozenset[str], name: str) -> None:
                 f"Invalid {key}={group[key]!r} in a parameter group: {name} has no {key} and would "
                 "ignore it. Remove the key, or use an optimizer that has it."
             )
+    if group.keys() >= _OF_PADDLE.keys() and not honoured >= _OF_PADDLE.keys():
+        for key, without_effect in _OF_PADDLE.items():
+            if group[key] != without_effect:
+                raise ValueError(
+                    f"Invalid {key}={group[key]!r} in a parameter group of Paddle's Lamb: {name} "
+                    "has no such key and would ignore it. Use shardfuse.optim.paddle.Lamb, or "
+                    "remove the key."
+                )
 
 
 def with_takes(beta1: float, beta2: float) -> tuple[float, float, float, float]:

@@ -22,6 +22,7 @@ class PaddleLambRule(LambRule):
     """
 
     counts_in_groups: ClassVar[bool] = False
+    torch_keys: ClassVar[frozenset[str]] = LambRule.torch_keys | {"lr_scale", "l2", "grad_clip"}
     _adapt_again: ClassVar[str] = (
         "Set lamb_weight_decay above 0, or always_adapt=True; or use ShardedAdam"
     )

@@ -48,6 +48,17 @@ class RMSpropRule(ElementwiseRule):
         check_at_least_zero(group, "momentum", "Invalid momentum value: {}")
         check_at_least_zero(group, "weight_decay", "Invalid weight_decay value: {}")
         check_at_least_zero(group, "alpha", "Invalid alpha value: {}")
+        effects = {
+            "lr_in_momentum": group["momentum"] > 0,
+            "decoupled_decay": group["weight_decay"] != 0,
+        }
+        for key, has_effect in effects.items():
+            if has_effect and group.get(key) and key not in self.torch_keys:
+                raise ValueError(
+                    f"Invalid {key}={group[key]!r} in a parameter group: RMSprop has no {key} and "
+                    "would ignore it. Use ShardedRMSpropTF; or load the model alone, and begin "
+                    "with new states."
+                )
 
     def state_names(self, group: Group) -> tuple[str, ...]:
         names = ["square_avg"]
@@ -97,6 +108,20 @@ class RMSpropTFRule(RMSpropRule):
 
     Source: torch_npu's NpuFusedRMSpropTF. Decoupled decay is p -= weight_decay * p, without lr.
     """
+
+    torch_keys: ClassVar[frozenset[str]] = RMSpropRule.torch_keys | {
+        "lr_in_momentum",
+        "decoupled_decay",
+    }
+
+    def mismatch(self, saved: Group, group: Group) -> str:
+        is_of_rmsprop = "lr_in_momentum" not in saved
+        if not is_of_rmsprop or not group["lr_in_momentum"] or not group["momentum"] > 0:
+            return ""
+        return (
+            "RMSprop's momentum has no lr in it. Build RMSpropTF with lr_in_momentum=False; or "
+            "load the model alone, and begin with new states."
+        )
 
     def initial(self, name: str) -> float:
         return 1.0 if name == "square_avg" else 0.0

@@ -39,6 +39,14 @@ class SGDRule(ElementwiseRule):
         if group["nesterov"] and (group["momentum"] <= 0 or not undamped):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 
+    def mismatch(self, saved: Group, group: Group) -> str:
+        if not {"alpha", "centered"} <= saved.keys() or not group["momentum"] > 0:
+            return ""
+        return (
+            "RMSprop's momentum is of steps, and SGD's of gradients. Load the model alone, and "
+            "begin with new states."
+        )
+
     def state_names(self, group: Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 

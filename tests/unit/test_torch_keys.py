@@ -18,6 +18,7 @@ from shardfuse import (
     ShardedBertAdam,
     ShardedLamb,
     ShardedRMSprop,
+    ShardedRMSpropTF,
     ShardedSGD,
 )
 from shardfuse.optim import npu, paddle
@@ -289,6 +290,81 @@ def test_unknown_keys_stay(cls: Any) -> None:
     again = cls(one_param(), lr=0.2)
     again.load_state_dict(optimizer.state_dict())
     assert {key: again.param_groups[0][key] for key in extra} == extra
+
+
+def paddles(params: list[Tensor]) -> Any:
+    return paddle.Lamb(parameters=[{"params": params, "weight_decay": 0.1}])
+
+
+@pytest.mark.parametrize(
+    ("saved", "present", "text"),
+    [
+        (paddles, ShardedLamb, "l2=0.1 .* of Paddle's Lamb"),
+        (paddles, ShardedAdam, "l2=0.1 .* of Paddle's Lamb"),
+        (
+            lambda p: ShardedRMSpropTF(p, momentum=0.9),
+            ShardedRMSprop,
+            "lr_in_momentum=True .* RMSprop has no",
+        ),
+        (
+            lambda p: ShardedRMSpropTF(p, weight_decay=0.1, decoupled_decay=True),
+            ShardedRMSprop,
+            "decoupled_decay=True .* RMSprop has no",
+        ),
+        (
+            lambda p: ShardedRMSprop(p, momentum=0.9),
+            ShardedRMSpropTF,
+            "RMSprop's momentum has no lr",
+        ),
+        (
+            lambda p: torch.optim.RMSprop(p, momentum=0.9),
+            ShardedRMSpropTF,
+            "RMSprop's momentum has no lr",
+        ),
+        (
+            lambda p: ShardedRMSprop(p, momentum=0.9),
+            lambda p: ShardedSGD(p, 0.1),
+            "RMSprop's momentum is of steps",
+        ),
+    ],
+)
+def test_other_optimizers_dicts_are_refused(saved: Any, present: Any, text: str) -> None:
+    """Where the states have the same names, and what made them would be ignored."""
+    params = one_param()
+    made = saved(params)
+    params[0].grad = torch.ones(3)
+    made.step()
+    optimizer = present(one_param())
+    with pytest.raises(ValueError, match=text):
+        optimizer.load_state_dict(made.state_dict())
+    assert not optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "present"),
+    [
+        (lambda p: paddle.Lamb(parameters=p), ShardedLamb),
+        (ShardedRMSpropTF, ShardedRMSprop),
+        (ShardedRMSprop, ShardedRMSpropTF),
+        (
+            lambda p: ShardedRMSprop(p, momentum=0.9),
+            lambda p: ShardedRMSpropTF(p, lr_in_momentum=False),
+        ),
+    ],
+)
+def test_other_optimizers_dicts_are_taken(saved: Any, present: Any) -> None:
+    """Where nothing that made the states would be ignored."""
+    params = one_param()
+    made = saved(params)
+    params[0].grad = torch.ones(3)
+    made.step()
+    optimizer = present(one_param())
+    optimizer.load_state_dict(made.state_dict())
+    states = made.state_dict()["state"][0]
+    assert all(
+        torch.equal(value, states[name]) if isinstance(value, Tensor) else value == states[name]
+        for name, value in optimizer.state_dict()["state"][0].items()
+    )
 
 
 def test_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
