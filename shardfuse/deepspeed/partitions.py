@@ -149,15 +149,17 @@ class Partitions:
         """Load what collect() gave on this rank. Local.
 
         Raises:
-            ValueError: a hyper-parameter out of range, or no step; nothing is loaded then.
+            ValueError: a hyper-parameter out of range, no step, or states of another partition's
+                size; nothing is loaded then.
         """
         optimizer = self._optimizer()
         assert optimizer is not None
         groups, rule = optimizer.param_groups, optimizer._rule
         merged = merged_groups(groups, state_dict["param_groups"], rule)
         entries = []
-        for own in state_dict["param_groups"]:
+        for group, own in zip(groups, state_dict["param_groups"], strict=True):
             entry = {**state_dict["state"].get(own["params"][0], {})}
+            _check_sizes(entry, group["params"][0])
             if entry and "step" not in entry and rule.counts_steps:
                 if "step" not in own:
                     raise ValueError("loaded state dict has no step, neither of states nor groups.")
@@ -180,6 +182,17 @@ class Partitions:
             f"{what} is not available while DeepSpeed shards (ZeRO stages 1 and 2). Ask the "
             'engine, or set "zero_optimization": {"stage": 0}.'
         )
+
+
+def _check_sizes(entry: Mapping[str, Any], flat: Tensor) -> None:
+    """Raise ValueError unless all states of ``entry`` have the shape of the partition ``flat``."""
+    for name, value in entry.items():
+        if isinstance(value, Tensor) and name != "step" and value.shape != flat.shape:
+            raise ValueError(
+                f"State {name} has shape {tuple(value.shape)}, this rank's partition has "
+                f"{tuple(flat.shape)}. Load what this rank has saved at the same number of ranks, "
+                "or a checkpoint through engine.load_checkpoint()."
+            )
 
 
 def bind(zero: Any, optimizer: ShardedOptimizer, own: Partitions) -> None:

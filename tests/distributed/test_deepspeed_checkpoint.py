@@ -212,6 +212,32 @@ def test_steps_in_groups() -> None:
         assert "has no step" in error
 
 
+def states_of_other_sizes() -> tuple[str, bool]:
+    """Return the error for states that are longer than the partition, and whether any changed."""
+    job = job_of("ShardedAdamW", 1, "fp32")
+    engine, _ = runs.build(job)
+    runs.train(job, engine, 0, 2)
+    optimizer = engine.basic_optimizer
+    before = [dict(state) for state in optimizer.state.values()]
+    saved = optimizer.state_dict()
+    last = list(saved["state"])[-1]
+    longer = {name: torch.cat([v, v]) for name, v in saved["state"][last].items() if name != "step"}
+    saved["state"][last] = {**saved["state"][last], **longer}
+    try:
+        optimizer.load_state_dict(saved)
+    except ValueError as error:
+        same = zip(before, optimizer.state.values(), strict=True)
+        return str(error), any(a[name] is not b[name] for a, b in same for name in a)
+    return "no error", False
+
+
+def test_states_of_other_sizes() -> None:
+    """As of one rank's checkpoint on two: each would go on with the first half of them."""
+    for error, is_changed in run_procs(2, states_of_other_sizes, timeout=TIMEOUT):
+        assert error.startswith("State exp_avg has shape"), error
+        assert not is_changed
+
+
 def state_after_a_failure(folder: str) -> str:
     """Return what state_dict() on rank 0 alone says after a load that failed."""
     engine, _ = runs.build(JOBS["ShardedSGD-0-fp32"])
