@@ -56,8 +56,8 @@ class Partitions:
         optimizer: has read its parameters, and gets ``self`` as its Foreign.
 
     Raises:
-        ValueError: it was stepped, is over partitions already, clips by itself, or has options of
-            what DeepSpeed sends.
+        ValueError: it was stepped, is over partitions already, is watched, clips by itself, or has
+            options of what DeepSpeed sends.
     """
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
@@ -78,6 +78,11 @@ class Partitions:
                 f'sharding={{"{sent[0]}": ...}} is for what shardfuse sends. At ZeRO stages 1 and '
                 '2 DeepSpeed sends: remove the option, and see "communication_data_type"; or set '
                 '"zero_optimization": {"stage": 0}.'
+            )
+        if optimizer._watch is not None:
+            raise ValueError(
+                "watch_step() was called for a step that DeepSpeed makes: at ZeRO stages 1 and 2 "
+                'it records nothing. Leave it out, or set "zero_optimization": {"stage": 0}.'
             )
         flats = optimizer._flats
         if any(state.step_of(slot.param) for state in flats for slot in state.flat.slots):

@@ -99,6 +99,7 @@ class StepMonitor:
         return list(self.take())
 
     def _before(self, *_: Any) -> None:
+        self._optimizer._refuse_if_foreign("StepMonitor")  # DeepSpeed may have taken over since
         self._step += 1
         # Again after a step that was skipped, or failed, on whatever rank.
         if self._watched is not None or self._step % self._every == 0:

@@ -195,6 +195,30 @@ def test_every_public_method_works_or_refuses_in_words() -> None:
         assert not wrong, "\n".join(wrong)
 
 
+def watch_before() -> list[str]:
+    """Return the errors where watch_step(), or a StepMonitor, came before DeepSpeed did."""
+    deepspeed, job = runs.start_deepspeed(), Job(how="instance", stage=1)
+
+    def begin(watch: Callable[[ShardedOptimizer], Any]) -> None:
+        model = runs.Weights(runs.ENTRIES)
+        optimizer = optim.ShardedSGD(model.parameters(), 0.1)
+        watch(optimizer)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=job.config())
+        runs.train(job, engine, 0, 1)
+
+    return [
+        found_of(lambda: begin(lambda optimizer: optimizer.watch_step())),
+        found_of(lambda: begin(lambda optimizer: StepMonitor(optimizer, every=50))),
+    ]
+
+
+def test_watched_before_deepspeed_takes_over() -> None:
+    """Refused at once: the step would record nothing, the monitor would say so 50 steps later."""
+    for watched, monitored in run_procs(runs.WORLD, watch_before, timeout=TIMEOUT):
+        assert watched.startswith("ValueError: watch_step() was called for a step"), watched
+        assert monitored.startswith("RuntimeError: StepMonitor is not available"), monitored
+
+
 def fail_on_one_rank(job: Job) -> tuple[str, float]:
     """Spoil a state on rank 1, and return the error of the next step and the seconds it took."""
     engine, _ = runs.build(job)
