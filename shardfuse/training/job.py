@@ -66,6 +66,7 @@ class Job:
     Raises:
         ValueError: ``save_every`` or ``keep`` is less than 1; or a key of ``state`` is "random",
             under which the random state is saved.
+        RuntimeError: DeepSpeed shards an optimizer of ``state``; its engine saves.
     """
 
     step: int
@@ -91,6 +92,9 @@ class Job:
             raise ValueError(f"The key {_RANDOM!r} is the Job's own, of random states. Rename it.")
         if not isinstance(save_every, int) or save_every < 1:
             raise ValueError(f"Invalid save_every: {save_every!r}. Must be a number of steps >= 1.")
+        for value in state.values():
+            if isinstance(value, StatefulOptimizer):
+                value._refuse_if_foreign("Job")  # and not at the first save, hours later
         self.step, self.is_stopped = 0, False
         self.checkpoints = Checkpoints(folder, keep=keep, process_group=process_group)
         self._state, self._save_every, self._beside_training = state, save_every, beside_training

@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardfuse import ShardedGradScaler, checkpoint, optim
+from shardfuse import ShardedGradScaler, checkpoint, optim, training
 from shardfuse.optim import ShardedOptimizer, npu, paddle
-from shardfuse.training import StepMonitor
 from tests.support import deepspeed_runs as runs
 from tests.support.deepspeed_runs import Job
 from tests.support.harness import run_procs
@@ -96,7 +95,8 @@ CALLED = {
 
 # What is done with an optimizer, not by a method of its own without further arguments.
 USES: dict[str, Callable[[Any], Any]] = {
-    "StepMonitor": StepMonitor,
+    "StepMonitor": training.StepMonitor,
+    "Job": lambda optimizer: training.Job("none", {"optimizer": optimizer}, save_every=9),
     "ShardedGradScaler": lambda optimizer: unscale(optimizer),
     "shardfuse.checkpoint": lambda optimizer: checkpoint.save({"optimizer": optimizer}, "none"),
 }
@@ -208,7 +208,7 @@ def watch_before() -> list[str]:
 
     return [
         found_of(lambda: begin(lambda optimizer: optimizer.watch_step())),
-        found_of(lambda: begin(lambda optimizer: StepMonitor(optimizer, every=50))),
+        found_of(lambda: begin(lambda optimizer: training.StepMonitor(optimizer, every=50))),
     ]
 
 
