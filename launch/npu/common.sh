@@ -45,20 +45,51 @@ take() { # [--dry-run] RECIPE [OPTION ...]: set dry_run, and options to those of
   options+=("$@")
 }
 
-start() { # COMMAND ...: look at it without an NPU; then run it, unless this is a dry run
+look() { # COMMAND ...: look at it without an NPU, and end there if this is a dry run
   if [ "$dry_run" != no ]; then
     exec python3 -m launch.npu.check -- "$@"
   fi
   python3 -m launch.npu.check --here -- "$@"
-  "$@" &
-  local child=$! code=0
-  trap 'kill -TERM "$child" 2>/dev/null || true' INT TERM USR1
-  wait "$child" || code=$?
-  while kill -0 "$child" 2>/dev/null; do # a signal has ended the wait, not the job
-    code=0
-    wait "$child" || code=$?
+}
+
+tell() { # PROGRAM PID: have the ranks that it has started save and stop
+  case "$1" in
+  srun) kill -USR1 "$2" ;; # srun sends it to its tasks; of a SIGTERM it kills them at once
+  torchrun) pkill -TERM -P "$2" || kill -TERM "$2" ;; # itself it would kill them 30 seconds later
+  *) kill -TERM "$2" ;;
+  esac 2>/dev/null || true
+}
+
+run() { # COMMAND ...: run it, and pass signals on; set code, and told to the last signal
+  local child before num_told=0
+  told=none
+  # Slurm may send SIGUSR1 to all processes of a task.
+  (
+    [ "$1" != torchrun ] || trap "" USR1
+    exec "$@"
+  ) &
+  child=$!
+  for before in INT TERM USR1; do
+    # shellcheck disable=SC2064 # of now
+    trap "told=$before num_told=\$((num_told + 1)); tell '$1' $child" "$before"
   done
+  while :; do
+    before=$num_told code=0
+    wait "$child" || code=$?
+    [ "$before" != "$num_told" ] || break # else a signal has ended the wait, not the job
+  done
+}
+
+finish() { # end with the exit code of what has run
   # A job that died holds HCCP for some seconds, in which the next one cannot start.
   [ "$code" -eq 0 ] || sleep "${HCCP_WAIT_S:-10}"
+  # Stopped is not done.
+  [ "$code" -ne 0 ] || [ "$told" = none ] || exit 143
   exit "$code"
+}
+
+start() { # COMMAND ...: look at it, run it, end
+  look "$@"
+  run "$@"
+  finish
 }

@@ -7,6 +7,8 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
 #SBATCH --requeue
+#SBATCH --open-mode=append
+# Two minutes before the time limit, which have to be enough for a step and a save:
 #SBATCH --signal=B:USR1@120
 # sbatch runs a copy of this file from a folder of its own.
 here=${SLURM_SUBMIT_DIR:+$SLURM_SUBMIT_DIR/launch/npu}
@@ -17,13 +19,21 @@ take "$@"
 nodes=${SLURM_NNODES:-${NNODES:-1}}
 job=${SLURM_JOB_ID:-0}
 if [ -n "${SLURM_JOB_NODELIST:-}" ]; then
-  MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+  hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  MASTER_ADDR=${hosts%%$'\n'*}
 elif [ "$dry_run" = no ]; then
   refuse "this is no Slurm job: start it by sbatch, or look at it by --dry-run"
 fi
-launcher=(srun --kill-on-bad-exit=1 torchrun --nnodes "$nodes" --nproc-per-node "${NPROC:-8}")
+launcher=(srun --kill-on-bad-exit=1 "$repository/launch/npu/task.sh")
+launcher+=(torchrun --nnodes "$nodes" --nproc-per-node "${NPROC:-8}")
 launcher+=(--rdzv-id "$job" --rdzv-backend c10d)
 launcher+=(--rdzv-endpoint "${MASTER_ADDR:-localhost}:${MASTER_PORT:-29500}")
 # A job that is requeued goes on from its newest checkpoint.
-start "${launcher[@]}" launch/bert/pretrain.py \
-  --run-dir "${RUN_DIR:-runs/slurm-$job}" --resume auto "${options[@]}"
+launcher+=(launch/bert/pretrain.py --run-dir "${RUN_DIR:-runs/slurm-$job}" --resume auto)
+look "${launcher[@]}" "${options[@]}"
+run "${launcher[@]}" "${options[@]}"
+if [ "$told" = USR1 ] && [ "$code" -eq 0 ]; then # all is saved; the time limit is near
+  scontrol requeue "$job"
+  exit 0
+fi
+finish
