@@ -4,7 +4,8 @@
 # What it looks at and how its report fills README's table: launch/npu/README.md.
 set -euo pipefail
 unset CDPATH # with it cd prints where it goes
-cd "$(dirname "$0")/../.."
-report=${REPORT:-launch/gpu/results/$(date -u +%Y-%m-%d).json}
+repository=$(cd "$(dirname "$0")/../.." && pwd)
+export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}"
+report=${REPORT:-$repository/launch/gpu/results/$(date -u +%Y-%m-%d).json}
 exec python3 -m launch.acceptance --device "${DEVICE:-cuda}" \
   ${NPROC:+--nproc-per-node "$NPROC"} --report "$report" "$@"

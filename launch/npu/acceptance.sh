@@ -3,6 +3,6 @@
 #   [DEVICE=cpu] [NPROC=2] [REPORT=FILE] acceptance.sh [OPTION ...]
 # shellcheck source=common.sh
 . "$(dirname "$0")/common.sh"
-report=${REPORT:-launch/npu/results/$(date -u +%Y-%m-%d).json}
+report=${REPORT:-$repository/launch/npu/results/$(date -u +%Y-%m-%d).json}
 exec python3 -m launch.acceptance --device "${DEVICE:-npu}" \
   ${NPROC:+--nproc-per-node "$NPROC"} --report "$report" "$@"

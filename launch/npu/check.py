@@ -74,7 +74,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
             print(f"  {name}={environment[name]}")
     try:
         job = look(command, environment)
-        if is_here and SCRIPT in command:
+        if is_here:
             _check_npus(command)
         print(memory(job, _npu_gb(environment)), flush=True)
     except UsageError as error:
@@ -202,7 +202,10 @@ def _npu_gb(environment: Mapping[str, str]) -> float:
 
 def _check_npus(command: Sequence[str]) -> None:
     """launch/bert falls back to the CPU, where a recipe for NPUs would take all memory and time."""
-    is_cpu = parse_config(command[command.index(SCRIPT) + 1 :]).device == "cpu"
+    start = next((i for i, word in enumerate(command) if word.endswith(SCRIPT)), None)
+    if start is None:
+        return
+    is_cpu = parse_config(command[start + 1 :]).device == "cpu"
     if not is_cpu and not _num_npus():
         raise UsageError(
             "this node has no NPU (/dev/davinci*). --dry-run as the first option looks at the "

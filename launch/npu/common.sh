@@ -3,8 +3,8 @@
 set -euo pipefail
 unset CDPATH # with it cd prints where it goes
 
+# Paths that a user gives are from where the user is.
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-cd "$repository"
 
 export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-3600}"
 export TASK_QUEUE_ENABLE="${TASK_QUEUE_ENABLE:-2}"
@@ -25,11 +25,11 @@ take() { # [--dry-run] RECIPE [OPTION ...]: set dry_run, and options to those of
     shift
   fi
   local names file line
-  names=$(cd launch/npu/recipes && ls ./*.args)
+  names=$(cd "$repository/launch/npu/recipes" && ls ./*.args)
   names=${names//.\//}
   names=${names//.args/}
   [ $# -gt 0 ] || refuse "name a recipe: ${names//$'\n'/, }"
-  file="launch/npu/recipes/$1.args"
+  file="$repository/launch/npu/recipes/$1.args"
   [ -f "$file" ] || refuse "no recipe is called $1; there are ${names//$'\n'/, }"
   shift
   options=()
@@ -47,9 +47,9 @@ take() { # [--dry-run] RECIPE [OPTION ...]: set dry_run, and options to those of
 
 look() { # COMMAND ...: look at it without an NPU, and end there if this is a dry run
   if [ "$dry_run" != no ]; then
-    exec python3 -m launch.npu.check -- "$@"
+    exec python3 "$repository/launch/npu/check.py" -- "$@"
   fi
-  python3 -m launch.npu.check --here -- "$@"
+  python3 "$repository/launch/npu/check.py" --here -- "$@"
 }
 
 tell() { # PROGRAM PID: have the ranks that it has started save and stop

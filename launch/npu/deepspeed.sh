@@ -27,9 +27,9 @@ if [ "$dry_run" = no ]; then
     done
   )
   export DS_ENV_FILE="$repository/runs/deepspeed-env"
-  mkdir -p runs
+  mkdir -p "$repository/runs"
   echo "$passed" >"$DS_ENV_FILE"
 fi
 launcher=(deepspeed --hostfile "$HOSTFILE" --no_local_rank --master_port "${MASTER_PORT:-29500}")
 [ -z "${MASTER_ADDR:-}" ] || launcher+=(--master_addr "$MASTER_ADDR")
-start "${launcher[@]}" launch/deepspeed/train_bert.py --deepspeed-config "$config" "$@"
+start "${launcher[@]}" "$repository/launch/deepspeed/train_bert.py" --deepspeed-config "$config" "$@"

@@ -14,4 +14,4 @@ else
   launcher+=(--nnodes "$NNODES" --node-rank "$NODE_RANK")
   launcher+=(--master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
-start "${launcher[@]}" launch/bert/pretrain.py "${options[@]}"
+start "${launcher[@]}" "$repository/launch/bert/pretrain.py" "${options[@]}"

@@ -29,7 +29,7 @@ launcher+=(torchrun --nnodes "$nodes" --nproc-per-node "${NPROC:-8}")
 launcher+=(--rdzv-id "$job" --rdzv-backend c10d)
 launcher+=(--rdzv-endpoint "${MASTER_ADDR:-localhost}:${MASTER_PORT:-29500}")
 # A job that is requeued goes on from its newest checkpoint.
-launcher+=(launch/bert/pretrain.py --run-dir "${RUN_DIR:-runs/slurm-$job}" --resume auto)
+launcher+=("$repository/launch/bert/pretrain.py" --run-dir "${RUN_DIR:-runs/slurm-$job}" --resume auto)
 look "${launcher[@]}" "${options[@]}"
 run "${launcher[@]}" "${options[@]}"
 if [ "$told" = USR1 ] && [ "$code" -eq 0 ]; then # all is saved; the time limit is near

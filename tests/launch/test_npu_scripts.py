@@ -32,9 +32,12 @@ def environment(**variables: str) -> dict[str, str]:
     return os.environ | own | variables
 
 
-def script(name: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def script(
+    name: str, *options: str, cwd: Path = REPOSITORY, **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", str(FOLDER / name), *options],
+        cwd=cwd,
         env=environment(**variables),
         capture_output=True,
         text=True,
@@ -55,7 +58,7 @@ def check_torchrun(command: list[str], world_size: int) -> None:
     from pretraining.config import check_options
 
     parsed = get_args_parser().parse_args(command[1:])
-    assert parsed.training_script == "launch/bert/pretrain.py"
+    assert parsed.training_script == str(REPOSITORY / "launch" / "bert" / "pretrain.py")
     assert int(parsed.nnodes.removeprefix("1:")) * int(parsed.nproc_per_node) == world_size
     check_options(parsed.training_script_args, world_size)
 
@@ -181,7 +184,7 @@ def test_deepspeed(tmp_path: Path) -> None:
     from deepspeed.launcher.runner import fetch_hostfile, parse_args
 
     parsed = parse_args(command[1:])
-    assert parsed.user_script == "launch/deepspeed/train_bert.py"
+    assert parsed.user_script == str(REPOSITORY / "launch" / "deepspeed" / "train_bert.py")
     assert parsed.no_local_rank  # train_bert.py knows no --local_rank
     assert sum(fetch_hostfile(parsed.hostfile).values()) == 16
     assert "a rank of 16" in result.stdout
@@ -326,6 +329,23 @@ def test_it_runs(text_file: Path, tmp_path: Path) -> None:
     assert "--run-dir" in again.stderr
 
 
+def test_paths_are_from_where_the_user_is(tmp_path: Path) -> None:
+    """Texts, configurations and hosts; and other code there may be called launch."""
+    (tmp_path / "launch.py").write_text("raise RuntimeError")
+    (tmp_path / "mine.txt").write_text("One line of text.\n")
+    (tmp_path / "below").mkdir()
+    command_of(script("a2.sh", "--dry-run", RECIPES[0], cwd=tmp_path, CORPUS="mine.txt"))
+    if importlib.util.find_spec("deepspeed") is not None:
+        (tmp_path / "mine.json").write_text((REPOSITORY / CONFIG).read_text())
+        hosts = Path(hostfile(tmp_path)).name
+        command_of(script("deepspeed.sh", "--dry-run", "mine.json", cwd=tmp_path, HOSTFILE=hosts))
+    for kind in ("npu", "gpu"):
+        name, report = f"../{kind}/acceptance.sh", "mine.txt/report.json"
+        result = script(name, cwd=tmp_path / "below", DEVICE="cpu", REPORT=f"../{report}")
+        assert result.returncode == 2
+        assert f"--report ../{report}: File exists (../mine.txt)" in result.stderr
+
+
 def test_a_signal_reaches_the_ranks(text_file: Path, tmp_path: Path) -> None:
     """SIGTERM to the script alone: the ranks save and stop, and the script waits for them."""
     options = tiny(text_file, tmp_path, "--steps", "100000")
@@ -333,7 +353,7 @@ def test_a_signal_reaches_the_ranks(text_file: Path, tmp_path: Path) -> None:
         ["bash", str(FOLDER / "nodes.sh"), *options],
         env=environment(NPROC="2"),
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
         text=True,
     )
     metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 60
@@ -344,4 +364,5 @@ def test_a_signal_reaches_the_ranks(text_file: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert "stopped and saved after step" in output
-    assert process.returncode != 0
+    assert "closing signal" not in output  # by torchrun, after which it waits for 30 seconds only
+    assert process.returncode == 143
