@@ -11,9 +11,14 @@
 # Two minutes before the time limit, which have to be enough for a step and a save:
 #SBATCH --signal=B:USR1@120
 # sbatch runs a copy of this file from a folder of its own.
-here=${SLURM_SUBMIT_DIR:+$SLURM_SUBMIT_DIR/launch/npu}
+here=$(dirname "$0")
+[ -f "$here/common.sh" ] || here=${SLURM_SUBMIT_DIR:-.}/launch/npu
+if [ ! -f "$here/common.sh" ]; then
+  echo "slurm.sh: error: $here has no scripts: call sbatch from the repository's root" >&2
+  exit 2
+fi
 # shellcheck source=common.sh
-. "${here:-$(dirname "$0")}/common.sh"
+. "$here/common.sh"
 take "$@"
 
 nodes=${SLURM_NNODES:-${NNODES:-1}}

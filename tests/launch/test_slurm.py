@@ -98,6 +98,27 @@ def signalled(process: subprocess.Popen[str], metrics: Path, number: int) -> str
     return output
 
 
+def test_submitted_from_another_folder(tmp_path: Path) -> None:
+    """One line says what to do; a script that is started where it lies needs no such folder."""
+    copy = tmp_path / "slurm_script"
+    copy.write_text((FOLDER / "slurm.sh").read_text())
+    for script, words in (
+        (copy, "call sbatch from the repository's root"),
+        (FOLDER / "slurm.sh", "name a recipe"),
+    ):
+        result = subprocess.run(
+            ["bash", str(script)],
+            env=environment(SLURM_SUBMIT_DIR=str(tmp_path)),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert result.returncode == 2
+        assert len(result.stderr.splitlines()) == 1
+        assert words in result.stderr
+
+
 @pytest.mark.parametrize("forward", [TO_THE_TASK, TO_ALL], ids=["to the task", "to all"])
 def test_a_job_at_its_time_limit_is_saved_and_requeued(
     text_file: Path, tmp_path: Path, forward: str
