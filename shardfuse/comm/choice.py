@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from typing import Any, TypeGuard
@@ -10,6 +11,7 @@ import torch
 
 from shardfuse.comm.base import Communicator, SingleRank
 from shardfuse.comm.gloo.pairwise import PairwiseCommunicator
+from shardfuse.comm.launched import launched_apart
 from shardfuse.comm.mesh import MeshCommunicator
 from shardfuse.comm.process_group import (
     ProcessGroupCommunicator,
@@ -148,12 +150,16 @@ def _check_order(mesh: Any, shard: str | int) -> None:
 def _check_launched_alone() -> None:
     """Raise where a launcher says that this process is one of several, which would train apart.
 
-    A worker of a DataLoader inherits the launcher's environment, and is no rank.
+    Of srun and mpirun, which start also what is to be apart, there is a warning. A worker of a
+    DataLoader inherits the launcher's environment, and is no rank.
     """
+    if torch.utils.data.get_worker_info() is not None:
+        return
+    apart = launched_apart()
+    if apart is not None:
+        _warn_of(apart)
     launched = os.environ.get("WORLD_SIZE", "")
     if not launched.isdigit() or int(launched) < 2:
-        return
-    if torch.utils.data.get_worker_info() is not None:
         return
     raise RuntimeError(
         f"WORLD_SIZE is {launched}, but torch.distributed is not initialised: every rank would "
@@ -161,4 +167,14 @@ def _check_launched_alone() -> None:
         "deepspeed.init_distributed(), under Accelerate Accelerator()). To let this process train "
         'by itself, pass process_group="alone", to an optimizer '
         'sharding={"process_group": "alone"}.'
+    )
+
+
+@functools.cache  # once
+def _warn_of(apart: str) -> None:
+    logger.warning(
+        "%s: each trains by itself. To train together, have it start torchrun, once a host, and "
+        'call init_process_group(). If they are to be apart, pass process_group="alone", to an '
+        'optimizer sharding={"process_group": "alone"}.',
+        apart,
     )

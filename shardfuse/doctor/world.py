@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from shardfuse.comm.launched import launched_apart
 from shardfuse.doctor.findings import Finding, merged
 from shardfuse.training.attempts import fresh_part
 from shardfuse.training.device import set_device
@@ -83,6 +84,10 @@ class World:
             told = [f"{n}={os.environ.get(n)}" for n in ("RANK", "WORLD_SIZE")]
             remedy = "Start this by torchrun, or set both, with RANK from 0 to WORLD_SIZE - 1."
             return Finding("ranks", "failed", f"no rank: {', '.join(told)}", remedy)
+        apart = launched_apart()
+        if apart is not None:
+            remedy = "Have it start torchrun, once a host, and torchrun this command."
+            return Finding("ranks", "warning", f"{apart}: each is alone", remedy)
         if self.world_size == 1:
             return Finding("ranks", "ok", f"one, on {socket.gethostname()}, {self.device}")
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

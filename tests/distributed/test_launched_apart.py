@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shardfuse import ShardedGradScaler, ShardedLamb, ShardedSGD, compare_lamb_variants
+from shardfuse.comm import choice
 from shardfuse.optim.npu import NpuFusedAdam
 from shardfuse.optim.paddle import Lamb
 
@@ -126,6 +127,31 @@ def test_no_other_ranks(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     """One rank, or a variable that is not the launcher's: nothing to say."""
     monkeypatch.setenv("WORLD_SIZE", value)
     assert BUILDS["sgd"]().communicator.world_size == 1
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_tasks_without_torchrun(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """srun python train.py: one warning, unless they are to be apart, or there is one task."""
+    choice._warn_of.cache_clear()
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("SLURM_NTASKS", "8")  # the batch script has it, too
+    for value in ("1", "", "many"):
+        monkeypatch.setenv(name, value)
+        BUILDS["sgd"]()
+    monkeypatch.setenv(name, "2")
+    BUILDS["sgd"](sharding={"process_group": "alone"})
+    monkeypatch.setenv("WORLD_SIZE", "1")  # torchrun with one rank
+    BUILDS["sgd"]()
+    assert not caplog.records
+    monkeypatch.delenv("WORLD_SIZE")
+    for _ in range(2):
+        assert BUILDS["sgd"]().communicator.world_size == 1
+    assert len(caplog.records) == 1
+    assert f"2 processes ({name})" in caplog.text
+    assert "torchrun" in caplog.text
 
 
 def test_comparing_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:

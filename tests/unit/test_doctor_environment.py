@@ -122,3 +122,14 @@ def test_no_rank_of_so_many(rank: str, size: str, monkeypatch: pytest.MonkeyPatc
     assert found.verdict == "failed"
     assert not world.has_met
     assert f"RANK={rank}, WORLD_SIZE={size}" in found.text
+
+
+def test_tasks_that_torchrun_has_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun python -m shardfuse doctor: each looks at itself alone, which is said."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    found = World(1.0, "cpu").meet()
+    assert found.verdict == "warning"
+    assert "srun has started 2 processes" in found.text
+    assert "torchrun" in found.remedy

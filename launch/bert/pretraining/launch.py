@@ -35,6 +35,7 @@ class Launch:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Launch:
         if "RANK" not in environ and "WORLD_SIZE" not in environ:
+            _check_not_apart(environ)
             return cls(rank=0, local_rank=0, world_size=1, is_distributed=False)
         try:
             rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
@@ -44,6 +45,21 @@ class Launch:
                 "RANK and WORLD_SIZE must both be set to integers, or neither; start with torchrun"
             ) from error
         return cls(rank, local_rank, world_size, is_distributed=True)
+
+
+def _check_not_apart(environ: Mapping[str, str]) -> None:
+    """Raise UsageError in one of several processes that know of no other.
+
+    As shardfuse.comm.launched, which is not to be had without torch.
+    """
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        number = environ.get(name, "")
+        if number.isdecimal() and int(number) > 1:
+            raise UsageError(
+                f"{name}={number}: there are {number} of this process, and each would train by "
+                "itself. Have srun or mpirun start torchrun, once a host (launch/npu/slurm.sh does "
+                f"so); if they are to be apart, unset {name}"
+            )
 
 
 def refuse(error: UsageError, launch: Launch | None, program: str = "pretrain.py") -> int:
