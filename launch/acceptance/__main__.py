@@ -25,6 +25,7 @@ from launch.acceptance import bert, rows
 from launch.acceptance.processes import ROOT, tail, torchrun
 from launch.bench.environment import commit
 from shardfuse.doctor import Finding
+from shardfuse.doctor.command import seconds
 from shardfuse.files import describe
 
 LAUNCH = ROOT / "launch"
@@ -61,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         "--report", type=Path, default=Path("runs/acceptance.json"), help="%(default)s"
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, to try the program")
-    parser.add_argument("--limit-s", type=float, default=540.0, help="in all (%(default)s)")
+    parser.add_argument("--limit-s", type=seconds, default=540.0, help="in all (%(default)s)")
     parser.add_argument(
         "--markdown",
         nargs="*",

@@ -19,13 +19,27 @@ from shardfuse.doctor.findings import Finding, Verdict
 from shardfuse.doctor.versions import check_versions
 from shardfuse.doctor.world import CONNECT_REMEDY, World
 
+_MOST_S = 1e8
+"""Three years; what waits cannot count very far."""
+
+
+def seconds(text: str) -> float:
+    """Return an option's value, for argparse."""
+    value = float(text)
+    if not 0 < value <= _MOST_S:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return value
+
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument("--json", action="store_true", help="print JSON, for scripts")
     command.add_argument("--backend", help="of the process group; that of the device, if left out")
     command.add_argument(
-        "--limit-s", type=float, default=60.0, help="seconds for each thing (default: %(default)s)"
+        "--limit-s",
+        type=seconds,
+        default=60.0,
+        help="seconds for each thing (default: %(default)s)",
     )
     command.add_argument("--device", choices=["cpu"], help="even where there is an accelerator")
     command.add_argument(

@@ -131,6 +131,8 @@ def _times(arguments: argparse.Namespace, budget: Budget, numel: int) -> Times |
             names = f"--{one} and --{other}".replace("_", "-")
             raise ValueError(f"Give {names} together: times are computed from both.")
     if arguments.tokens is not None:
+        if forward_ms is not None:
+            raise ValueError("Give --tokens and --tflops, or --forward-ms and --backward-ms.")
         if not arguments.tflops > 0:
             raise ValueError(f"Invalid --tflops: {arguments.tflops}. Must be > 0.")
         # Two for each weight and token forward, four backward (arXiv 2001.08361, section 2.1).

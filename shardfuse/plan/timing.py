@@ -34,8 +34,8 @@ class Speeds:
         for name in ("link", "memory"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"Invalid {name}: {getattr(self, name)}. Must be > 0 bytes/s.")
-        if not self.latency_s >= 0:
-            raise ValueError(f"Invalid latency_s: {self.latency_s}. Must be >= 0.")
+        if not 0 <= self.latency_s < float("inf"):
+            raise ValueError(f"Invalid latency_s: {self.latency_s}. Must be >= 0, and a number.")
 
 
 @dataclass(frozen=True)

@@ -234,6 +234,10 @@ def test_wrong_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for place, words in ((tmp_path, "a folder; name a file"), (tmp_path / "file" / "x", "in the")):
         assert main(["--device", "cpu", "--quick", "--limit-s", "1", "--report", str(place)]) == 2
         assert words in capsys.readouterr().err  # before all rows, not after them
+    for limit in ("nan", "inf", "0", "-1"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["--device", "cpu", "--limit-s", limit])
+        assert f"{limit} is no number of seconds" in capsys.readouterr().err
     (tmp_path / "x.json").write_text("[]")
     assert main(["--markdown", str(tmp_path / "x.json")]) == 2
     assert "no report of acceptance" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from pretraining.config import RunConfig, parse_config, write_stored_config
+from pretraining.config import RunConfig, check_options, parse_config, write_stored_config
 from pretraining.errors import UsageError
 from pretraining.launch import Launch
 
@@ -30,6 +30,10 @@ from tests.launch import jobs
         (["--seq-len", "4"], r"--seq-len must be at least 8"),
         (["--save-every", "0"], r"--save-every must be greater than 0"),
         (["--seed", "-1"], r"--seed must be 0 or greater"),
+        (["--seed", "9223372036854775808"], r"--seed must be below 2\*\*63"),
+        (["--weight-decay", "inf"], r"--weight-decay must be a number, got inf"),
+        (["--eps", "inf"], r"--eps must be a number, 0 or greater, got inf"),
+        (["--decay-power", "inf"], r"--decay-power must be a number, got inf"),
         (["--sharding", "stage=2"], r"--sharding must be a JSON object .* got stage=2: "),
         (["--sharding", "[1]"], r"--sharding must be a JSON object"),
         (["--sharding", '{"stage": 3}'], r"--sharding .* Invalid stage: 3"),
@@ -48,6 +52,12 @@ def test_a_wrong_option_is_named(
     with pytest.raises(UsageError, match=message) as caught:
         parse_config(arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_a_dry_run_is_of_some_ranks() -> None:
+    check_options(["--dry-run", "2"], 1)
+    with pytest.raises(UsageError, match="--dry-run must be a number of ranks, got -2"):
+        check_options(["--dry-run", "-2"], 1)
 
 
 def test_the_readme_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,6 +102,17 @@ def test_an_unknown_option_is_named(name: str, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize("name", SOURCES)
+def test_a_value_may_be_called_as_a_script(name: str, capsys: Any) -> None:
+    """Nothing before it is dropped: it was taken for theirs, and all options so far were left."""
+    plain = run(capsys, f"{ours_of(name)} -- {BASE[name]}")
+    for launcher in ("python their.py", "python start.py --nproc 8 their.py", ""):
+        told = run(capsys, f"{ours_of(name)} -- {launcher} {BASE[name]} --max_seq_length x.py")
+        assert told[0] == 2, launcher
+        assert "invalid int value: 'x.py'" in told[2]
+        assert run(capsys, f"{ours_of(name)} -- {launcher} {BASE[name]}") == plain
+
+
+@pytest.mark.parametrize("name", SOURCES)
 def test_data_need_a_text(name: str, capsys: Any) -> None:
     """Without --corpus their data would silently be other data."""
     (row,) = (row for row in SOURCES[name].rows if row.ours.startswith("`--corpus`: text"))

@@ -248,3 +248,11 @@ def test_json_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["compare-variants", "{npu}", "--model", "bert-tiny"])
     assert "'{npu}' is no JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("limit", ["nan", "inf", "0", "-1", "1e12"])
+def test_the_doctor_s_limit_is_a_time(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Some ended in a traceback, others in "nothing has come back for 0 s"."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", f"--limit-s={limit}"])
+    assert f"--limit-s: {limit} is no number of seconds above 0" in capsys.readouterr().err

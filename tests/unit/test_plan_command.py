@@ -104,6 +104,11 @@ def test_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--png", "nowhere/plan.png"], "No such file or directory: 'nowhere/plan.png'"),
         (["--forward-ms", "1", "--backward-ms", "1", "--link-gbit", "0"], "Invalid link"),
         (["--forward-ms", "1", "--backward-ms", "1", "--latency-us", "nan"], "Invalid latency_s"),
+        (["--forward-ms", "1", "--backward-ms", "1", "--latency-us", "inf"], "Invalid latency_s"),
+        (
+            ["--forward-ms", "1", "--backward-ms", "1", "--tokens", "8", "--tflops", "1"],
+            "Give --tokens and --tflops, or --forward-ms and --backward-ms",
+        ),
         (["--forward-ms", "1"], "Give --forward-ms and --backward-ms together"),
         (["--forward-ms", "-1", "--backward-ms", "1"], "Invalid time of forward: -1.0 ms"),
         (["--forward-ms", "nan", "--backward-ms", "1"], "Invalid time of forward: nan ms"),

@@ -110,11 +110,13 @@ class RunConfig:
             self._require(name, getattr(self, name) > 0, "greater than 0")
         for name in ("weight_decay", "max_grad_norm", "seed", "norms_every"):
             self._require(name, getattr(self, name) >= 0, "0 or greater")
+        self._require("weight_decay", self.weight_decay < float("inf"), "a number")
+        self._require("seed", self.seed < 1 << 63, "below 2**63")
         self._require("timeout_seconds", self.timeout_seconds < 1e9, "below 1e9")
         self._require("dropout", 0 <= self.dropout < 1, "from 0 to below 1")
         self._require("betas", all(0 <= beta < 1 for beta in self.betas), "from 0 to below 1")
         if self.eps is not None:
-            self._require("eps", self.eps >= 0, "0 or greater")
+            self._require("eps", 0 <= self.eps < float("inf"), "a number, 0 or greater")
             self._require("eps", self.optimizer != "sgd", "left out with sgd, which has none")
         self.shard_config()
         self._check_positions()
@@ -175,6 +177,8 @@ def check_options(argv: Sequence[str], world_size: int) -> None:
     if arguments.resume == "auto" and arguments.run_dir is None:
         raise UsageError("--resume auto needs --run-dir: a restart has to find the same folder")
     if arguments.dry_run is not None:
+        if arguments.dry_run < 0:
+            raise UsageError(f"--dry-run must be a number of ranks, got {arguments.dry_run}")
         world_size = arguments.dry_run or world_size
         if arguments.resume:
             raise UsageError("--dry-run is of a new run; drop --resume")

@@ -46,6 +46,7 @@ class Phase:
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("decay_power", "micro_batch_size"):
             self._require(name, getattr(self, name) >= 0, "0 or greater")
+        self._require("decay_power", self.decay_power < float("inf"), "a number")
         self._require("seq_len", self.seq_len >= MIN_SEQ_LEN, f"at least {MIN_SEQ_LEN}")
         wanted = f"at most {MAX_SEQ_LEN}, the positions that BERT has"
         self._require("seq_len", self.seq_len <= MAX_SEQ_LEN, wanted)

@@ -128,8 +128,6 @@ class Source:
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Read a command of theirs, with or without what is before its options."""
-        scripts = [number for number, word in enumerate(words) if word.endswith(".py")]
-        words = words[scripts[-1] + 1 :] if scripts else words
         parser = _TheirParser(prog=self.where, add_help=False, allow_abbrev=False)
         for row in self.rows:
             names = [f"--{name}" for name in row.names.split()]
@@ -142,7 +140,7 @@ class Source:
                 parser.set_defaults(**{row.name: False})
             else:
                 parser.add_argument(*names, action="store_true")
-        return parser.parse_args(words)
+        return parser.parse_args(_own(words, parser))
 
     def table(self) -> Iterator[str]:
         """Yield the lines of a Markdown table of all options."""
@@ -150,6 +148,14 @@ class Source:
         yield "|---|---|"
         for row in self.rows:
             yield f"| `--{row.name}` | {row.ours} |"
+
+
+def _own(words: Sequence[str], parser: argparse.ArgumentParser) -> Sequence[str]:
+    """Return what follows the script; a launcher may be before it, an option's value is none."""
+    starts = (n for n, w in enumerate(words) if w.split("=")[0] in parser._option_string_actions)
+    before = words[: next(starts, len(words))]
+    scripts = [number for number, word in enumerate(before) if word.endswith(".py")]
+    return words[scripts[-1] + 1 :] if scripts else words
 
 
 class _TheirParser(argparse.ArgumentParser):
