@@ -48,7 +48,8 @@ def buffer_mb(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def _threads(environment: Mapping[str, str]) -> Iterator[Finding]:
-    if int(environment.get("WORLD_SIZE", "1")) > 1 and "OMP_NUM_THREADS" not in environment:
+    size = environment.get("WORLD_SIZE", "1")
+    if size.isdecimal() and int(size) > 1 and "OMP_NUM_THREADS" not in environment:
         yield Finding(
             "threads",
             "warning",

@@ -18,20 +18,25 @@ TESTED_TORCH = ("2.7", "2.9", "2.12", "2.13", "2.14")
 """Releases with which all tests of this version have been run."""
 
 CANN = {
-    "2.7": ("9.0", "9.1"),
-    "2.8": ("9.0",),
-    "2.9": ("9.0", "9.1"),
+    "2.7": ("8.5", "9.0", "9.1"),
+    "2.8": ("8.5", "9.0"),
+    "2.9": ("8.5", "9.0", "9.1"),
     "2.10": ("9.0", "9.1"),
     "2.11": ("9.1",),
     "2.12": ("9.1",),
     "2.14": ("9.2",),
 }
-"""CANN releases for torch_npu of a release; others are not known here."""
+"""CANN releases for torch_npu of a release; others are not known here. 8.5 is TorchNPU 7.3.0's."""
 
-_CANN_FILES = ("ascend_toolkit_install.info", "version.cfg", "version.info")
+_CANN_FILES = (
+    *("*-linux/ascend_toolkit_install.info", "ascend_toolkit_install.info"),
+    *("*-linux/ascend_*_install.info", "ascend_*_install.info", "version.cfg", "version.info"),
+)
+"""In a toolkit's folder; packages write theirs to that of an architecture, aarch64-linux."""
+
 _CANN_HOMES = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 _DRIVER = Path("/usr/local/Ascend/driver/version.info")
-_VERSION = re.compile(r"(?im)^\s*(?:package_)?version\s*=\s*\[?[^0-9\n]*([0-9][^\s,\]]*)")
+_VERSION = re.compile(r"(?im)^\s*(?:package_)?version[ \t]*=[ \t]*\[?[^0-9\n]*([0-9][^\s,\]]*)")
 
 
 def installed(package: str) -> str | None:
@@ -44,11 +49,17 @@ def installed(package: str) -> str | None:
 
 def cann_version(environment: Mapping[str, str] = os.environ) -> str | None:
     """Return the version of the CANN toolkit that the environment names, or None."""
-    for home in filter(None, map(environment.get, _CANN_HOMES)):
-        for path in (Path(home) / name for name in _CANN_FILES):
+    for home in _homes(environment):
+        for path in (path for name in _CANN_FILES for path in sorted(home.glob(name))):
             if path.is_file() and (match := _VERSION.search(path.read_text(errors="replace"))):
                 return match[1]
     return None
+
+
+def _homes(environment: Mapping[str, str]) -> list[Path]:
+    """Return the folders of CANN that the environment names and that are there."""
+    named = map(Path, filter(None, map(environment.get, _CANN_HOMES)))
+    return [home for home in named if home.is_dir()]
 
 
 def driver_version() -> str | None:
@@ -65,6 +76,8 @@ def check_versions(
     """Return what is wrong with the versions of this host. Local."""
     torch, npu = find("torch"), find("torch-npu") or find("torch_npu")
     cann, driver = cann_version(environment), driver_version()
+    if cann is None and _homes(environment):
+        cann = "of unknown version"
     held = {"torch": torch, "torch_npu": npu, "cann": cann, "driver": driver}
     return [_check_torch(torch), _check_npu(torch, npu, cann, held)]
 
@@ -111,9 +124,9 @@ def _check_npu(
     if known is not None and _release(cann) not in known:
         return Finding(
             name,
-            "failed",
-            f"torch_npu {npu} is for CANN {' or '.join(known)}, not {cann}",
-            f"Install CANN {known[-1]}, or the torch_npu that is for {_release(cann)}.",
+            "warning",  # later packages of a release are for other CANN: the checks below tell
+            f"torch_npu {npu} is known for CANN {' or '.join(known)}; there is CANN {cann}",
+            f"If a check fails, install CANN {known[-1]}; see torch_npu's release notes.",
             held,
         )
     if known is None:

@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from shardfuse.__main__ import main
 from shardfuse.doctor.environment import buffer_mb, check_environment
 from shardfuse.doctor.world import World
 
@@ -112,8 +113,12 @@ def test_buffers(value: str | None, number: int) -> None:
     assert buffer_mb({} if value is None else {"HCCL_BUFFSIZE": value}) == number
 
 
-@pytest.mark.parametrize(("rank", "size"), [("x", "2"), ("5", "2"), ("0", "-2"), ("1", "1")])
-def test_no_rank_of_so_many(rank: str, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("rank", "size"), [("x", "2"), ("5", "2"), ("0", "-2"), ("1", "1"), ("0", "x")]
+)
+def test_no_rank_of_so_many(
+    rank: str, size: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A launcher's slip is a finding; it was a traceback, or a wait for others."""
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", size)
@@ -122,6 +127,8 @@ def test_no_rank_of_so_many(rank: str, size: str, monkeypatch: pytest.MonkeyPatc
     assert found.verdict == "failed"
     assert not world.has_met
     assert f"RANK={rank}, WORLD_SIZE={size}" in found.text
+    assert main(["doctor"]) == 1
+    assert f"RANK={rank}, WORLD_SIZE={size}" in capsys.readouterr().out
 
 
 def test_tasks_that_torchrun_has_not_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from shardfuse.doctor.findings import Finding, merged
-from shardfuse.doctor.versions import check_versions
+from shardfuse.doctor.versions import cann_version, check_versions
 
 
 def toolkit(folder: Path, version: str) -> dict[str, str]:
     """Return an environment in which CANN of that version is installed."""
-    (folder / "ascend_toolkit_install.info").write_text(
+    lies_in = folder / "aarch64-linux"  # as packages install it
+    lies_in.mkdir()
+    (folder / "version.info").write_text("Version=\ntimestamp=2026\n")
+    (lies_in / "ascend_toolkit_install.info").write_text(
         f"package_name=Ascend-cann-toolkit\nversion={version}\narch=aarch64\n"
     )
     return {"ASCEND_TOOLKIT_HOME": str(folder)}
@@ -35,7 +38,9 @@ def test_this_machine() -> None:
         ("2.7.1+cpu", "2.7.1", "9.0.0", "ok", "driver"),
         ("2.13.0", "2.12.0", "9.1.0", "failed", "another release than torch 2.13.0"),
         ("2.12.0", "2.12.0", None, "failed", "no CANN toolkit"),
-        ("2.12.0", "2.12.0", "9.0.0", "failed", "is for CANN 9.1, not 9.0.0"),
+        ("2.12.0", "2.12.0", "9.0.0", "warning", "is known for CANN 9.1; there is CANN 9.0.0"),
+        ("2.7.1+cpu", "2.7.1.post2", "8.5.1", "ok", "CANN 8.5.1"),
+        ("2.9.0", "2.9.0", "", "warning", "there is CANN of unknown version"),
         ("2.13.0", "2.13.0", "9.1.0", "warning", "no CANN release is known"),
     ],
 )
@@ -49,6 +54,19 @@ def test_torch_npu(
     assert found.verdict == verdict
     assert word in found.text
     assert verdict == "ok" or found.remedy
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["x86_64-linux/ascend_nnae_install.info", "ascend_toolkit_install.info", "version.info"],
+)
+def test_where_cann_tells_its_version(name: str, tmp_path: Path) -> None:
+    """By either variable; of a folder that is gone nothing is known."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("package_name=any\nversion=9.1.0\n")
+    for variable in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"):
+        assert cann_version({variable: str(tmp_path)}) == "9.1.0"
+    assert cann_version({"ASCEND_HOME_PATH": str(tmp_path / "gone")}) is None
 
 
 def test_a_torch_that_is_not_tested() -> None:
