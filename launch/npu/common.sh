@@ -56,7 +56,10 @@ tell() { # PROGRAM PID: have the ranks that it has started save and stop
   case "$1" in
   srun) kill -USR1 "$2" ;; # srun sends it to its tasks; of a SIGTERM it kills them at once
   torchrun) pkill -TERM -P "$2" || kill -TERM "$2" ;; # itself it would kill them 30 seconds later
-  *) kill -TERM "$2" ;;
+  *) # deepspeed on one host ends alone, and its launcher and ranks go on
+    pkill -TERM -P "$2"
+    kill -TERM "$2"
+    ;;
   esac 2>/dev/null || true
 }
 

@@ -329,6 +329,31 @@ def test_it_runs(text_file: Path, tmp_path: Path) -> None:
     assert "--run-dir" in again.stderr
 
 
+def test_a_signal_ends_what_deepspeed_has_started(tmp_path: Path) -> None:
+    """Its runner has no handler on one host: the launcher below it held the NPUs for ever."""
+    (tmp_path / "deepspeed").write_text(
+        f"#!{sys.executable}\nimport subprocess\n"
+        f"launcher = subprocess.Popen(['sleep', '60'])\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(f'{{launcher.pid}}\\n')\n"
+        "launcher.wait()\n"
+    )
+    (tmp_path / "deepspeed").chmod(0o755)
+    own = environment()
+    own["PATH"] = f"{tmp_path}{os.pathsep}{own['PATH']}"
+    text = f". {FOLDER / 'common.sh'}; run deepspeed; finish"
+    process = subprocess.Popen(["bash", "-c", text], env=own)
+    pid, deadline = tmp_path / "pid", time.monotonic() + 30
+    while not pid.is_file() or not pid.read_text().endswith("\n"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) != 0
+    status = Path("/proc", pid.read_text().strip(), "status")
+    while status.is_file() and "State:\tZ" not in status.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_paths_are_from_where_the_user_is(tmp_path: Path) -> None:
     """Texts, configurations and hosts; and other code there may be called launch."""
     (tmp_path / "launch.py").write_text("raise RuntimeError")
