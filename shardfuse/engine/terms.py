@@ -65,15 +65,19 @@ class Terms:
         for state in woken:
             names = [spec.name for spec in reversed(state.specs)]
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            self._unfrozen.append(f"unfrozen {', '.join(names[:3])}{more}")
+            line = f"unfrozen {', '.join(names[:3])}{more}"
+            if line not in self._unfrozen:  # once more, where the call before has failed
+                self._unfrozen.append(line)
         is_new, averaged = bool(woken) or self._is_changed, []
-        sampled = self._is_changed or any(s.params_buffer.data.device.type == "cpu" for s in flats)
-        params = [_sample(state) for state in flats] if sampled else []
+        # In the order of the layout: after an error, what begins here may train elsewhere already.
+        trained = sorted([*flats, *woken], key=lambda state: state.flat.index)
+        sampled = self._is_changed or any(s.device.type == "cpu" for s in trained)
+        params = [_sample(state) for state in trained] if sampled else []
         self._is_changed = False
         if grads is not None and not self.averaged.is_over:
             is_new, averaged = True, self.averaged.lines(grads())
         options = self._options.lines(groups)
-        held = [*lines, *self._loaded, *options, *self._unfrozen, *params, *averaged]
+        held = [*lines, *self._loaded, *options, *sorted(self._unfrozen), *params, *averaged]
         self._comm.declare(held, is_new=is_new)
 
     def loaded(self, step: int) -> None:

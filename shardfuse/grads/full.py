@@ -78,14 +78,17 @@ class GradSync(GradShards):
 
     def attach(self, members: Sequence[FlatParams], device: torch.device) -> None:
         """Take over the gradients of flats; their buffers lie together in one tensor per dtype."""
+        self._sends.drain()  # before anything changes here: another rank may fail meanwhile
         buffers = self._buffers.add([member.flat for member in members], device)
+        added = []
         for member, buffer in zip(members, buffers, strict=True):
             wire = self._wire.of(buffer.data.dtype)
             grads = FlatGrads(buffer, member.params, member.specs, member.fragments, wire)
-            self._flats[member.flat.index] = grads
             grads.on_arrival = weakref.WeakMethod(self._arrived)
             grads.watch()
-        self._sends.add([self._flats[member.flat.index] for member in members])
+            added.append(grads)
+        self._sends.add(added)
+        self._flats.update({grads.flat.index: grads for grads in added})
 
     def _arrived(self, grads: FlatGrads, position: int) -> None:
         self.num_made += 1

@@ -59,6 +59,7 @@ class PartitionedGrads(GradShards):
         return shards + self._staging.nbytes + self._comm.staging_nbytes
 
     def attach(self, members: Sequence[FlatParams], device: torch.device) -> None:
+        self._rounds.drain()  # before anything changes here: another rank may fail meanwhile
         added = []
         for flat, params, specs, fragments in members:
             wire = self._wire.of(params[0].dtype)
@@ -67,9 +68,9 @@ class PartitionedGrads(GradShards):
                 flat, params, specs, fragments, wire, arena, self._taken, self._streams
             )
             shard.watch(weakref.WeakMethod(self._arrived))
-            self._flats[flat.index] = shard
             added.append(shard)
         self._rounds.add(added)
+        self._flats.update({shard.flat.index: shard for shard in added})
         if self.phase is GradPhase.REDUCED:  # of a clip or unscale_(): of these there is nothing
             for shard in added:
                 shard.settle()

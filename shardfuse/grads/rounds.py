@@ -71,11 +71,15 @@ class Rounds:
         self.flights = Flights(comm, self._sender, launch, collect, waits=waits)
         """What is under way."""
 
-    def add(self, flats: Sequence[FlatShard]) -> None:
-        """Have the buckets of ``flats`` sent, too. Collective: what is under way is received."""
+    def drain(self) -> None:
+        """Receive what is under way on any rank, before add(). Collective."""
+        self._check_epoch()
         self._end_round()
         self._agree()
         self.flights.receive_all()
+
+    def add(self, flats: Sequence[FlatShard]) -> None:
+        """Have the buckets of ``flats`` sent, too. Local, after drain()."""
         self.flights.plan(in_order_of_backward([*self._flats(), *flats]))
         self._awaited.plan(self.flights.order)
         self._begin_anew()

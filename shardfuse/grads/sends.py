@@ -105,20 +105,19 @@ class Sends:
     def add(self, flats: Sequence[FlatGrads]) -> None:
         """Have the buckets of ``flats`` sent, too, in the order in which backward completes them.
 
-        Collective: what has left by the old order is received before, and dropped.
+        Local, after drain().
         """
-        self._drain()
         self._round += 1  # what was expected of the last is of the old order
         held = {grads.flat.index: grads for grads, _ in self._order}
         self._order = in_order_of_backward([*held.values(), *flats])
         self._awaited.plan(self._order)
         self._begin_anew()
 
-    def _drain(self) -> None:
-        """End the round, whatever has left in it on any rank."""
+    def drain(self) -> None:
+        """Receive what has left by the present order on any rank, and drop it. Collective."""
+        self._check_epoch()
         if not self._overlaps:
             return
-        self._check_epoch()
         device = self._order[0][0].buffer.data.device
         total = torch.tensor([float(len(self._sent) > 0)], device=device)
         self._comm.everyone.all_reduce(total, "max").wait()

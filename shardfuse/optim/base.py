@@ -227,9 +227,9 @@ class ShardedOptimizer(Watched):
     def _wake(self, states: list[FlatState]) -> None:
         """Give flats gradients and states; frozen ones have none until they are unfrozen."""
         members = [FlatParams(s.flat, s.params, s.specs, s.fragments) for s in states]
-        self._grads.attach(members, self._device)
         for state in states:
             state.allocate(self._rule.initial_states(self.param_groups[state.flat.group]))
+        self._grads.attach(members, self._device)  # last: until then they are woken once more
         awake = [state for state in self._flats if self._grads.has(state.flat)]
         self._kernels.choose(sum(b.shard_numel for state in awake for b in state.flat.buckets))
         self._shards = OwnShards(

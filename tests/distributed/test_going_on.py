@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -64,3 +65,44 @@ def test_after_an_error_all_ranks_go_on_or_none(
     )
     if collectives == "auto" and (backend or contract.chosen()) == "gloo":
         assert OUT_OF_STEP not in after
+
+
+def unfreeze(sharding: dict[str, Any]) -> list[bool | str]:
+    """A step fails on one rank where a layer begins to train; return in which steps that moves."""
+    layers = [torch.nn.Linear(40, 40) for _ in range(3)]
+    model, late = torch.nn.Sequential(*layers), layers[1]
+    late.requires_grad_(False)
+    options = {"bucket_cap_mb": 0.004, "kernel": "eager", "consolidate_every": 0, **sharding}
+    optimizer = ShardedAdamW(model.named_parameters(), lr=0.1, sharding=options)
+    found: list[bool | str] = []
+
+    def closure(step: int) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 40)).square().mean().backward()
+        if step == 2 and dist.get_rank() == 1:
+            raise ArithmeticError("of this rank alone")
+
+    for step in range(5):
+        late.requires_grad_(step >= 2)
+        before = late.weight.detach().clone()
+        try:
+            optimizer.step(functools.partial(closure, step))
+            found.append(not torch.equal(late.weight, before))
+        except (ArithmeticError, PeerError):
+            found.append("failed")
+    return [*found, f"{late.weight.double().sum().item():.9g}"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.cpu_only("where waits do not block the host, ranks hear of it in a later call")
+@pytest.mark.parametrize("sharding", [{}, {"stage": 2}])
+def test_what_begins_to_train_in_a_step_that_fails_trains_in_the_next(
+    sharding: dict[str, Any],
+) -> None:
+    """At stage 2 it never did, on any rank, and nothing said so; at stage 1 one more step failed.
+
+    The other rank had begun to send its gradients, and this one had not.
+    """
+    ranks = run_procs(2, unfreeze, sharding, timeout=30, backend="gloo")
+    assert ranks[0] == ranks[1]
+    assert ranks[0][:-1] == [False, False, "failed", True, True]
