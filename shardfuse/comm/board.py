@@ -58,8 +58,8 @@ class Board:
     rank: int
     world_size: int
     num_communicators: int = 0
-    num_between: int = 0  # reduce-scatters with a label, launched under backward or in a call
-    _num_sending: int = 0  # how many of them are being launched or waited for at this moment
+    _between: tuple[int, int] = (0, 0)  # the last reduce-scatter with a label: epoch, number in it
+    _num_sending: int = 0  # how many of these are being launched or waited for at this moment
     epoch: int = 0  # how often the ranks have met again after an error
     _error: str | None = None  # what the last call that failed died of
     _closed: str | None = None  # why no call can be made any more
@@ -106,8 +106,19 @@ class Board:
         if label is None:
             return nullcontext
         # It may be between two calls here, and in one elsewhere.
-        self.num_between += 1
+        self._between = self.next_epoch, self._num_between + 1
         return self._sending
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch of what is sent now: from an error on, that which the next call begins."""
+        return self.epoch + int(self.present.is_failed)
+
+    @property
+    def _num_between(self) -> int:
+        """Reduce-scatters with a label in this epoch, launched under backward or in a call."""
+        epoch, count = self._between
+        return count if epoch == self.next_epoch else 0
 
     @contextmanager
     def _sending(self) -> Iterator[None]:
@@ -310,7 +321,7 @@ class Board:
 
     def _find_difference(self, still_waits: Callable[[], bool]) -> str | None:
         """Tell others what this rank does; return how a neighbour's doings differ from that."""
-        sent = {"num_between": self.num_between, "is_sending": self._num_sending > 0}
+        sent = {"num_between": self._num_between, "is_sending": self._num_sending > 0}
         mine = [{**call.describe(), **sent} for call in self._calls]
         text = json.dumps(mine)
         if text != self._told:

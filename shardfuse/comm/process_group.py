@@ -168,7 +168,7 @@ class ProcessGroupCommunicator:
     @property
     def epoch(self) -> int:
         """How often the ranks have begun anew after an error, or will have in the next call."""
-        return self._board.epoch + int(self._board.present.is_failed)
+        return self._board.next_epoch
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
