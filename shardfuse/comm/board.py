@@ -132,6 +132,8 @@ class Board:
         last = self.present
         self._calls.append(Call(last.number + 1, name))
         if last.is_failed:
+            # A signal may interrupt it: then the ranks have not met yet.
+            self.present.is_failed = self.present.is_over = True
             self._meet()
         self.present.declare(())
 
@@ -141,12 +143,13 @@ class Board:
         Raises:
             PeerError: a rank cannot go on, or does not come.
         """
-        mine = self._closed or str(self.present.number)
         key = f"again/{self.epoch}"
         deadline = time.monotonic() + _MEET_S
-        told = [mine]
+        told: list[str] = []
         try:
-            self.store.set(f"{key}/{self.rank}", mine)
+            if self._closed is None:
+                # Others may have read what this rank told before it was interrupted here.
+                self.store.compare_set(f"{key}/{self.rank}", "", str(self.present.number))
             for rank in range(self.world_size):
                 while not self.store.check([f"{key}/{rank}"]) and self._closed is None:
                     if time.monotonic() > deadline:
@@ -154,9 +157,11 @@ class Board:
                     time.sleep(0.002)
                 if self._closed is None:
                     told.append(_text(self.store.get(f"{key}/{rank}")))
+            reason = self._closed or next((text for text in told if not text.isdigit()), None)
+            if reason is not None:
+                self.store.set(f"{key}/{self.rank}", reason)  # to those who come later
         except RuntimeError as error:
             raise self.explain(error) from error
-        reason = next((text for text in told if not text.isdigit()), self._closed)
         if reason is not None:
             self._closed = reason
             self.stop(self._out_of_step(reason))

@@ -1,4 +1,4 @@
-"""What ranks remember of each other across an error: two boards of one store, without a transport."""
+"""What ranks remember of each other across an error: boards of one store, without a transport."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from shardfuse.comm import board as board_module
 from shardfuse.comm.base import PeerError
 from shardfuse.comm.board import Board
 
@@ -33,26 +34,35 @@ def make_call(board: Board, name: str = "step()") -> None:
         pass
 
 
-def fail(board: Board) -> None:
-    with pytest.raises(ArithmeticError), board.call("step()"):
+def fail(board: Board, num_sent: int = 0) -> None:
+    """Fail in a call that has sent some buckets."""
+
+    def send_and_fail() -> None:
+        for _ in range(num_sent):
+            board.begin_sending("a bucket")
         raise ArithmeticError("of this rank")
+
+    with pytest.raises(ArithmeticError), board.call("step()"):
+        send_and_fail()
+
+
+def look(board: Board) -> None:
+    """Look, as a rank that waits in a call does."""
+    with board.call("step()"):
+        board.present.declare(["lr = 0.1"])
+        board.look()
 
 
 def test_gradients_sent_before_an_error_do_not_count() -> None:
     """A rank that had sent fewer took a slow one for one that runs more backward()."""
     one, other = two_boards()
-    for board, num_sent in ((one, 1), (other, 3)):
-        with pytest.raises(ArithmeticError), board.call("step()"):
-            for _ in range(num_sent):
-                board.begin_sending("a bucket")
-            raise ArithmeticError("of this rank")
+    fail(one, num_sent=1)
+    fail(other, num_sent=3)
     together(lambda: make_call(one), lambda: make_call(other))
     for board in (one, other):
         board.begin_sending("a bucket")
     other._find_difference(lambda: True)  # it waits under backward, and tells what it does
-    with one.call("step()"):
-        one.present.declare(["lr = 0.1"])
-        one.look()
+    look(one)
 
 
 def test_gradients_sent_after_an_error_count_before_the_ranks_meet() -> None:
@@ -65,6 +75,43 @@ def test_gradients_sent_after_an_error_count_before_the_ranks_meet() -> None:
     one.begin_sending("a bucket")
     together(lambda: make_call(one), lambda: make_call(other))
     other._find_difference(lambda: True)
-    with pytest.raises(PeerError, match="rank 1 is under backward"), one.call("step()"):
-        one.present.declare(["lr = 0.1"])
-        one.look()
+    with pytest.raises(PeerError, match="rank 1 is under backward"):
+        look(one)
+
+
+def test_a_rank_that_is_interrupted_while_it_waits_for_the_others_meets_them_in_its_next_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As by a signal: it went on by itself, numbered its calls otherwise, and all hung."""
+    one, other = two_boards()
+    make_call(other)
+    for board in (one, other):
+        fail(board)
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(board_module.time, "sleep", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            make_call(one)
+    make_call_of_other = threading.Thread(target=make_call, args=[other], daemon=True)
+    make_call_of_other.start()  # finds what this rank has told the first time
+    make_call_of_other.join(10)
+    make_call(one)
+    assert one.epoch == other.epoch == 1
+    assert one.present.number == other.present.number
+
+
+def test_a_rank_that_has_given_up_waiting_tells_who_comes_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That one went on alone, and waited for it in its next collective."""
+    monkeypatch.setattr(board_module, "_MEET_S", 0.0)
+    one, other = two_boards()
+    for board in (one, other):
+        fail(board)
+    with pytest.raises(PeerError, match="rank 1 has not come back"):
+        make_call(one)
+    with pytest.raises(PeerError, match="rank 1 has not come back"):
+        make_call(other)
