@@ -62,6 +62,7 @@ class Flights:
         self._flights: deque[_Flight] = deque()
         self._num_extra = 0  # buckets that were sent outside of rounds
         self._generation = 0  # how often the order has changed
+        self._epoch = comm.epoch
         self._capacity = _FEWEST
         self.order: list[tuple[FlatShard, Bucket]] = []
         """What a round sends."""
@@ -76,6 +77,9 @@ class Flights:
 
     def begin_anew(self) -> None:
         """Count from nothing, alike on all ranks, and be ready for what comes first."""
+        if self._epoch != self._comm.epoch:
+            # After an error, before which some ranks may have counted further than others.
+            self._epoch, self._generation, self._num_extra = self._comm.epoch, 0, 0
         self._flights.clear()
         self.num_sent = 0
         for number in range(self._capacity if self.order else 0):
@@ -144,7 +148,8 @@ class Flights:
         for place in places:
             self._num_extra += 1
             shard, bucket = self.order[place]
-            label, slot = self._sender.label(0, place, self._num_extra), self._sender.slot(-1)
+            label = self._sender.label(0, place, self._num_extra)
+            slot = self._sender.slot(-1)
             buffer = self._num_buffers + self._num_extra % 2
             handle = self._depart(shard, bucket, buffer, label, slot)
             self._flights.append(_Flight(handle, shard, bucket))
