@@ -50,7 +50,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
     _is_fresh: bool  # no step was taken and no state loaded: alike on all ranks
     _join_config: Any = None  # set by torch.distributed.algorithms.Join, for good
     _left_join = True  # whether all ranks have left the last one
-    _num_calls: int = 0  # of step(), since a state was loaded
+    _num_calls: int = 0  # of step(), since a state was loaded, or since an error
+    _counted_in: int = 0  # the epoch of the last of them
     _was_skipped: bool = False  # the last step, by all ranks, under a gradient scaler
     _can_be_saved: bool = False  # something was done for states to be saved
 
@@ -172,6 +173,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         A checkpoint is hours after the start of a run, and so would be the error of state_dict().
         """
+        if self._counted_in != self.communicator.epoch:
+            # Before the error, some ranks may have counted one more than others.
+            self._counted_in, self._num_calls = self.communicator.epoch, 0
         self._num_calls += 1
         every = self._config.consolidate_every
         if every and self._num_calls % every == 0:

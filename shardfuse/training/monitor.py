@@ -43,7 +43,8 @@ class StepMonitor:
         monitor.close()
 
     Build it on all ranks with the same arguments. All ranks get the same records, when they have
-    arrived: nothing waits for the device. ``warnings()`` explains what is wrong with them.
+    arrived: nothing waits for the device. ``warnings()`` explains what is wrong with them. After an
+    error that a loop has caught, the next step is watched, and every ``every``-th one from there.
 
     Args:
         optimizer: the optimizer to watch.
@@ -67,6 +68,8 @@ class StepMonitor:
         self._optimizer = optimizer
         self._every = every
         self._step = first_step
+        self._due = first_step + every - first_step % every  # the next step to watch
+        self._epoch = optimizer.communicator.epoch
         self._watched: tuple[int, float | None, StepNorms] | None = None
         self._coming: deque[_Coming] = deque()
         self._judge = Judge(getattr(optimizer._rule, "switches", None))
@@ -100,9 +103,12 @@ class StepMonitor:
 
     def _before(self, *_: Any) -> None:
         self._optimizer._refuse_if_foreign("StepMonitor")  # DeepSpeed may have taken over since
+        self._after()  # where another hook has failed
         self._step += 1
-        # Again after a step that was skipped, or failed, on whatever rank.
-        if self._watched is not None or self._step % self._every == 0:
+        if self._epoch != self._optimizer.communicator.epoch:
+            # After an error, before which some ranks may have made, or counted, one step more.
+            self._epoch, self._due = self._optimizer.communicator.epoch, self._step
+        if self._step >= self._due:  # again after one that was skipped
             self._watched = self._step, self._lr(), self._optimizer.watch_step()
 
     def _lr(self) -> float | None:
@@ -115,6 +121,7 @@ class StepMonitor:
             return
         step, lr, norms = self._watched
         self._watched = None
+        self._due += self._every * (1 + (step - self._due) // self._every)
         rows = [norms.grad, norms.weight, norms.update, norms.vanished]
         if norms.ratio is not None:
             rows.append(norms.ratio)

@@ -76,3 +76,58 @@ def test_buckets_that_leave_once_more() -> None:
     found = run_procs(2, send_late_ones_again, timeout=30, backend="gloo")
     assert found[0] == ["ok", "ok", "PeerError", "ok", "ok"]
     assert found[1] == ["ok", "ok", "ArithmeticError", "ok", "ok"]
+
+
+def consolidate() -> list[str]:
+    """Fail on one rank once its step is made, and counted on the other."""
+    loop = Loop({"consolidate_every": 3})
+    for step in range(9 - loop.rank):  # the other hears of it in a step of its own
+        if step == 1 and loop.rank == 1:
+            once(loop.optimizer, "_after_step")
+        loop.step()
+    return loop.found
+
+
+def test_steps_to_the_next_consolidation() -> None:
+    """One rank consolidated a step before the other, which failed on both, time and again."""
+    found = run_procs(2, consolidate, timeout=30, backend="gloo")
+    assert found[0] == ["ok", "ok", "PeerError", *["ok"] * 6]
+    assert found[1] == ["ok", "ArithmeticError", *["ok"] * 6]
+
+
+def watch(how: str) -> tuple[list[str], int]:
+    """Fail on one rank once its step is made, and watched on both."""
+    loop = Loop({})
+    hook = loop.optimizer.register_step_post_hook(lambda *_: None)
+    monitor = StepMonitor(loop.optimizer, every=3)
+    for step in range(12 - (loop.rank if how == "in step()" else 0)):
+        if step == 2 and loop.rank == 1 and how == "in step()":
+            once(loop.optimizer, "_after_step")
+        if step == 2 and loop.rank == 1 and how == "in a hook":
+            hook.remove()
+            hook = loop.optimizer.register_step_post_hook(fail)
+            loop.optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)
+        loop.step()
+        if step == 2:
+            hook.remove()
+    return loop.found, len(monitor.close())
+
+
+def fail(*_: Any) -> None:
+    raise ArithmeticError("of this rank alone")
+
+
+def test_steps_to_the_next_that_is_watched() -> None:
+    """One rank watched the next step, too, and the other did not: all later ones failed."""
+    (found, num_records), (other, other_num) = run_procs(2, watch, "in step()", timeout=30)
+    assert found == ["ok"] * 3 + ["PeerError"] + ["ok"] * 8
+    assert other == ["ok"] * 2 + ["ArithmeticError"] + ["ok"] * 8
+    assert num_records == other_num == 4
+
+
+def test_a_hook_that_fails_after_a_watched_step() -> None:
+    """The monitor came after it, and took the step for one that is to be watched once more."""
+    (found, num_records), (other, other_num) = run_procs(2, watch, "in a hook", timeout=30)
+    assert found == ["ok"] * 12
+    assert other == ["ok"] * 2 + ["ArithmeticError"] + ["ok"] * 9
+    assert num_records == other_num == 4
