@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -29,7 +30,7 @@ from datetime import timedelta
 from typing import Any
 
 from shardfuse.comm.base import PeerError
-from shardfuse.comm.calls import Call, compare, wait_for_each_other
+from shardfuse.comm.calls import Call, Sent, compare, wait_for_each_other
 
 logger = logging.getLogger("shardfuse")
 
@@ -57,9 +58,9 @@ class Board:
     store: Any
     rank: int
     world_size: int
-    num_communicators: int = 0
-    _between: tuple[int, int] = (0, 0)  # the last reduce-scatter with a label: epoch, number in it
-    _num_sending: int = 0  # how many of these are being launched or waited for at this moment
+    _num_communicators: int = 0
+    _numbered: Any = field(default_factory=weakref.WeakKeyDictionary)  # each: in which call
+    _sent: Sent = field(default_factory=Sent)
     epoch: int = 0  # how often the ranks have met again after an error
     _error: str | None = None  # what the last call that failed died of
     _closed: str | None = None  # why no call can be made any more
@@ -106,27 +107,13 @@ class Board:
         if label is None:
             return nullcontext
         # It may be between two calls here, and in one elsewhere.
-        self._between = self.next_epoch, self._num_between + 1
-        return self._sending
+        self._sent.begin(self.next_epoch)
+        return self._sent.under_way
 
     @property
     def next_epoch(self) -> int:
         """The epoch of what is sent now: from an error on, that which the next call begins."""
         return self.epoch + int(self.present.is_failed)
-
-    @property
-    def _num_between(self) -> int:
-        """Reduce-scatters with a label in this epoch, launched under backward or in a call."""
-        epoch, count = self._between
-        return count if epoch == self.next_epoch else 0
-
-    @contextmanager
-    def _sending(self) -> Iterator[None]:
-        self._num_sending += 1
-        try:
-            yield
-        finally:
-            self._num_sending -= 1
 
     def _begin(self, name: str) -> None:
         last = self.present
@@ -149,7 +136,8 @@ class Board:
         try:
             if self._closed is None:
                 # Others may have read what this rank told before it was interrupted here.
-                self.store.compare_set(f"{key}/{self.rank}", "", str(self.present.number))
+                mine = json.dumps([self.present.number, self._num_communicators])
+                self.store.compare_set(f"{key}/{self.rank}", "", mine)
             for rank in range(self.world_size):
                 while not self.store.check([f"{key}/{rank}"]) and self._closed is None:
                     if time.monotonic() > deadline:
@@ -157,24 +145,31 @@ class Board:
                     time.sleep(0.002)
                 if self._closed is None:
                     told.append(_text(self.store.get(f"{key}/{rank}")))
-            reason = self._closed or next((text for text in told if not text.isdigit()), None)
+            reason = self._closed or next((text for text in told if text[:1] != "["), None)
             if reason is not None:
                 self.store.set(f"{key}/{self.rank}", reason)  # to those who come later
         except RuntimeError as error:
             raise self.explain(error) from error
         if reason is not None:
             self._closed = reason
-            self.stop(self._out_of_step(reason))
+            self.stop(_out_of_step(reason))
         self.epoch += 1
         self._error = None
-        number = max(int(text) for text in told) + 1
-        self._calls = deque([Call(number, self.present.name)], _NUM_REMEMBERED)
+        numbers, counts = zip(*map(json.loads, told), strict=True)
+        self._calls = deque([Call(max(numbers) + 1, self.present.name)], _NUM_REMEMBERED)
+        self._num_communicators = max(counts)
+        for communicator, number in list(self._numbered.items()):
+            if number >= min(numbers) - 1:  # in a call that has failed somewhere, or after it
+                communicator.number = 0
 
-    def _out_of_step(self, reason: str) -> str:
-        return (
-            f"the ranks are out of step since an earlier error: {reason} Start again from the "
-            "last checkpoint."
-        )
+    def number(self, communicator: Any) -> int:
+        """Return the number of a communicator that is in its first call, the same on all ranks.
+
+        After an error it may become 0: in the next call the communicator has to ask again.
+        """
+        self._num_communicators += 1
+        self._numbered[communicator] = self.present.number
+        return self._num_communicators
 
     def tell(self, topic: str, text: str) -> None:
         """Leave a text for the other ranks; they can read it from when this returns."""
@@ -245,7 +240,7 @@ class Board:
         """
         if self._closed is not None and self.present.is_over:
             # Between two calls: gradients are sent under backward.
-            return PeerError(f"[rank {self.rank}] {self._out_of_step(self._closed)}")
+            return PeerError(f"[rank {self.rank}] {_out_of_step(self._closed)}")
         text = self._error
         if text is None:
             with suppress(RuntimeError):
@@ -326,7 +321,7 @@ class Board:
 
     def _find_difference(self, still_waits: Callable[[], bool]) -> str | None:
         """Tell others what this rank does; return how a neighbour's doings differ from that."""
-        sent = {"num_between": self._num_between, "is_sending": self._num_sending > 0}
+        sent = self._sent.describe(self.next_epoch)
         mine = [{**call.describe(), **sent} for call in self._calls]
         text = json.dumps(mine)
         if text != self._told:
@@ -358,6 +353,13 @@ class Board:
         except RuntimeError:
             return ""
         return f" Not seen in this call: rank {', '.join(missing)}." if missing else ""
+
+
+def _out_of_step(reason: str) -> str:
+    return (
+        f"the ranks are out of step since an earlier error: {reason} Start again from the "
+        "last checkpoint."
+    )
 
 
 def _find_reason(board: Board, patience_s: float) -> str | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +57,35 @@ class Call:
         name = f"{kind} of {numel} {str(dtype).removeprefix('torch.')}"
         self.ops.append(name)
         return digest(f"{self.digest} {len(self.ops)} {name}")
+
+
+class Sent:
+    """Reduce-scatters with a label that this rank has launched, under backward or in calls."""
+
+    def __init__(self) -> None:
+        self._last = 0, 0  # epoch, and number in it
+        self._num_under_way = 0
+
+    def _count(self, epoch: int) -> int:
+        """Return how many of this epoch: in the one before, some ranks may have sent more."""
+        return self._last[1] if self._last[0] == epoch else 0
+
+    def begin(self, epoch: int) -> None:
+        """Count one more."""
+        self._last = epoch, self._count(epoch) + 1
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Enter this while one is launched or waited for."""
+        self._num_under_way += 1
+        try:
+            yield
+        finally:
+            self._num_under_way -= 1
+
+    def describe(self, epoch: int) -> dict[str, Any]:
+        """Return what the other ranks are told of it."""
+        return {"num_between": self._count(epoch), "is_sending": self._num_under_way > 0}
 
 
 def digest(text: str) -> int:

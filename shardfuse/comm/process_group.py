@@ -173,10 +173,9 @@ class ProcessGroupCommunicator:
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
         self._live_group()
-        if self.number == 0:
-            self._board.num_communicators += 1
-            self.number = self._board.num_communicators
         with self._board.call(name):
+            if self.number == 0:
+                self.number = self._board.number(self)
             yield
 
     def declare(self, lines: Sequence[str], *, is_new: bool = False) -> None:

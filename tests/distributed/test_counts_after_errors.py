@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardfuse import ShardedAdamW
+from shardfuse.checkpoint import async_save, save
 from shardfuse.comm.base import PeerError
 from shardfuse.training import StepMonitor
 from tests.support.harness import run_procs
@@ -131,3 +133,25 @@ def test_a_hook_that_fails_after_a_watched_step() -> None:
     assert found == ["ok"] * 12
     assert other == ["ok"] * 2 + ["ArithmeticError"] + ["ok"] * 9
     assert num_records == other_num == 4
+
+
+def save_alone(folder: str) -> list[str]:
+    """Begin to save what no optimizer is in, on one rank; go on, and save on all."""
+    loop, found = Loop({}), []
+    model = torch.nn.Linear(4, 4)
+    loop.step()
+    if loop.rank == 1:
+        async_save({"model": model}, f"{folder}/alone")
+    loop.step()
+    loop.step()
+    for name in ("a", "b"):
+        save({"model": model}, f"{folder}/{name}")
+        found.append(name)
+    loop.step()
+    return [*loop.found, *found]
+
+
+def test_groups_that_one_rank_has_used_alone(tmp_path: Path) -> None:
+    """Their users had other numbers than on other ranks, and nothing could be saved any more."""
+    for found in run_procs(2, save_alone, str(tmp_path), timeout=30, backend="gloo"):
+        assert found == ["ok", "PeerError", "ok", "ok", "a", "b"]
