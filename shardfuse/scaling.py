@@ -128,6 +128,33 @@ class ShardedGradScaler(GradScaler):
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
         self._process_group = process_group
+        self._agreed: Tensor | None = None  # (2,): the smallest scale and age on any rank
+
+    def scale(self, outputs: Any) -> Any:
+        """Scale outputs by the scale that all ranks have, as torch's scaler does."""
+        self._take_agreed()
+        return super().scale(outputs)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Update the scale, as torch's scaler does, from one that all ranks have."""
+        self._take_agreed()
+        super().update(new_scale)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the scale and its age, as torch's scaler does."""
+        self._agreed = None
+        super().load_state_dict(state_dict)
+
+    def _take_agreed(self) -> None:
+        """Have the scale and age that the ranks agreed on when they looked at gradients last.
+
+        They differ where a step failed on some ranks only, after which these did not update theirs.
+        """
+        agreed, self._agreed = self._agreed, None
+        if agreed is not None:
+            scale, age = self._check_scale_growth_tracker("update")
+            scale.copy_(agreed[0])
+            age.copy_(agreed[1])
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         """Return the scale and its age, also of a rank that has not scaled any loss yet.
@@ -159,7 +186,10 @@ class ShardedGradScaler(GradScaler):
         total = torch.zeros(1, dtype=torch.float32, device=device)
         for value in [*found.values(), *([] if of_shards is None else [of_shards])]:
             total += value.to(device)
+        own = self._check_scale_growth_tracker("step")
+        told = torch.cat([total, *(-value.float().reshape(1).to(device) for value in own)])
         comm = communicator_for(self._process_group, device, "native")
         with comm.call("unscaling by ShardedGradScaler"):
-            comm.all_reduce(total, "max").wait()
-        return {device: total.clamp_(max=1.0).reshape(())}
+            comm.all_reduce(told, "max").wait()
+        self._agreed = -told[1:]
+        return {device: told[0].clamp(max=1.0)}

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardfuse import ShardedAdamW
+from shardfuse import ShardedAdamW, ShardedGradScaler
 from shardfuse.checkpoint import async_save, save
 from shardfuse.comm.base import PeerError
 from shardfuse.training import StepMonitor
@@ -155,3 +155,47 @@ def test_groups_that_one_rank_has_used_alone(tmp_path: Path) -> None:
     """Their users had other numbers than on other ranks, and nothing could be saved any more."""
     for found in run_procs(2, save_alone, str(tmp_path), timeout=30, backend="gloo"):
         assert found == ["ok", "PeerError", "ok", "ok", "a", "b"]
+
+
+def scale(failing: int) -> tuple[list[str], float]:
+    """Fail on one rank once its step is made; where the scale grows it does so on the other."""
+    loop = Loop({"stage": 2})
+    scaler = ShardedGradScaler("cpu", init_scale=4.0, growth_interval=3)
+    for step in range(10 - loop.rank):
+        if step == failing and loop.rank == 1:
+            once(loop.optimizer, "_after_step")
+        loop.optimizer.zero_grad()
+        scaler.scale(torch.cat(loop.weights).sum()).backward()
+        try:
+            scaler.step(loop.optimizer)
+            scaler.update()
+            loop.found.append("ok")
+        except (ArithmeticError, RuntimeError) as error:
+            loop.found.append(type(error).__name__)
+    return loop.found, scaler.get_scale()
+
+
+@pytest.mark.parametrize(("failing", "num_unequal"), [(1, 0), (2, 1)])
+def test_steps_to_the_next_loss_scale(failing: int, num_unequal: int) -> None:
+    """At stage 2 every step failed once the scales were apart, and advised to use this scaler."""
+    (found, one), (other, two) = run_procs(2, scale, failing, timeout=30, backend="gloo")
+    unequal = ["RuntimeError"] * num_unequal
+    rest = ["ok"] * (8 - failing - num_unequal)
+    assert found == ["ok"] * (failing + 1) + ["PeerError", *unequal, *rest]
+    assert other == ["ok"] * failing + ["ArithmeticError", *unequal, *rest]
+    assert one == two > 4.0
+
+
+def load_scale() -> float:
+    """Load an earlier scale after a look at gradients that no update() has followed."""
+    loop = Loop({"stage": 2})
+    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.cat(loop.weights).sum()).backward()
+    scaler.unscale_(loop.optimizer)
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 16.0})
+    return float(scaler.scale(torch.ones(())))
+
+
+def test_a_loss_scale_that_is_loaded_stays() -> None:
+    """Whatever the ranks agreed on before."""
+    assert run_procs(2, load_scale, timeout=30, backend="gloo") == [16.0, 16.0]
