@@ -157,10 +157,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._refuse_if_foreign("consolidate_state_dict()")
         self._refuse_in_join("consolidate_state_dict()")
         num_ranks = self.communicator.everyone.world_size
-        if to is not None and not 0 <= to < num_ranks:
-            raise ValueError(f"Invalid rank to: {to}. The group has {num_ranks} ranks.")
         self._can_be_saved = True
         with self.communicator.call("consolidate_state_dict()"):
+            if to is not None and not 0 <= to < num_ranks:
+                raise ValueError(f"Invalid rank to: {to}. The group has {num_ranks} ranks.")
             self.communicator.declare([f"to = {to}"])
             self._consolidated = state_io.consolidate(self._held(), to)
 

@@ -121,7 +121,9 @@ def fail(*_: Any) -> None:
 
 def test_steps_to_the_next_that_is_watched() -> None:
     """One rank watched the next step, too, and the other did not: all later ones failed."""
-    (found, num_records), (other, other_num) = run_procs(2, watch, "in step()", timeout=30)
+    (found, num_records), (other, other_num) = run_procs(
+        2, watch, "in step()", timeout=30, backend="gloo"
+    )
     assert found == ["ok"] * 3 + ["PeerError"] + ["ok"] * 8
     assert other == ["ok"] * 2 + ["ArithmeticError"] + ["ok"] * 8
     assert num_records == other_num == 4
@@ -129,7 +131,9 @@ def test_steps_to_the_next_that_is_watched() -> None:
 
 def test_a_hook_that_fails_after_a_watched_step() -> None:
     """The monitor came after it, and took the step for one that is to be watched once more."""
-    (found, num_records), (other, other_num) = run_procs(2, watch, "in a hook", timeout=30)
+    (found, num_records), (other, other_num) = run_procs(
+        2, watch, "in a hook", timeout=30, backend="gloo"
+    )
     assert found == ["ok"] * 12
     assert other == ["ok"] * 2 + ["ArithmeticError"] + ["ok"] * 9
     assert num_records == other_num == 4

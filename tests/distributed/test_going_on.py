@@ -106,3 +106,26 @@ def test_what_begins_to_train_in_a_step_that_fails_trains_in_the_next(
     ranks = run_procs(2, unfreeze, sharding, timeout=30, backend="gloo")
     assert ranks[0] == ranks[1]
     assert ranks[0][:-1] == [False, False, "failed", True, True]
+
+
+def consolidate_to_no_rank() -> str:
+    weight = torch.nn.Parameter(torch.ones(600))
+    optimizer = ShardedAdamW([("weight", weight)], lr=0.1)
+    weight.grad = torch.ones(600)
+    optimizer.step()
+    try:
+        optimizer.consolidate_state_dict(to=2 if dist.get_rank() == 1 else 0)
+    except (ValueError, PeerError) as error:
+        found = f"{type(error).__name__}: {error}"
+    optimizer.consolidate_state_dict()
+    return found
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.cpu_only("where waits do not block the host, ranks hear of it in a later call")
+def test_one_rank_gives_a_wrong_rank_to_consolidate_to() -> None:
+    """The others waited for it until the timeout of the group, or until its next call."""
+    found = run_procs(2, consolidate_to_no_rank, timeout=30, backend="gloo")
+    assert found[1].startswith("ValueError: Invalid rank to: 2")
+    assert found[0].startswith("PeerError")
+    assert "Invalid rank to: 2" in found[0]
