@@ -131,17 +131,29 @@ class ShardedGradScaler(GradScaler):
         self._agreed: Tensor | None = None  # (2,): the smallest scale and age on any rank
 
     def scale(self, outputs: Any) -> Any:
-        """Scale outputs by the scale that all ranks have, as torch's scaler does."""
+        """Scale outputs by the scale that all ranks have, as torch's scaler does.
+
+        Args:
+            outputs: tensors of any shape, or nested iterables of them.
+        """
         self._take_agreed()
         return super().scale(outputs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Update the scale, as torch's scaler does, from one that all ranks have."""
+        """Update the scale, as torch's scaler does, from one that all ranks have.
+
+        Args:
+            new_scale: the next scale; None: torch's rule makes it.
+        """
         self._take_agreed()
         super().update(new_scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the scale and its age, as torch's scaler does."""
+        """Load the scale and its age, as torch's scaler does.
+
+        Args:
+            state_dict: of state_dict().
+        """
         self._agreed = None
         super().load_state_dict(state_dict)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardfuse.doctor.findings import Finding
 
-TESTED_TORCH = ("2.7", "2.9", "2.12", "2.13", "2.14")
+TESTED_TORCH = ("2.7", "2.9", "2.12", "2.13", "2.14", "2.15")
 """Releases with which all tests of this version have been run."""
 
 CANN = {
