@@ -191,14 +191,18 @@ def test_a_rank_that_dies_in_its_writer(rank: str, tmp_path: Path) -> None:
     assert Checkpoints(tmp_path / "saved").steps() == [1]
 
 
+def save_if_first(state: dict[str, Any], folder: Path) -> None:
+    if dist.get_rank() == 0:
+        STAYING.append(async_save(state, folder))
+    state["optimizer"].step()
+
+
 def save_alone(folder: Path) -> tuple[str, list[int]]:
     weight, checkpoints = torch.nn.Parameter(torch.ones(600)), Checkpoints(folder)
     state = {"optimizer": ShardedAdam([("weight", weight)])}
     (weight * 2).sum().backward()
     with pytest.raises(PeerError) as caught:
-        if dist.get_rank() == 0:
-            STAYING.append(async_save(state, folder / "of-one"))
-        state["optimizer"].step()
+        save_if_first(state, folder / "of-one")
     state["optimizer"].step()
     checkpoints.save(state, 1, beside_training=True)
     checkpoints.wait()
