@@ -116,7 +116,8 @@ class RunConfig:
         self._require("dropout", 0 <= self.dropout < 1, "from 0 to below 1")
         self._require("betas", all(0 <= beta < 1 for beta in self.betas), "from 0 to below 1")
         if self.eps is not None:
-            self._require("eps", 0 <= self.eps < float("inf"), "a number, 0 or greater")
+            self._require("eps", self.eps >= 0, "0 or greater")
+            self._require("eps", self.eps < float("inf"), "a number")
             self._require("eps", self.optimizer != "sgd", "left out with sgd, which has none")
         self.shard_config()
         self._check_positions()
