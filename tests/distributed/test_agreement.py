@@ -284,3 +284,24 @@ def test_subgroup_averages_over_its_own_ranks(run: Runner) -> None:
     """The mean is over the sub-group's two ranks, whatever the world's size."""
     for values in run(3, train_in_subgroup, timeout=LIMIT_S)[1:]:
         assert all(torch.equal(v, torch.full_like(v, -1.5)) for v in values)
+
+
+def build_of_a_set() -> tuple[str, str]:
+    """Return what this rank hears where the last one gives a set, at once and in a later group."""
+    first, second = ([Parameter(torch.ones(3, 2)) for _ in range(2)] for _ in range(2))
+    kind: Any = set if dist.get_rank() == dist.get_world_size() - 1 else list
+    with pytest.raises((TypeError, RuntimeError)) as built:
+        ShardedAdam(kind(first))
+    optimizer = ShardedAdam(first)
+    with pytest.raises((TypeError, RuntimeError)) as added:
+        optimizer.add_param_group({"params": kind(second)})
+    return str(built.value), str(added.value)
+
+
+@pytest.mark.parametrize("run", RUNNERS)
+def test_one_rank_alone_gives_its_parameters_in_no_order(run: Runner) -> None:
+    """The others, whose parameters have the same shapes, hear of it by that rank's number."""
+    words = "need to be organized in ordered collections, but are a set"
+    *others, last = run(3, build_of_a_set, timeout=LIMIT_S)
+    assert all(text.startswith("optimizer parameters") and words in text for text in last)
+    assert all("rank 2: TypeError" in text and words in text for pair in others for text in pair)

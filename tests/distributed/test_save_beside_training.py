@@ -165,7 +165,7 @@ import os, sys, threading, time
 from pathlib import Path
 from shardfuse import ShardedAdam
 from shardfuse.checkpoint import Checkpoints
-from shardfuse.checkpoint import saving
+from shardfuse.checkpoint import ranks, saving
 from tests.support.checkpoints import Job
 from tests.support.harness import join_world
 
@@ -175,16 +175,20 @@ job, checkpoints = Job(ShardedAdam), Checkpoints(sys.argv[3])
 job.train(1)
 checkpoints.save(job.objects, 1)
 if rank == int(sys.argv[4]):
-    saving._word = lambda data: os._exit(9)  # in the writer's thread
+    if sys.argv[5] == "writes":
+        saving._word = lambda data: os._exit(9)  # in the writer's thread
+    else:
+        ranks.Ranks.agree = lambda *_: os._exit(9)  # on the step
 checkpoints.save(job.objects, 2, beside_training=True)
 checkpoints.wait()
 """
 
 
+@pytest.mark.parametrize("when", ["writes", "agrees"])
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_rank_that_dies_in_its_writer(rank: str, tmp_path: Path) -> None:
+def test_a_rank_that_dies_in_a_save(rank: str, when: str, tmp_path: Path) -> None:
     """The other is told, long before the group's timeout; what was there stays."""
-    ended = run_scripts(DIES, 2, tmp_path, str(tmp_path / "saved"), rank, timeout=50)
+    ended = run_scripts(DIES, 2, tmp_path, str(tmp_path / "saved"), rank, when, timeout=50)
     codes = [code for code, _ in ended]
     assert codes[int(rank)] == 9, ended
     assert codes[1 - int(rank)] == 1, ended
