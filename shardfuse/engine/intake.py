@@ -41,7 +41,8 @@ def given(params: Any) -> list[Any]:
             f"params is a {type(params).__name__}. Pass model.named_parameters(), or a list of "
             'dicts, one for each group: [{"params": ..., "lr": ...}].'
         )
-    members = list(ordered({"params": params})["params"])
+    ordered({"params": params})
+    members = list(params)
     if not members:
         raise ValueError(
             "optimizer got an empty parameter list. A generator such as model.parameters() can be "

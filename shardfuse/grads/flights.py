@@ -148,8 +148,7 @@ class Flights:
         for place in places:
             self._num_extra += 1
             shard, bucket = self.order[place]
-            label = self._sender.label(0, place, self._num_extra)
-            slot = self._sender.slot(-1)
+            label, slot = self._sender.label(0, place, self._num_extra), self._sender.slot(-1)
             buffer = self._num_buffers + self._num_extra % 2
             handle = self._depart(shard, bucket, buffer, label, slot)
             self._flights.append(_Flight(handle, shard, bucket))

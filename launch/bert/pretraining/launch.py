@@ -1,4 +1,4 @@
-"""What the launcher said about this process, read from the environment without importing torch."""
+"""What the launcher said about this process, read from the environment."""
 
 from __future__ import annotations
 
@@ -48,18 +48,16 @@ class Launch:
 
 
 def _check_not_apart(environ: Mapping[str, str]) -> None:
-    """Raise UsageError in one of several processes that know of no other.
+    """Raise UsageError in one of several processes that know of no other."""
+    # It imports torch, as what comes next does.
+    from shardfuse.comm.launched import launched_apart
 
-    As shardfuse.comm.launched, which is not to be had without torch.
-    """
-    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        number = environ.get(name, "")
-        if number.isdecimal() and int(number) > 1:
-            raise UsageError(
-                f"{name}={number}: there are {number} of this process, and each would train by "
-                "itself. Have srun or mpirun start torchrun, once a host (launch/npu/slurm.sh does "
-                f"so); if they are to be apart, unset {name}"
-            )
+    apart = launched_apart(environ)
+    if apart is not None:
+        raise UsageError(
+            f"{apart}: each would train by itself. Have it start torchrun, once a host "
+            "(launch/npu/slurm.sh does so); if they are to be apart, unset that variable"
+        )
 
 
 def refuse(error: UsageError, launch: Launch | None, program: str = "pretrain.py") -> int:
