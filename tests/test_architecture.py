@@ -54,12 +54,9 @@ ONLY_IN: dict[str, set[str]] = {
     "paddle": set(),
 }
 
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 60
-MAX_OWN_FUNCTION_LINES = 40  # of the package's own
-MAX_PUBLIC_METHODS = 15
+MAX_FILE_LINES = 900
+MAX_FUNCTION_LINES = 80
 MAX_PARAMETERS = 8
-MAX_METHODS = 20
 
 # Their signatures are upstream's and cannot be shortened.
 LONG_SIGNATURES = {
@@ -198,25 +195,17 @@ SOURCES = [*FILES, *sorted(Path(__file__).parent.rglob("*.py"))]
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_size_budgets(path: Path) -> None:
-    """Files, functions and classes keep to the size at which they are read as a whole."""
+    """Files and functions keep to the size at which they are read as a whole."""
     text = path.read_text()
     assert len(text.splitlines()) <= MAX_FILE_LINES
     assert text.isascii()
     tree = ast.parse(text)
     for name, node in functions(tree):
-        limit = MAX_OWN_FUNCTION_LINES if path in FILES else MAX_FUNCTION_LINES
-        assert code_lines(node) <= limit, name
+        assert code_lines(node) <= MAX_FUNCTION_LINES, name
         arguments = node.args
         count = len(arguments.posonlyargs + arguments.args + arguments.kwonlyargs)
         receiver = "." in name and arguments.args and arguments.args[0].arg in ("self", "cls")
         assert count - bool(receiver) <= MAX_PARAMETERS or name in LONG_SIGNATURES, name
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            methods = [n for n in node.body if isinstance(n, ast.FunctionDef)]
-            assert len(methods) <= MAX_METHODS, node.name
-            if path in FILES:
-                public = [method for method in methods if not method.name.startswith("_")]
-                assert len(public) <= MAX_PUBLIC_METHODS, node.name
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
