@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,7 +40,7 @@ _TAGS = 0x40000000
 """Tags of messages through sockets are this and what the message is marked by."""
 
 _SMALL_NBYTES = 1 << 20
-"""An all-reduce that sends no more than so many bytes goes from rank to rank, like the rest."""
+"""An all-reduce or broadcast that sends no more than so many bytes goes from rank to rank, too."""
 
 
 class _Once:
@@ -89,7 +89,8 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         self._epoch = self._board.epoch
         self._num_direct = 1  # number of the next such collective, the same on all ranks
         self._in_flight: deque[tuple[int, _Once]] = deque()  # with their numbers
-        self._open: list[tuple[int, int, Sequence[torch.Tensor]]] = []  # what others may still read
+        # What others may still read: (number, mark, destinations, tensors).
+        self._open: list[tuple[int, int, Sequence[int], Sequence[torch.Tensor]]] = []
         self._expected: dict[int, WorkHandle] = {}  # receives posted ahead, by their mark
 
     @contextmanager
@@ -130,7 +131,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
             mark = self._mark("reduce_scatter", input, label)
         sending = self._board.begin_sending(label)
         with sending():
-            handle = self._move(mark, theirs, out_of, keeps_input=True)
+            handle = self._exchange(mark, theirs, out_of, keeps_input=True)
         return PartsInFlight(handle, (parts[self.rank], *theirs), sending)
 
     def expect(self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0) -> None:
@@ -143,7 +144,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
             room = tuple(parts[rank] for rank in self._sources)
         else:
             room = self._room_for_parts(slot, tensor)
-        self._expected[mark] = self._receive(mark, room)
+        self._expected[mark] = self._receive(mark, zip(self._sources, room, strict=True))
 
     def _mark(self, kind: Labelled, tensor: torch.Tensor, label: str) -> int:
         """Return what tells the messages of a collective with a label from all others."""
@@ -165,7 +166,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         mark = self._board.present.note("all_gather", output.numel(), output.dtype)
         if label is not None:
             mark = self._mark("all_gather", output, label)
-        handle = self._move(mark, into, [input] * len(into), keeps_input=False)
+        handle = self._exchange(mark, into, [input] * len(into), keeps_input=False)
         if parts[self.rank].data_ptr() != input.data_ptr():
             parts[self.rank].copy_(input)
         return handle
@@ -184,7 +185,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         into = [everyone[rank] for rank in self._sources]
         own = [everyone[self.rank]] * len(into)
         # Until all have read it: it may be the last thing that an optimizer does.
-        handle = self._move(mark, into, own, keeps_input=False)
+        handle = self._exchange(mark, into, own, keeps_input=False)
 
         def add_up() -> None:
             handle.wait()
@@ -195,7 +196,17 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
 
         return _Once(add_up)
 
-    def _move(
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Handle:
+        """Overwrite ``tensor`` (n,) by group rank ``src``'s; small ones as in all_reduce()."""
+        if tensor.nbytes * (self.world_size - 1) > _SMALL_NBYTES:
+            return super().broadcast(tensor, src)
+        mark = self._board.present.note(f"broadcast from {src}", tensor.numel(), tensor.dtype)
+        if self.rank != src:
+            return self._move(mark, [(src, tensor)], [], keeps_input=True)
+        out_of = [(rank, tensor) for rank in self._destinations]
+        return self._move(mark, [], out_of, keeps_input=True)
+
+    def _exchange(
         self,
         mark: int,
         into: Sequence[torch.Tensor],
@@ -203,9 +214,25 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         *,
         keeps_input: bool,
     ) -> Handle:
-        """Bring a part from every source ``into`` here; let every destination have its own.
+        """Receive a part from every other rank ``into``, and send each its own; as _move()."""
+        return self._move(
+            mark,
+            list(zip(self._sources, into, strict=True)),
+            list(zip(self._destinations, out_of, strict=True)),
+            keeps_input=keeps_input,
+        )
 
-        Parts are told apart by ``mark``; see Call.note(). The sources' memory is not read before
+    def _move(
+        self,
+        mark: int,
+        into: Sequence[tuple[int, torch.Tensor]],
+        out_of: Sequence[tuple[int, torch.Tensor]],
+        *,
+        keeps_input: bool,
+    ) -> Handle:
+        """Receive tensors from the ranks named with them, and send others to theirs.
+
+        Messages are told apart by ``mark``; see Call.note(). The sources' memory is not read before
         wait(). With ``keeps_input`` that does not stay until others have read as well: ranks run a
         few milliseconds apart, and would all lose them at every bucket.
         """
@@ -218,16 +245,17 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         # Letters have a limited room: what has been under way for long is finished here.
         _finish_before(self._in_flight, number - SLOTS // 2 + 1)
         self._finish_open()
-        for rank, part in zip(self._destinations, out_of, strict=True):
+        for rank, part in out_of:
             box.put(rank, READY, number, mark, part.data_ptr())
 
         def finish() -> None:
             # Others that have waited for those may be waiting now for this rank to read.
             _finish_before(self._in_flight, number)
-            for rank, part in zip(self._sources, into, strict=True):
+            for rank, part in into:
                 box.fetch(rank, number, mark, part)
                 box.put(rank, DONE, number, mark)
-            self._open.append((number, mark, out_of))
+            readers = [rank for rank, _ in out_of]
+            self._open.append((number, mark, readers, [part for _, part in out_of]))
             if not keeps_input:
                 self._finish_open()
 
@@ -246,8 +274,8 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
     def _finish_open(self) -> None:
         """Wait until others have read what they were told of."""
         self._start_anew()
-        for number, mark, _ in self._open:
-            for rank in self._destinations:
+        for number, mark, readers, _ in self._open:
+            for rank in readers:
                 assert self._mailbox is not None
                 self._mailbox.take(rank, DONE, number, mark)
         self._open.clear()
@@ -313,8 +341,9 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         everyone = torch.empty(self.world_size, len(values), dtype=torch.int64)
         everyone[self.rank] = torch.tensor(values)
         mark = self._board.present.note("introduction", len(values), everyone.dtype)
-        into = [everyone[rank] for rank in self._sources]
-        self._send_and_receive(mark, into, [everyone[self.rank]] * len(into)).wait()
+        into = [(rank, everyone[rank]) for rank in self._sources]
+        out_of = [(rank, everyone[self.rank]) for rank in self._destinations]
+        self._send_and_receive(mark, into, out_of).wait()
         rows: list[list[int]] = everyone.tolist()
         return rows
 
@@ -325,23 +354,25 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         return float(timeout.total_seconds())
 
     def _send_and_receive(
-        self, mark: int, into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor]
+        self,
+        mark: int,
+        into: Sequence[tuple[int, torch.Tensor]],
+        out_of: Sequence[tuple[int, torch.Tensor]],
     ) -> Handle:
         """As _move(), through sockets. Only messages of one tag, and so of one size, meet."""
         arrival = self._expected.pop(mark, None) or self._receive(mark, into)
         works = [
-            self._launch(dist.isend, part, group_dst=rank, tag=_tag(mark))
-            for part, rank in zip(out_of, self._destinations, strict=True)
+            self._launch(dist.isend, part, group_dst=rank, tag=_tag(mark)) for rank, part in out_of
         ]
-        return arrival.joined(works, *out_of)
+        return arrival.joined(works, *(part for _, part in out_of))
 
-    def _receive(self, mark: int, into: Sequence[torch.Tensor]) -> WorkHandle:
-        """Post the receives of a part from every source."""
+    def _receive(self, mark: int, into: Iterable[tuple[int, torch.Tensor]]) -> WorkHandle:
+        """Post the receives of tensors from the ranks named with them."""
+        into = list(into)
         works = [
-            self._launch(dist.irecv, part, group_src=rank, tag=_tag(mark))
-            for part, rank in zip(into, self._sources, strict=True)
+            self._launch(dist.irecv, part, group_src=rank, tag=_tag(mark)) for rank, part in into
         ]
-        return WorkHandle(self._watch, works, *into)
+        return WorkHandle(self._watch, works, *(part for _, part in into))
 
 
 def _tag(mark: int) -> int:
