@@ -18,12 +18,18 @@ _NUM_WORDS = 8
 
 
 def agree(
-    comm: Communicator, device: torch.device, entries: Sequence[str], error: Exception | None
+    comm: Communicator,
+    device: torch.device,
+    entries: Sequence[str],
+    error: Exception | None,
+    *,
+    to: str = "build the optimizer",
 ) -> None:
     """Return if no rank has an error and all ranks hold the same entries; else raise on all ranks.
 
     Every rank of ``comm`` must call it. ``entries`` are short texts, each naming the object that it
-    describes; the first that differs is quoted. ``error`` is what already went wrong on this rank.
+    describes; the first that differs is quoted. ``error`` is what already went wrong on this rank,
+    ``to`` what it failed to do.
 
     Raises:
         Exception: ``error``, on the ranks that have one.
@@ -42,7 +48,7 @@ def agree(
         if error is not None:
             raise error
         others = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
-        raise RuntimeError(f"Another rank failed to build the optimizer. {others}")
+        raise RuntimeError(f"Another rank failed to {to}. {others}")
     num_common = -extremes[1]
     if extremes[0] == num_common and _first_difference(comm, device, words) is None:
         return

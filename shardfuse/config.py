@@ -20,8 +20,8 @@ _SYNC_DTYPES = {
 _SYNC_BITS = {"grad_sync_bits": (8,), "param_sync_bits": (8, 4)}
 
 _SWITCHES = (
-    "grads_are_reduced",
     "broadcast_params",
+    "broadcast_buffers",
     "report_overflow",
     "debug_sync",
     "error_feedback",
@@ -130,15 +130,28 @@ class ShardConfig:
     debug_sync: bool = False
     """Wait for every collective where it is launched, to see whether overlap is at fault."""
 
-    grads_are_reduced: bool = False
-    """Whether ``p.grad`` is already the mean over ranks, as under DistributedDataParallel."""
+    grads_are_reduced: bool | Literal["auto"] = "auto"
+    """Whether ``p.grad`` is already the mean over ranks, as under DistributedDataParallel.
+
+    auto: it is if a DistributedDataParallel of this process holds the parameters, at construction
+    or when autograd makes the first gradient. Set it for another wrapper that averages.
+    """
 
     clip_grad_norm: float | None = None
     """Upper bound of the mean gradient's L2 norm in every step(), as by clip_grad_norm() before it.
     Use it if a training loop only calls step(). Costs one all-reduce of a float per flat."""
 
     broadcast_params: bool = True
-    """Copy the first rank's parameter values to all ranks at construction."""
+    """Copy the first rank's parameter values to all ranks at construction, and the buffers of a
+    model that was passed in place of parameters."""
+
+    broadcast_buffers: bool = True
+    """Copy the first rank's buffers to all ranks in every step(), in one message.
+
+    Of a model that was passed in place of parameters, or to ``broadcast_buffers()``. Under
+    DistributedDataParallel its own option of this name counts. Buffers of other models are left
+    alone, and a warning tells if they differ between ranks.
+    """
 
     collectives: CollectivesChoice = "auto"
     """native: the backend's own. pairwise: with gloo on the CPU, where that is faster, ranks send
@@ -181,7 +194,7 @@ class ShardConfig:
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}.")
-        for name in ("overlap_grad_sync", "overlap_param_sync"):
+        for name in ("overlap_grad_sync", "overlap_param_sync", "grads_are_reduced"):
             if not (isinstance(getattr(self, name), bool) or getattr(self, name) == "auto"):
                 raise TypeError(f'{name} must be a bool or "auto", got {getattr(self, name)!r}.')
         every = self.consolidate_every
@@ -204,7 +217,7 @@ class ShardConfig:
     def _check_stage(self) -> None:
         if isinstance(self.stage, bool) or self.stage not in (1, 2):
             raise ValueError(f"Invalid stage: {self.stage!r}. Use 1, or 2 to shard gradients too.")
-        if self.stage == 2 and self.grads_are_reduced:
+        if self.stage == 2 and self.grads_are_reduced is True:
             raise ValueError(
                 "Invalid stage: 2 with grads_are_reduced=True. Gradients that another wrapper "
                 "reduces are not sharded here: use stage=1, or train without that wrapper."
@@ -225,7 +238,7 @@ class ShardConfig:
                 f"Invalid grad_sync_bits: {self.grad_sync_bits} with a mesh, whose second sum "
                 "needs more bits. Use grad_sync_dtype=torch.bfloat16."
             )
-        if self.grad_sync_bits is not None and self.grads_are_reduced:
+        if self.grad_sync_bits is not None and self.grads_are_reduced is True:
             raise ValueError(
                 f"Invalid grad_sync_bits: {self.grad_sync_bits} with grads_are_reduced=True, where "
                 "another wrapper sends gradients. Set its own option, if it has one."

@@ -56,7 +56,7 @@ class EngineBridge:
             "state_dict": self._state_dict,
             "load_state_dict": self._load_state_dict,
         }
-        if not optimizer._config.grads_are_reduced:
+        if optimizer._config.grads_are_reduced is not True:
             # (dense gradients, those of experts): none, because step() reduces them.
             attributes["get_grads_for_reduction"] = lambda: ([], {})
         optimizer.__dict__.update(attributes)

@@ -184,7 +184,7 @@ def check_ranks(optimizer: Any, engine: Any, name: str) -> None:
         ValueError: some ranks would train apart.
     """
     num_ranks = optimizer.communicator.everyone.world_size
-    if num_ranks != engine.dp_world_size and not optimizer._config.grads_are_reduced:
+    if num_ranks != engine.dp_world_size and optimizer._config.grads_are_reduced is not True:
         raise ValueError(
             f"{name} was built for {num_ranks} rank{'s' * (num_ranks > 1)}, the engine has "
             f"{engine.dp_world_size}: gradients would not be averaged over all. Call "

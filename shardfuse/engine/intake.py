@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardfuse.buffers import internal_format
 from shardfuse.config import ShardConfig
+from shardfuse.engine.owners import unwrapped
 from shardfuse.layout import ITEMSIZE, ParamSpec, dense_stride
 from shardfuse.rules import Member, UpdateRule
 
@@ -21,16 +22,17 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 def given(params: Any) -> list[Any]:
-    """Return what an optimizer was given as ``params``, as a list.
+    """Return what an optimizer was given as ``params``, as a list; of a module its parameters.
 
     Raises:
-        TypeError: a module, a state dict or one tensor, in place of its parameters; or a set.
+        TypeError: a state dict or one tensor, in place of parameters; or a set.
         ValueError: there are none, or a group has none.
     """
     if isinstance(params, torch.nn.Module):
-        raise TypeError(
-            f"params is a module ({type(params).__name__}). Pass its named_parameters()."
-        )
+        named = list(unwrapped(params).named_parameters())
+        if not named:
+            raise ValueError(f"The model ({type(params).__name__}) has no parameters.")
+        return named
     if isinstance(params, Tensor):
         raise TypeError(
             "params argument given to the optimizer should be an iterable of Tensors or dicts, but "
@@ -81,6 +83,15 @@ def common_device(groups: Groups) -> torch.device:
                     f"on {device}. Give one optimizer the parameters of one device."
                 )
     return device or torch.device("cpu")
+
+
+def named(groups: Groups) -> list[tuple[str, Tensor]]:
+    """Return (name, parameter) of every parameter of ``groups``."""
+    return [
+        (_name(group, index, position), param)
+        for index, group in enumerate(groups)
+        for position, param in enumerate(group["params"])
+    ]
 
 
 def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tensor, ParamSpec]]:
@@ -204,7 +215,16 @@ def _name(group: Mapping[str, Any], index: int, position: int) -> str:
 
 def _check(param: Tensor, name: str) -> None:
     if hasattr(param, "device_mesh"):
-        raise TypeError(f"Parameter {name} is a DTensor. Pass its local tensors, or use FSDP's.")
+        raise TypeError(
+            f"Parameter {name} is a DTensor, which is sharded already (FSDP2, or tensor "
+            "parallelism). Use torch.optim for it; or train the model without that sharding, whose "
+            "optimizer states shardfuse shards."
+        )
+    if hasattr(param, "ds_tensor"):
+        raise TypeError(
+            f"Parameter {name} is partitioned by DeepSpeed's ZeRO stage 3, which shards the "
+            "optimizer states, too. Use stage 1 or 2, or train without deepspeed.zero.Init()."
+        )
     if param.layout != torch.strided:
         raise TypeError(f"Parameter {name} is {param.layout}; shardfuse needs dense parameters.")
     if param.device.type == "meta":

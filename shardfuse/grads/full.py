@@ -85,10 +85,19 @@ class GradSync(GradShards):
             wire = self._wire.of(buffer.data.dtype)
             grads = FlatGrads(buffer, member.params, member.specs, member.fragments, wire)
             grads.on_arrival = weakref.WeakMethod(self._arrived)
+            if self.before_first is not None:
+                grads.before_first = weakref.WeakMethod(self._before_first)
             grads.watch()
             added.append(grads)
         self._sends.add(added)
         self._flats.update({grads.flat.index: grads for grads in added})
+
+    def _before_first(self) -> bool:
+        before_first = None if self.before_first is None else self.before_first()
+        self.before_first = None
+        for grads in self._flats.values():
+            grads.before_first = None
+        return before_first is not None and before_first()
 
     def _arrived(self, grads: FlatGrads, position: int) -> None:
         self.num_made += 1
@@ -160,8 +169,16 @@ class GradSync(GradShards):
         self._is_shared |= shared
         return list(self._buffers.combined)
 
-    def zero(self, set_to_none: bool, *, absent: bool = False) -> None:
+    def written(self) -> list[str]:
+        return [name for grads in self._flats.values() for name in grads.written()]
+
+    def spend(self) -> None:
         self.release()
+        for grads in self._flats.values():
+            grads.made.clear()
+
+    def zero(self, set_to_none: bool, *, absent: bool = False) -> None:
+        self.spend()
         self._sends.doubt()
         self._sends.await_grads()
         for grads in self._flats.values():

@@ -81,6 +81,9 @@ class GradShards(ABC):
         self.under_backward = UnderBackward()
         self.num_made = 0
         """How many gradients autograd has made, in all."""
+        self.before_first: weakref.WeakMethod[Callable[[], bool]] | None = None
+        """Called once, under backward, before anything is done with the first gradient; returns
+        whether these shards are not used any more."""
 
     def has(self, flat: Flat) -> bool:
         """Return whether ``flat`` is attached."""
@@ -138,6 +141,10 @@ class GradShards(ABC):
     @abstractmethod
     def release(self) -> None:
         """Forget what was noted and reduced: the phase is ACCUMULATING then."""
+
+    def written(self) -> list[str]:
+        """Return the params whose ``p.grad`` was written to after backward, as far as is known."""
+        return []
 
     def spend(self) -> None:
         """A step has used the gradients, or skipped them: release() what it needed."""

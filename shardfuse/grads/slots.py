@@ -103,6 +103,10 @@ class FlatGrads:
     is_lent: bool = False  # whether anybody may hold a view, or a view of one
     on_arrival: weakref.WeakMethod[Callable[[FlatGrads, int], None]] | None = None
     """What collect() calls at its end; of who holds this."""
+    before_first: weakref.WeakMethod[Callable[[], bool]] | None = None
+    """Called before the first gradient is collected; returns whether others collect them now."""
+    made: dict[int, int] = field(default_factory=dict)
+    """By position, the version of a view after autograd has written to it in this step."""
 
     def __post_init__(self) -> None:
         self.buffer.padding = -0.0  # what is padded may be absent
@@ -143,6 +147,10 @@ class FlatGrads:
 
         One that the caller sees elsewhere too, or that has a graph, stays: pack() will copy it.
         """
+        if self.before_first is not None:
+            before_first = self.before_first()
+            if before_first is not None and before_first():
+                return
         self._collect(position)
         arrived = None if self.on_arrival is None else self.on_arrival()
         if arrived is not None:
@@ -152,7 +160,10 @@ class FlatGrads:
         self.cleared.pop(position, None)
         param = self.params[position]
         grad = param.grad
-        if grad is None or grad.layout != torch.strided or self.holds(position, grad):
+        if grad is None or grad.layout != torch.strided:
+            return
+        if self.holds(position, grad):
+            self.made[position] = grad._version
             return
         # What was never written in place is new: only another hook can have seen it.
         is_new = grad._version == 0 and len(param._post_accumulate_grad_hooks) == 1
@@ -163,7 +174,22 @@ class FlatGrads:
                 move_out(self.views[position])
             view = self.view(position).copy_(grad)
         param.grad = view
+        self.made[position] = view._version
         self.is_lent = True
+
+    def written(self) -> list[str]:
+        """Return the params whose gradients were written to after autograd had made them.
+
+        Those with other post-accumulate hooks are left out: such a hook may be the writer, and runs
+        for each gradient on every rank alike.
+        """
+        return [
+            self.specs[position].name
+            for position, version in self.made.items()
+            if self.views[position]._version != version
+            and self.params[position].grad is self.views[position]
+            and len(self.params[position]._post_accumulate_grad_hooks) == 1
+        ]
 
     def prepare(self, bucket: Bucket) -> list[SentGrad] | None:
         """Fill the slots in ``bucket`` before note(), and return what with; None if it must wait.

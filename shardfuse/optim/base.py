@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import record_function
 
 from shardfuse.agreement import agree, on_rank
@@ -22,12 +25,16 @@ from shardfuse.buffers import CombinedBuffers
 from shardfuse.comm import Communicator, communicator_for, communicator_over, device_for
 from shardfuse.comm.base import bucket_nbytes, overlapped
 from shardfuse.config import ShardConfig
-from shardfuse.engine import intake
+from shardfuse.engine import intake, module_buffers
+from shardfuse.engine.averaged import AveragedCheck
 from shardfuse.engine.flat_state import FlatState, check_params, rebind
 from shardfuse.engine.gather import ParamSync
 from shardfuse.engine.kernels import Kernels
+from shardfuse.engine.module_buffers import ModuleBuffers
 from shardfuse.engine.own_shards import OwnShards
+from shardfuse.engine.owners import Owners, unwrapped
 from shardfuse.engine.param_wires import ParamWireChoice
+from shardfuse.engine.replaced_ddp import RestOfModel, WrittenGrads
 from shardfuse.engine.step import StepEngine
 from shardfuse.engine.terms import Terms
 from shardfuse.grads.full import GradSync
@@ -58,8 +65,13 @@ class ShardedOptimizer(Watched):
     Gradients accumulate locally in ``p.grad``. ``step()`` takes their mean over ranks, updates this
     rank's shard and gathers the parameters. Subclasses provide the rule and the defaults.
 
+    A model in place of its parameters is trained as under DistributedDataParallel: its parameters,
+    also the frozen ones, and its buffers become equal on all ranks, and step() broadcasts the
+    buffers (``ShardConfig(broadcast_buffers=)``). If the model is in a DistributedDataParallel,
+    gradients are taken as averaged, and buffers are left to it.
+
     Args:
-        params: parameters, (name, parameter) pairs, or group dicts holding either.
+        params: a module; or parameters, (name, parameter) pairs, or group dicts holding either.
         defaults: hyper-parameters of groups that do not have their own.
         make_rule: builds the rule; its errors are raised on all ranks.
         sharding: a ShardConfig or a plain dict with its keys.
@@ -99,10 +111,13 @@ class ShardedOptimizer(Watched):
         except Exception as failure:
             raise error or failure from None
         with self.communicator.call(intake.building(self._config, None if is_known else error)):
-            self._build(error)
+            self._build(error, params if isinstance(params, nn.Module) else None)
 
-    def _build(self, error: Exception | None) -> None:
-        """Lay out and adopt the parameters; ``error`` is what went wrong on this rank before."""
+    def _build(self, error: Exception | None, model: nn.Module | None) -> None:
+        """Lay out and adopt the parameters, those of ``model`` if one was given.
+
+        ``error`` is what went wrong on this rank before.
+        """
         nbytes = bucket_nbytes(self._config.bucket_cap_mb, self.communicator.progress)
         alone = self.communicator.world_size == 1
         if alone and error is None and self._rule.grain != "row":
@@ -114,6 +129,11 @@ class ShardedOptimizer(Watched):
         self.layout = FlatLayout(self.communicator.world_size, nbytes, grain)
         self._params: list[Tensor] = []
         self._flats: list[FlatState] = []
+        if error is None and not alone and not is_laid_out_elsewhere():
+            try:
+                self._look_at_owners()
+            except Exception as failure:
+                error = failure
         self._buffers = CombinedBuffers()
         self._grads = self._make_grads()
         self._param_wire = ParamWireChoice()
@@ -129,10 +149,15 @@ class ShardedOptimizer(Watched):
         if error is None:
             self._kernels = Kernels(self._rule, self._config.kernel, self._device)
         self._clip_coefficient: Tensor | None = None
-        self._terms = Terms(self.communicator, self._config.grads_are_reduced)
+        self._terms = Terms(self.communicator, self._are_reduced)
+        self._module_buffers = ModuleBuffers(self.communicator, self._device)
+        self._rest_of_model = RestOfModel(self.communicator)
+        self._written_grads = WrittenGrads(self.communicator)
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._is_fresh = True
         self._adopt(first_group=0, error=error)
+        if model is not None and not alone and not self._are_reduced:
+            self._keep_equal(model, self._config.broadcast_params)
         self._built = True
         logger.info("%s: %s\n%s", type(self).__name__, self._config, self.layout.describe())
 
@@ -145,7 +170,7 @@ class ShardedOptimizer(Watched):
 
     def _make_grads(self) -> GradShards:
         """Return where gradients come from."""
-        if self._config.grads_are_reduced:
+        if self._are_reduced:
             return PresyncedGrads()
         wire = GradWireChoice(self._config.grad_sync_dtype)
         if self.communicator.world_size > 1:
@@ -153,12 +178,148 @@ class ShardedOptimizer(Watched):
         if self._are_partitioned:
             waits = self._config.debug_sync or self._config.overlap_grad_sync is False
             return PartitionedGrads(self.communicator, wire, waits=waits)
-        return GradSync(
+        grads = GradSync(
             self.communicator,
             wire,
             overlaps=overlapped(self._config.overlap_grad_sync),
             waits=self._config.debug_sync,
         )
+        grads.before_first = weakref.WeakMethod(self._before_first_gradient)
+        return grads
+
+    # Who else has the parameters
+
+    _sees_gradients = False
+    """Whether wrappers of the model were looked for since autograd has made gradients."""
+
+    def _look_at_owners(self) -> Owners:
+        """Find out whether DistributedDataParallel averages the gradients. Local.
+
+        Raises:
+            TypeError: a parameter is a part of a sharded one.
+            RuntimeError: stage 2 under a DistributedDataParallel.
+            ValueError: an option of no use there; or only some gradients are averaged.
+        """
+        named = intake.named(self.param_groups)
+        owners = Owners([param for _, param in named])
+        sharded = owners.sharded_by()
+        if sharded is not None:
+            position, by = sharded
+            raise TypeError(
+                f"Parameter {named[position][0]} is a part of one that is sharded by {by}: the "
+                "ranks hold different values, which would be overwritten. Use torch.optim for it; "
+                "or train the model without that sharding, whose optimizer states shardfuse shards."
+            )
+        if self._config.grads_are_reduced != "auto" or not owners.is_averaged():
+            return owners
+        if self._config.stage == 2:
+            raise RuntimeError(
+                "The model is wrapped in DistributedDataParallel, which averages gradients that "
+                "are sent during backward here (stage=2). Train the model without the wrapper, or "
+                "use stage=1."
+            )
+        self._config = replace(self._config, grads_are_reduced=True)
+        return owners
+
+    def _before_first_gradient(self) -> bool:
+        """Take note of the first gradient of autograd; return whether others collect it now.
+
+        A wrapper is often built after the optimizer, and has to be by now.
+        """
+        if self._sees_gradients:
+            return False
+        try:
+            return self._look_for_wrapper()
+        except Exception:
+            with self.communicator.call("backward()"):
+                raise
+
+    def _look_for_wrapper(self) -> bool:
+        """Look once for a wrapper, and for tensors that are not kept equal. Return as above."""
+        self._sees_gradients = True
+        if self.communicator.world_size == 1 or self._config.grads_are_reduced is True:
+            return False
+        owners = self._look_at_owners()
+        if self._are_reduced:
+            self._leave_gradients_to_wrapper()
+            return True
+        if self._config.grads_are_reduced is False and owners.is_averaged():
+            if self.communicator.everyone.rank == 0:
+                warnings.warn(
+                    "The model is wrapped in DistributedDataParallel, which averages the "
+                    "gradients, and the optimizer averages them again "
+                    "(grads_are_reduced=False), so everything is sent twice. Leave "
+                    "grads_are_reduced out, or train the model without the wrapper.",
+                    UserWarning,
+                    stacklevel=intake.levels_to_caller(),
+                )
+        elif self._config.broadcast_buffers and not self._module_buffers:
+            self._rest_of_model.tell(owners.roots(), self._params)
+        return False
+
+    def _leave_gradients_to_wrapper(self) -> None:
+        """Take gradients as averaged from now on; nothing was sent yet."""
+        old, self._grads = self._grads, self._make_grads()
+        self._grads.under_backward, old.under_backward.send = old.under_backward, None
+        self._grads.num_made = old.num_made
+        self._terms.averaged = AveragedCheck(self.communicator, are_reduced=True)
+        self._module_buffers = ModuleBuffers(self.communicator, self._device)
+        self._attach([state for state in self._flats if old.has(state.flat)])
+        logger.info("%s: DistributedDataParallel averages the gradients", type(self).__name__)
+
+    def broadcast_buffers(self, model: nn.Module) -> None:
+        """Keep all tensors of ``model`` that are no parameters of this optimizer equal. Collective.
+
+        The first rank's are copied to all ranks now, and its buffers in every step() from now on,
+        unless ``ShardConfig(broadcast_buffers=False)``. A model that was passed in place of
+        parameters needs no such call; one whose parameters were passed in groups does. Under
+        DistributedDataParallel, which does this itself, nothing is done.
+
+        Args:
+            model: the module, or several in a torch.nn.ModuleList.
+
+        Raises:
+            TypeError: it is no module, or has a tensor that cannot be sent.
+            ValueError: ranks have different models.
+            RuntimeError: another rank failed, or DeepSpeed shards the parameters.
+        """
+        self._refuse_if_foreign("broadcast_buffers()")
+        if self.communicator.world_size > 1 and not self._are_reduced:
+            with self.communicator.call("broadcast_buffers()"):
+                self._grads.under_backward.end()
+                self._keep_equal(model, True)
+
+    def _keep_equal(self, model: Any, broadcasts_now: bool) -> None:
+        error: Exception | None = None
+        sources: list[module_buffers.Source] = []
+        params: Sequence[tuple[str, Tensor]] = ()
+        try:
+            if not isinstance(model, nn.Module):
+                raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+            model = unwrapped(model)
+            sources = module_buffers.buffers_of(model)
+            params = module_buffers.params_of(model, without=self._params)
+        except Exception as failure:
+            error = failure
+        lines = module_buffers.describe(sources, params)
+        agree(self.communicator, self._device, lines, error, to="broadcast the model's tensors")
+        buffers = ModuleBuffers(self.communicator, self._device)
+        buffers.add(sources)
+        if broadcasts_now:
+            buffers.launch()
+            buffers.wait()
+            module_buffers.broadcast(self.communicator, [param for _, param in params])
+        if self._config.broadcast_buffers:
+            self._module_buffers.add(sources)
+
+    def _rank_of_buffers(self) -> int:
+        """Return the rank whose buffers all get: the first, under Join one that still trains."""
+        if not self._notifies_join or not self._module_buffers:
+            return 0
+        mine = -1 if self._is_shadow else self.communicator.everyone.rank
+        last = torch.tensor([mine], dtype=torch.int32, device=self._device)
+        self.communicator.everyone.all_reduce(last, "max").wait()
+        return max(0, int(last))
 
     # Parameters
 
@@ -226,12 +387,16 @@ class ShardedOptimizer(Watched):
 
     def _wake(self, states: list[FlatState]) -> None:
         """Give flats gradients and states; frozen ones have none until they are unfrozen."""
-        members = [FlatParams(s.flat, s.params, s.specs, s.fragments) for s in states]
         for state in states:
             state.allocate(self._rule.initial_states(self.param_groups[state.flat.group]))
-        self._grads.attach(members, self._device)  # last: until then they are woken once more
+        self._attach(states)  # last: until then they are woken once more
         awake = [state for state in self._flats if self._grads.has(state.flat)]
         self._kernels.choose(sum(b.shard_numel for state in awake for b in state.flat.buckets))
+
+    def _attach(self, states: Sequence[FlatState]) -> None:
+        """Have gradients of these flats, too, and the driver see them."""
+        members = [FlatParams(s.flat, s.params, s.specs, s.fragments) for s in states]
+        self._grads.attach(members, self._device)
         self._shards = OwnShards(
             self._rule,
             self.param_groups,
@@ -347,6 +512,7 @@ class ShardedOptimizer(Watched):
         self._consolidated = None
         self._is_fresh = False
         with record_function("shardfuse::step"):
+            self._module_buffers.launch(self._rank_of_buffers())
             found_inf, grad_scale = (self.__dict__.get(n) for n in ("found_inf", "grad_scale"))
             if found_inf is not None and not isinstance(found_inf, Tensor):
                 # torch's scaler gives the number 0 where this rank has no gradient at all.
@@ -360,6 +526,7 @@ class ShardedOptimizer(Watched):
                 self._gather.expect()
                 self._engine.run(coefficient, self._config.clip_grad_norm, self._watching(scaled))
             self._grads.spend()
+            self._module_buffers.wait()
             if not scaled.skip:
                 self._gather.leave()
         self._clip_coefficient = None
@@ -374,16 +541,26 @@ class ShardedOptimizer(Watched):
 
     def _begin(self, *lines: str) -> None:
         """Check and pack what the next collectives need; ``lines`` are what ranks must agree on."""
+        if not self._sees_gradients:  # no autograd has made them; after a set of tensors by hand
+            self._look_for_wrapper()
         awake, woken = self._check()
         self._grads.note()
+        self._warn_of_replaced_ddp()
         self._grads.under_backward.end(is_noted=True)
         self._shards.groups = self.param_groups  # which may have been set to another list
         grads = None if "found_inf" in self.__dict__ else self._shards.named_grads
+        averaged = "elsewhere" if self._are_reduced else "here"
+        lines = (*lines, f"gradients are averaged {averaged}")
         self._terms.declare(lines, self.param_groups, awake, woken, grads)
-        self._terms.averaged.warn(self._params)
         if woken:
             self._wake(woken)
             self._grads.note()
+
+    def _warn_of_replaced_ddp(self) -> None:
+        """Warn of what DistributedDataParallel did, and nothing does now; after note()."""
+        self._rest_of_model.warn()
+        if not self._written_grads.is_over and self.__dict__.get("found_inf") is None:
+            self._written_grads.note(self._grads.written())
 
     def _check(self) -> tuple[list[FlatState], list[FlatState]]:
         """Check params, make states; return flats that train, and that begin to. Tells nobody."""

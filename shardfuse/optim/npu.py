@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from shardfuse.engine.flat_state import FlatState
-from shardfuse.layout import BLOCK
 from shardfuse.optim.adadelta import ShardedAdadelta
 from shardfuse.optim.adam import ShardedAdam, ShardedAdamW
 from shardfuse.optim.adamp import ShardedAdamP
@@ -90,30 +89,6 @@ class _NpuFused(ShardedOptimizer):
         coefficient = torch.where(coefficient < 1, coefficient, torch.ones_like(coefficient))
         self._clip_by(coefficient)
         return norm
-
-    def _p_norm(self, norm_type: float) -> Tensor:
-        """Return the p-norm of the mean gradient, clipped where it is already, () fp32."""
-        self._refuse_in_join("The norm of the mean gradient")
-        self._begin(f"norm_type = {norm_type}")
-        self._refuse_changed("another norm of them")
-        self._grads.retain()
-        largest = norm_type == math.inf
-        total = torch.zeros(2, dtype=torch.float32, device=self._device)
-        for bucket, (shard,) in self._grads.reduced():
-            # By blocks, to keep fp32's digits in long sums.
-            blocks = shard.view(-1, BLOCK)
-            norms = torch.linalg.vector_norm(blocks, norm_type, dim=1, dtype=torch.float32)
-            norms = norms * (self._grads.mean_factor(bucket.flat) or 1.0)
-            if largest:
-                # A maximum over ranks may lose a NaN, so that is noted beside it.
-                found = [norms.nan_to_num(nan=0.0, posinf=math.inf), norms.isnan().float()]
-                total = torch.maximum(total, torch.stack(found).amax(dim=1))
-            else:
-                total[0] += norms.pow(norm_type).sum()
-        self.communicator.all_reduce(total, "max" if largest else "sum").wait()
-        root = total[0] if largest else total[0].pow(1 / norm_type)
-        norm = torch.where(total[1] > 0, torch.full_like(root, math.nan), root)
-        return self._clipped(norm)
 
     # Combined tensors
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from shardfuse.engine.averaged import is_wrapped
 from shardfuse.grads.protocol import GradShards
 from shardfuse.optim.stateful import StatefulOptimizer
 
@@ -66,7 +65,7 @@ class _HandlesUnscaling:
         """
         if optimizer is not None and optimizer._foreign is not None:
             return False  # who shards undoes loss scales, too
-        if optimizer is None or not optimizer._config.grads_are_reduced:
+        if optimizer is None or not optimizer._are_reduced:
             return True
         return hasattr(sys._getframe(1).f_locals.get("self"), "unscale_")  # torch's, torch_npu's
 
@@ -80,7 +79,6 @@ class TorchLike(StatefulOptimizer, Joinable):
     _grads: GradShards
     _clip_coefficient: Tensor | None = None  # () scales the mean gradient of the next step
     _has_unscaled = False  # whether a scaler has reached gradients that have left
-    _was_looked_at = False  # whether a wrapper of the model has been looked for
     _is_shadow = False  # this rank has joined and only takes part in the others' steps
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -156,6 +154,11 @@ class TorchLike(StatefulOptimizer, Joinable):
             raise
 
     @property
+    def _are_reduced(self) -> bool:
+        """Whether p.grad is the mean over ranks."""
+        return self._config.grads_are_reduced is True
+
+    @property
     def _are_partitioned(self) -> bool:
         """Whether gradients leave under backward."""
         return self._config.stage == 2 and self.communicator.world_size > 1
@@ -164,7 +167,7 @@ class TorchLike(StatefulOptimizer, Joinable):
         """Refuse what works on p.grad, which has left at stage 2.
 
         Raises:
-            RuntimeError: another scaler than ShardedGradScaler, or a DistributedDataParallel.
+            RuntimeError: another scaler than ShardedGradScaler.
         """
         is_scaled = self.__dict__.get("found_inf") is not None
         if is_scaled and not self._has_unscaled:
@@ -173,13 +176,6 @@ class TorchLike(StatefulOptimizer, Joinable):
                 "Use shardfuse.ShardedGradScaler, which reaches them, or stage=1."
             )
         self._has_unscaled = False
-        is_first, self._was_looked_at = not self._was_looked_at, True
-        if is_first and is_wrapped(self._params):
-            raise RuntimeError(
-                "The model is wrapped in DistributedDataParallel, which averages gradients that "
-                "are already sent (stage=2). Train the model without the wrapper, or use stage=1 "
-                "with grads_are_reduced=True."
-            )
 
     @torch.no_grad()
     def _unscale_shards(self, inverse: Tensor | None) -> Tensor | None:
@@ -221,7 +217,7 @@ class TorchLike(StatefulOptimizer, Joinable):
                 gradient; or at stage 2, which sums during backward.
         """
         self._refuse_if_foreign("torch.distributed.algorithms.Join")
-        if self._config.grads_are_reduced:
+        if self._are_reduced:
             raise RuntimeError(
                 f"{type(self).__name__} cannot be given to Join with grads_are_reduced=True: "
                 "DistributedDataParallel gives no gradients to ranks that have joined. Train "

@@ -149,7 +149,7 @@ def _as_run(config: ShardConfig, world_size: int, num_replicas: int) -> ShardCon
     Raises:
         ValueError: an optimizer would refuse them, or what is sent is not known here.
     """
-    if config.grads_are_reduced:
+    if config.grads_are_reduced is True:
         raise ValueError(
             "Invalid grads_are_reduced: True. A plan counts what shardfuse sends, and not what "
             "another wrapper does. Leave it out."

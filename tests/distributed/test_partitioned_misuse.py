@@ -230,11 +230,15 @@ def wrapped(is_resumed: bool) -> None:
     model(torch.ones(2, 8)).sum().backward()
     start.step()
     start.consolidate_state_dict(to=None)
-    wrapper = DistributedDataParallel(model)
+    if not is_resumed:
+        wrapper = DistributedDataParallel(model)
+        with pytest.raises(RuntimeError, match=r"DistributedDataParallel.*without the wrapper"):
+            ShardedSGD(model.parameters(), lr=0.1, sharding={"stage": 2})
+        return
     optimizer = ShardedSGD(model.parameters(), lr=0.1, sharding={"stage": 2})
-    if is_resumed:
-        optimizer.load_state_dict(start.state_dict())
+    optimizer.load_state_dict(start.state_dict())
     del start
+    wrapper = DistributedDataParallel(model)
     wrapper(torch.ones(2, 8)).sum().backward()
     with pytest.raises(RuntimeError, match=r"DistributedDataParallel.*without the wrapper"):
         optimizer.step()

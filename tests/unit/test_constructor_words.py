@@ -71,7 +71,7 @@ def test_repr_shows_variant_and_switches() -> None:
         "Parameter Group 0",
         "lr: 0.001",
         "world_size=1",
-        "grads_are_reduced=False",
+        "grads_are_reduced='auto'",
     ):
         assert part in text
     assert "variant" not in repr(ShardedSGD(one_param(), 0.1))

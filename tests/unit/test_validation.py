@@ -181,7 +181,7 @@ def test_not_parameters(cls: OptimizerClass) -> None:
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
-        (lambda model: model, TypeError, r"params is a module \(Linear\). Pass its named_param"),
+        (lambda model: nn.Tanh(), ValueError, r"The model \(Tanh\) has no parameters"),
         (lambda model: model.weight, TypeError, "is one Tensor. Pass model.named_param"),
         (lambda model: model.state_dict(), TypeError, "params is a OrderedDict. Pass model.named"),
         (lambda model: {"params": []}, TypeError, "params is a dict. Pass .* a list of dicts"),

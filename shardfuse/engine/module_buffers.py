@@ -1,0 +1,191 @@
+"""Buffers of modules, equal on all ranks as DistributedDataParallel's broadcast_buffers makes them.
+
+DistributedDataParallel broadcasts the first rank's buffers before a forward in training, if a
+gradient was reduced since the last one. Here step() does so, and the next forward finds them. The
+two are the same where a step has one forward, or several of which all but the last run inside
+no_sync(). No forward communicates, so one rank alone may run the model, for an evaluation say.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardfuse.comm import Communicator, Handle
+from shardfuse.layout import round_up
+
+_ALIGN = 16
+"""Bytes at whose multiples a dtype begins in the message: the largest element, complex128."""
+
+
+class Source(NamedTuple):
+    """Where a buffer is found: modules may replace the tensor."""
+
+    name: str
+    module: nn.Module
+    key: str
+
+
+class ModuleBuffers:
+    """Broadcasts the buffers of modules from the first rank, all in one message.
+
+    Args:
+        comm: the ranks.
+        device: of the message.
+    """
+
+    def __init__(self, comm: Communicator, device: torch.device) -> None:
+        self._comm = comm
+        self._device = device
+        self._sources: list[Source] = []
+        self._tensors: list[Tensor] = []  # the buffers that the views below were made for
+        self._addresses: list[int] = []  # of their memory, which may be set, too
+        self._runs: list[tuple[list[Tensor], list[Tensor]]] = []  # by dtype: buffers, their copies
+        self._message: Tensor | None = None
+        self._handle: Handle | None = None
+        self._src = 0
+
+    def __bool__(self) -> bool:
+        return len(self._sources) > 0
+
+    def add(self, sources: Iterable[Source]) -> None:
+        """Broadcast these, too, from now on."""
+        held = {(id(source.module), source.key) for source in self._sources}
+        self._sources += [s for s in sources if (id(s.module), s.key) not in held]
+
+    def launch(self, src: int = 0) -> None:
+        """Launch the broadcast from group rank ``src``, if there are any buffers. Collective."""
+        if not self._sources:
+            return
+        found = [source.module._buffers.get(source.key) for source in self._sources]
+        tensors = [buffer for buffer in found if buffer is not None and buffer.numel() > 0]
+        if not tensors:
+            return
+        is_same = len(tensors) == len(self._tensors) and all(
+            map(operator.is_, tensors, self._tensors)
+        )
+        addresses = list(map(Tensor.data_ptr, tensors))
+        # A message that failed may still arrive, so its memory is not used again.
+        if not is_same or addresses != self._addresses or self._handle is not None:
+            self._lay_out(tensors)
+            self._addresses = addresses
+        self._src = src
+        if self._comm.everyone.rank == src:
+            for buffers, copies in self._runs:
+                torch._foreach_copy_(copies, buffers)
+        assert self._message is not None
+        self._handle = self._comm.broadcast(self._message, src)
+
+    def wait(self) -> None:
+        """Write the buffers that launch() has sent, on the ranks that have received them."""
+        if self._handle is None:
+            return
+        self._handle.wait()
+        self._handle = None
+        if self._comm.everyone.rank != self._src:
+            for buffers, copies in self._runs:
+                torch._foreach_copy_(buffers, copies)
+
+    def _lay_out(self, tensors: list[Tensor]) -> None:
+        """Give every buffer a place in a new message, those of a dtype side by side."""
+        self._tensors, self._runs = tensors, []
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            by_dtype.setdefault(tensor.dtype, []).append(_without_repeats(tensor.detach()))
+        sizes = {dtype: sum(b.nbytes for b in buffers) for dtype, buffers in by_dtype.items()}
+        total = sum(round_up(size, _ALIGN) for size in sizes.values())
+        message = self._message = torch.zeros(total, dtype=torch.uint8, device=self._device)
+        start = 0
+        for dtype, buffers in by_dtype.items():
+            whole = message[start : start + sizes[dtype]].view(dtype)
+            pieces = torch.split(whole, [buffer.numel() for buffer in buffers])
+            copies = [piece.view(b.shape) for piece, b in zip(pieces, buffers, strict=True)]
+            self._runs.append((buffers, copies))
+            start += round_up(sizes[dtype], _ALIGN)
+
+
+def buffers_of(model: nn.Module) -> list[Source]:
+    """Return where the buffers of ``model`` are, each tensor once.
+
+    Those that the model names for DistributedDataParallel to ignore are left out.
+
+    Raises:
+        TypeError: one is not a dense tensor with values.
+    """
+    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    sources = [source for source in _walk(model) if source.name not in ignored]
+    for source in sources:
+        buffer = source.module._buffers[source.key]
+        if buffer is None:
+            continue
+        _check(f"Buffer {source.name}", buffer)
+    return sources
+
+
+def _check(name: str, tensor: Tensor) -> None:
+    """Raise TypeError if ``tensor`` cannot be sent as it is."""
+    why = "a DTensor" if hasattr(tensor, "device_mesh") else None
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        why = "quantized" if tensor.is_quantized else str(tensor.layout)
+    if tensor.device.type == "meta":
+        why = "on the meta device"
+    if why is not None:
+        raise TypeError(
+            f"{name} is {why}, and cannot be broadcast to the ranks. Pass the model's "
+            "named_parameters() in place of the model, and keep its other tensors equal yourself."
+        )
+
+
+def params_of(model: nn.Module, *, without: Sequence[Tensor]) -> Sequence[tuple[str, Tensor]]:
+    """Return (name, parameter) of those of ``model`` that are not among ``without``.
+
+    Raises:
+        TypeError: one is not a dense tensor with values.
+    """
+    own = set(map(id, without))
+    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    named = [(name, param) for name, param in model.named_parameters() if id(param) not in own]
+    named = [(name, param) for name, param in named if name not in ignored]
+    for name, param in named:
+        _check(f"Parameter {name}", param)
+    return named
+
+
+def describe(sources: Sequence[Source], params: Sequence[tuple[str, Tensor]]) -> list[str]:
+    """Return lines that must be equal on all ranks, one per buffer and parameter."""
+    buffers = [(source.name, source.module._buffers[source.key]) for source in sources]
+    named = [(f"buffer {name}", buffer) for name, buffer in buffers if buffer is not None]
+    named += [(f"parameter {name}", param) for name, param in params]
+    return [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named]
+
+
+@torch.no_grad()
+def broadcast(comm: Communicator, tensors: Sequence[Tensor]) -> None:
+    """Overwrite tensors by the first rank's, one after the other. Collective."""
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().view(-1)
+        comm.broadcast(flat).wait()
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.view(tensor.shape))
+
+
+def _walk(model: nn.Module) -> Iterator[Source]:
+    """Yield where the buffers of ``model`` and its submodules are, each tensor once."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if id(buffer) not in seen or buffer is None:
+                seen.add(id(buffer))
+                yield Source(f"{prefix}.{key}" if prefix else key, module, key)
+
+
+def _without_repeats(buffer: Tensor) -> Tensor:
+    """Return a view in which an expanded dimension has one element: no memory is written twice."""
+    for dim, stride in enumerate(buffer.stride()):
+        if stride == 0 and buffer.size(dim) > 1:
+            buffer = buffer.narrow(dim, 0, 1)
+    return buffer
