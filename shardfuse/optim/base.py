@@ -38,6 +38,7 @@ from shardfuse.engine.replaced_ddp import RestOfModel, WrittenGrads
 from shardfuse.engine.step import StepEngine
 from shardfuse.engine.terms import Terms
 from shardfuse.grads.full import GradSync
+from shardfuse.grads.ownership import checksum
 from shardfuse.grads.partitioned import PartitionedGrads
 from shardfuse.grads.protocol import GradShards
 from shardfuse.grads.reduced import PresyncedGrads
@@ -150,13 +151,17 @@ class ShardedOptimizer(Watched):
             self._kernels = Kernels(self._rule, self._config.kernel, self._device)
         self._clip_coefficient: Tensor | None = None
         self._terms = Terms(self.communicator, self._are_reduced)
+        self._has_model = model is not None
         self._module_buffers = ModuleBuffers(self.communicator, self._device)
         self._rest_of_model = RestOfModel(self.communicator)
         self._written_grads = WrittenGrads(self.communicator)
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._is_fresh = True
-        self._adopt(first_group=0, error=error)
-        if model is not None and not alone and not self._are_reduced:
+        keeps = model is not None and not alone and not self._are_reduced
+        averaged = "elsewhere" if self._are_reduced else "here"
+        lines = [f"gradients are averaged {averaged}, buffers of a model are kept equal: {keeps}"]
+        self._adopt(0, error, lines)
+        if keeps:
             self._keep_equal(model, self._config.broadcast_params)
         self._built = True
         logger.info("%s: %s\n%s", type(self).__name__, self._config, self.layout.describe())
@@ -210,7 +215,8 @@ class ShardedOptimizer(Watched):
                 "ranks hold different values, which would be overwritten. Use torch.optim for it; "
                 "or train the model without that sharding, whose optimizer states shardfuse shards."
             )
-        if self._config.grads_are_reduced != "auto" or not owners.is_averaged():
+        is_averaged = self._config.grads_are_reduced is not False and owners.is_averaged()
+        if self._config.grads_are_reduced != "auto" or not is_averaged:
             return owners
         if self._config.stage == 2:
             raise RuntimeError(
@@ -347,8 +353,11 @@ class ShardedOptimizer(Watched):
         """Return a group as torch and the rule have it. What this raises, all ranks hear of."""
         return group
 
-    def _adopt(self, first_group: int, error: Exception | None) -> None:
-        """Lay out, move and share the parameters of the groups from ``first_group`` on."""
+    def _adopt(self, first_group: int, error: Exception | None, lines: Sequence[str] = ()) -> None:
+        """Lay out, move and share the parameters of the groups from ``first_group`` on.
+
+        ``lines`` must be equal on all ranks, too.
+        """
         entries: list[str] = []
         added: list[tuple[Tensor, Any]] = []
         layout, rank = self.layout, self.communicator.rank
@@ -359,6 +368,9 @@ class ShardedOptimizer(Watched):
                 entries = intake.describe(
                     self.param_groups, first_group, self._rule, self._config, added
                 )
+                entries += lines
+                if first_group > 0 and self._are_reduced:
+                    self._look_at_owners()
                 intake.warn(rank, self._rule, self.param_groups, first_group, layout.specs)
         except Exception as failure:
             error = failure
@@ -380,10 +392,26 @@ class ShardedOptimizer(Watched):
                 wire=self._param_wire.of(buffer, rank),
             )
             self._flats.append(state)
-            if self._config.broadcast_params:
-                self._gather.broadcast(buffer)
+        before = self._checksums(num_old)
+        if self._config.broadcast_params:
+            for state in self._flats[num_old:]:
+                self._gather.broadcast(state.params_buffer)
         self._gather.finish()
+        if before != self._checksums(num_old):
+            logger.warning(
+                "Parameters had other values on rank 1 than on the first rank, whose values all "
+                "ranks have now (broadcast_params). That is right if each rank has initialized "
+                "the same model. If ranks hold different parts of a larger model (tensor or expert "
+                "parallelism), pass the ranks with equal parts as process_group. If you pass the "
+                "model in place of its parameters, this line is left out."
+            )
         self._wake([state for state in self._flats[num_old:] if not state.flat.frozen])
+
+    def _checksums(self, first: int) -> list[int]:
+        """Return a checksum of each flat's parameters from ``first`` on, on rank 1 alone."""
+        if self.communicator.everyone.rank != 1 or self._has_model:
+            return []
+        return [int(checksum(state.params_buffer.data)) for state in self._flats[first:]]
 
     def _wake(self, states: list[FlatState]) -> None:
         """Give flats gradients and states; frozen ones have none until they are unfrozen."""
@@ -553,6 +581,8 @@ class ShardedOptimizer(Watched):
         lines = (*lines, f"gradients are averaged {averaged}")
         self._terms.declare(lines, self.param_groups, awake, woken, grads)
         if woken:
+            if self._are_reduced:  # by a wrapper that may not know of these
+                self._look_at_owners()
             self._wake(woken)
             self._grads.note()
 

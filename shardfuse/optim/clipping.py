@@ -177,10 +177,12 @@ class Clipped(TorchLike):
                 f"max_norm. Call clip_grad_norm_(model.parameters(), {parameters}) or "
                 f"clip_grad_norm({parameters})."
             )
-        given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        # As in torch, parameters without a gradient do not matter: a model may have frozen ones.
+        trained = {id(param) for param in given if param.requires_grad}
         own = [param for group in self.param_groups for param in group["params"]]
-        missing = [param for param in own if param.requires_grad and id(param) not in given]
-        if missing or len(given - set(map(id, own))) > 0:
+        missing = [param for param in own if param.requires_grad and id(param) not in trained]
+        if missing or len(trained - set(map(id, own))) > 0:
             kind = "lack some" if missing else "have others, too"
             raise ValueError(
                 f"The parameters to clip by one norm are not those of this optimizer: they {kind}. "
