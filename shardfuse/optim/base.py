@@ -589,7 +589,7 @@ class ShardedOptimizer(Watched):
     def _warn_of_replaced_ddp(self) -> None:
         """Warn of what DistributedDataParallel did, and nothing does now; after note()."""
         self._rest_of_model.warn()
-        if not self._written_grads.is_over and self.__dict__.get("found_inf") is None:
+        if not self._written_grads.is_over:  # unscale_() of a scaler leaves versions as they are
             self._written_grads.note(self._grads.written())
 
     def _check(self) -> tuple[list[FlatState], list[FlatState]]:

@@ -118,6 +118,21 @@ def clip(script: Script) -> dict[str, Tensor]:
     return script.result()
 
 
+def clip_unscaled(script: Script) -> dict[str, Tensor]:
+    """The recipe of torch.amp: unscale_(), clip, step."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for _ in range(5):
+        x = torch.randn(5, 6, generator=script.generator)
+        y = (1 + dist.get_rank()) * x.sum(1, keepdim=True)
+        scaler.scale((script.forward(x) - y).square().mean()).backward()
+        scaler.unscale_(script.optimizer)
+        clip_grad_norm_(script.model.parameters(), 0.5)
+        scaler.step(script.optimizer)
+        scaler.update()
+        script.optimizer.zero_grad()
+    return script.result()
+
+
 def clip_by_ours(script: Script) -> dict[str, Tensor]:
     for step in range(6):
         script.backward()
@@ -210,6 +225,7 @@ TABLE: dict[Callable[[Script], dict[str, Tensor]], tuple[str, str, str]] = {
     train: ("warned", "right", "right"),  # buffers and frozen parameters
     evaluate: ("warned", "right", "right"),
     clip: ("warned", "warned", "right"),
+    clip_unscaled: ("warned", "warned", "right"),
     clip_by_ours: ("warned", "right", "right"),
     accumulate: ("warned", "right", "right"),
     save_on_first_rank: ("refused",) * 3,
@@ -276,16 +292,24 @@ def test_no_habit_is_silently_wrong(way: str, collectives: str) -> None:
     found: list[dict[str, str]] = [{}, {}]
     jobs = [[name for name in names if name not in ends], *([name] for name in ends)]
     for job in jobs:
-        for rank, part in enumerate(run_procs(2, run_table, way, job, collectives, timeout=60)):
+        for rank, part in enumerate(run_procs(2, run_table, way, job, collectives, timeout=150)):
             found[rank].update(part)
     expected = {f.__name__: outcomes[WAYS.index(way)] for f, outcomes in TABLE.items()}
     for rank, results in enumerate(found):
         for name, result in results.items():
             kind = result.partition(":")[0]
-            if rank == 0 or name in ("clip", "unfreeze"):  # the first rank alone tells of buffers
+            if rank == 0 or name in (
+                "clip",
+                "clip_unscaled",
+                "unfreeze",
+            ):  # the first rank alone tells of buffers
                 assert kind == expected[name], (rank, name, result)
             if kind == "warned" and rank == 0:
-                said = "clip_grad_norm_" if name == "clip" else "Tensors of the model differ"
+                said = (
+                    "clip_grad_norm_"
+                    if name in ("clip", "clip_unscaled")
+                    else "Tensors of the model differ"
+                )
                 assert said in result, result
             if name == "unfreeze" and kind == "refused":
                 assert "DistributedDataParallel averages the gradients of" in result
