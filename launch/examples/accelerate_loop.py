@@ -27,9 +27,7 @@ def main() -> None:
     data = TensorDataset(inputs, inputs[:, :4].sum(1, keepdim=True).tanh())
     loader = DataLoader(data, batch_size=BATCH, shuffle=True)
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1)).to(accelerator.device)
-    optimizer = ShardedAdamW(
-        model.named_parameters(), lr=1e-2, sharding={"grads_are_reduced": True}
-    )
+    optimizer = ShardedAdamW(model, lr=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     for epoch in range(EPOCHS):

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 launch/examples/ddp.py
 
-DDP averages the gradients, so the optimizer is told not to: grads_are_reduced.
+DDP averages the gradients. The optimizer finds the wrapper, and does not average them again.
 """
 
 import torch
@@ -29,9 +29,7 @@ def main() -> None:
 
     net = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
     model = DistributedDataParallel(net)
-    optimizer = ShardedAdamW(
-        model.named_parameters(), lr=1e-2, sharding={"grads_are_reduced": True}
-    )
+    optimizer = ShardedAdamW(model, lr=1e-2)
 
     for epoch in range(EPOCHS):
         losses = []

@@ -37,9 +37,7 @@ def main() -> None:
     config = BertConfig(vocab_size=20, hidden_size=32, **shape)
     # args.device also starts the process group, which has to be there before the optimizer.
     model = BertForSequenceClassification(config).to(args.device)
-    optimizer = ShardedLamb(
-        model.named_parameters(), lr=0.05, variant="google", sharding={"grads_are_reduced": True}
-    )
+    optimizer = ShardedLamb(model, lr=0.05, variant="google")
     trainer = Trainer(
         model,
         args,

@@ -33,8 +33,7 @@ class Net(lightning.LightningModule):
         self.losses.clear()
 
     def configure_optimizers(self) -> ShardedAdamW:
-        sharding = {"grads_are_reduced": True}  # the "ddp" strategy averages them
-        return ShardedAdamW(self.named_parameters(), lr=1e-2, sharding=sharding)
+        return ShardedAdamW(self, lr=1e-2)  # and finds that the "ddp" strategy averages gradients
 
 
 def main() -> None:

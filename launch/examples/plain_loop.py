@@ -22,7 +22,7 @@ def main() -> None:
 
     torch.manual_seed(rank)  # each rank draws its own samples
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
-    optimizer = ShardedAdamW(model.named_parameters(), lr=1e-2)  # all start with rank 0's weights
+    optimizer = ShardedAdamW(model, lr=1e-2)  # all start with rank 0's weights
 
     for step in range(STEPS):
         inputs = torch.randn(BATCH, 16, device=device)
