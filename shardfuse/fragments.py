@@ -28,6 +28,7 @@ from torch import Tensor
 from shardfuse.buffers import ShardArena
 from shardfuse.comm import Communicator
 from shardfuse.layout import Flat, Fragment, ParamSpec
+from shardfuse.untraced import caller
 
 if TYPE_CHECKING:  # a second to import, and called only by torch.distributed.checkpoint itself
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -106,9 +107,9 @@ def is_stateful_of_torch() -> bool:
 
     See [Note: whom torch asks].
     """
-    caller = sys._getframe(2)
     asks = ("state_dict_saver", "state_dict_loader")
-    return caller.f_globals.get("__name__") in [f"torch.distributed.checkpoint.{n}" for n in asks]
+    asking = caller(2).f_globals.get("__name__")
+    return asking in [f"torch.distributed.checkpoint.{n}" for n in asks]
 
 
 def boxes(

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from shardfuse.comm import Communicator, communicator_for
+from shardfuse.untraced import untraced
 
 logger = logging.getLogger("shardfuse")
 
@@ -130,6 +131,10 @@ class ShardedGradScaler(GradScaler):
         self._process_group = process_group
         self._agreed: Tensor | None = None  # (2,): the smallest scale and age on any rank
 
+    unscale_ = untraced(GradScaler.unscale_)
+    step = untraced(GradScaler.step)
+
+    @untraced
     def scale(self, outputs: Any) -> Any:
         """Scale outputs by the scale that all ranks have, as torch's scaler does.
 
@@ -139,6 +144,7 @@ class ShardedGradScaler(GradScaler):
         self._take_agreed()
         return super().scale(outputs)
 
+    @untraced
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update the scale, as torch's scaler does, from one that all ranks have.
 
@@ -148,6 +154,7 @@ class ShardedGradScaler(GradScaler):
         self._take_agreed()
         super().update(new_scale)
 
+    @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the scale and its age, as torch's scaler does.
 

@@ -22,6 +22,7 @@ from shardfuse.engine.flat_state import FlatState
 from shardfuse.engine.param_wires import DifferentParams
 from shardfuse.layout import Bucket, Flat, slots_in
 from shardfuse.streams import current_stream
+from shardfuse.untraced import is_in_compiled
 
 logger = logging.getLogger("shardfuse")
 
@@ -153,6 +154,9 @@ class ParamSync:
         self._launched, self._num_launched = [], 0
         self._lacks = Counter({key: len(places) for key, places in buckets.items()})
         under_way.TRAVELLERS.add(self)
+        if is_in_compiled():
+            under_way.TRAVELLERS.compiling()
+            return
         for key, param in params.items():
             if not under_way.set_out(param, functools.partial(self._arrive, buckets[key])):
                 self._arrive(buckets[key])

@@ -159,9 +159,13 @@ def warn(
 
 
 def levels_to_caller() -> int:
-    """Return the stacklevel, in the function that calls this, of the first frame not of ours."""
+    """Return the stacklevel, in the function that calls this, of the first frame not of ours.
+
+    Nor of torch's, which wraps methods of ours.
+    """
     frame, level = sys._getframe(1), 1
-    while frame.f_back and str(frame.f_globals.get("__name__")).startswith("shardfuse."):
+    ours = ("shardfuse.", "torch.")
+    while frame.f_back and str(frame.f_globals.get("__name__")).startswith(ours):
         frame, level = frame.f_back, level + 1
     return level
 

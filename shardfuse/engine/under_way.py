@@ -12,7 +12,8 @@ parameter lacks, makes it a Parameter again, and lets torch go on. Three ways le
 * A tensor that shares memory with a parameter (an old ``p.data``, a state dict that was kept) tells
   nobody when it is read. Where there is one at the end of step(), step() waits for everything.
 * torch.compile looks at classes, and would compile a function anew for each that it finds. Where
-  one is compiled while something is under way, every step() waits for everything from then on.
+  one is compiled while something is under way, or calls step(), every step() waits for everything
+  from then on.
 * torch.func wraps tensors below Python. A module that is called with other parameters than its own
   waits for everything; a function of parameters without a module needs synchronize() before it.
 """
@@ -22,7 +23,6 @@ from __future__ import annotations
 import atexit
 import copy
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfuse.engine.kernels import Kernels
+from shardfuse.untraced import before_tracing, untraced
 
 logger = logging.getLogger("shardfuse")
 
@@ -145,20 +146,17 @@ class Travellers:
         self._waits.add(sync)
         if self._hook is None:
             self._hook = nn.modules.module.register_module_forward_pre_hook(_before_forward)
-        compiler = sys.modules.get("torch._dynamo.callback")  # nothing is compiled without it
-        if compiler is not None:
-            handler = compiler.callback_handler
-            if _before_compiling not in handler.start_callbacks:  # as after a reset of torch's
-                handler.register_start_callback(_before_compiling)
+        before_tracing(_before_compiling)
 
     def compiling(self) -> None:
         """Wait for everything, and have nothing be under way from now on."""
         if self._waits and not self.are_compiled:
             self.are_compiled = True
             logger.warning(
-                "torch.compile has compiled a function while parameters were under way. From now "
-                "on step() waits for them (overlap_param_sync), because compiled functions may "
-                "read them. To overlap, compile modules, not functions."
+                "torch.compile has compiled a function while parameters were under way, or one "
+                "that calls step(). From now on step() waits for them (overlap_param_sync), "
+                "because compiled functions may read them. To overlap, compile modules, not "
+                "functions."
             )
         self.finish()
 
@@ -179,12 +177,13 @@ TRAVELLERS = Travellers()
 atexit.register(TRAVELLERS.finish)
 
 
-def _before_compiling(*_: Any) -> None:
+def _before_compiling(_: bool) -> None:
     """Wait for what a compiled function reads; of another class it would be compiled anew."""
     if not Kernels.are_compiling:  # which read nothing that is under way
         TRAVELLERS.compiling()
 
 
+@untraced
 def _before_forward(module: nn.Module, _: Any) -> None:
     """Wait for what ``module`` may read without torch's asking."""
     if _is_opaque(module):

@@ -18,6 +18,7 @@ from shardfuse.grads.taken import Taken
 from shardfuse.grads.wires import GradWire
 from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec, slots_in
 from shardfuse.streams import Streams
+from shardfuse.untraced import untraced
 
 
 class _Piece(NamedTuple):
@@ -194,6 +195,7 @@ def _announcer(
 ) -> Callable[[Tensor], None]:
     """Return a post-accumulate hook; weak, so that a hook never keeps an optimizer alive."""
 
+    @untraced
     def announce(param: Tensor) -> None:
         shard, arrived = shard_ref(), arrived_ref()
         if shard is not None and arrived is not None:

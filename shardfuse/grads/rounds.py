@@ -33,6 +33,7 @@ from shardfuse.grads.flights import Collect, Flights, Launch
 from shardfuse.grads.order import Sender, in_order_of_backward
 from shardfuse.grads.protocol import UnderBackward
 from shardfuse.streams import Streams
+from shardfuse.untraced import untraced
 
 NUM_COUNTS = 3
 """What ranks compare when they step, beside a number for each bucket."""
@@ -123,6 +124,7 @@ class Rounds:
             while not self._is_done and self._awaited.is_complete(self.flights.place):
                 self._send()
 
+    @untraced
     def _backward_ends(self) -> None:
         self._is_queued = False
         with self._sender.told():

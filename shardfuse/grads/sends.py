@@ -39,6 +39,7 @@ from shardfuse.grads.protocol import UnderBackward
 from shardfuse.grads.slots import FlatGrads, SentGrad
 from shardfuse.layout import Bucket
 from shardfuse.streams import Streams
+from shardfuse.untraced import untraced
 
 logger = logging.getLogger("shardfuse")
 
@@ -195,6 +196,7 @@ class Sends:
         is_in_order = self._overlaps and self._comm.progress == "in order"
         return is_in_order and len(self._sent) < len(self._order)
 
+    @untraced
     def end(self, *, is_noted: bool = False) -> None:
         """Send the rest, at the end of a backward or, of gradients that are noted, in a call."""
         self._is_queued = False

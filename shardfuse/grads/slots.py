@@ -17,6 +17,7 @@ from shardfuse.buffers import FlatBuffer, ShardArena, lie_at
 from shardfuse.grads.ownership import is_held, is_unseen, move_out
 from shardfuse.grads.wires import GradWire
 from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec, slots_in
+from shardfuse.untraced import untraced
 
 _SHORT_NUMEL = 64 << 10
 """A 1-D gradient of at most so many elements is copied together with its neighbours."""
@@ -386,6 +387,7 @@ def clear_grad(grad: Tensor, value: float = 0.0) -> None:
 def _collector(grads_ref: weakref.ref[FlatGrads], position: int) -> Callable[[Tensor], None]:
     """Return a post-accumulate hook; weak, so that a hook never keeps an optimizer alive."""
 
+    @untraced
     def collect(param: Tensor) -> None:
         grads = grads_ref()
         if grads is not None:

@@ -1,17 +1,25 @@
 """What ``p.grad`` says once a gradient has left (stage 2): None, and why.
 
 A parameter is of class TakenParam from then on until its gradient is used, or cleared, or until a
-module runs forward again, so that nothing that looks at classes there (torch.compile) sees it.
+module runs forward again, so that nothing that looks at classes there (torch.compile) sees it. A
+compiled function looks before any module in it runs: where one is compiled again while gradients
+have left, no parameter is of that class from then on.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 import weakref
 from typing import Any, cast
 
 from torch import Tensor, nn
+
+from shardfuse.engine.kernels import Kernels
+from shardfuse.untraced import before_tracing, untraced
+
+logger = logging.getLogger("shardfuse")
 
 _GRAD: Any = Tensor.grad
 
@@ -73,11 +81,16 @@ class Taken:
     def add(self, param: Tensor, name: str) -> None:
         """Free the gradient of ``param``."""
         param.grad = None
-        if type(param) is nn.Parameter:  # of others' classes there is no saying why
+        if type(param) is nn.Parameter and not _is_silent:  # others' classes cannot say why
             param.__dict__["_shardfuse_name"] = name
             cast(Any, param).__class__ = TakenParam
             self._params.append(param)
             _see_forward(self)
+
+    @property
+    def are_there(self) -> bool:
+        """Whether there are any."""
+        return any(type(param) is TakenParam for param in self._params)
 
     def restore(self) -> None:
         """Make them parameters like any other again."""
@@ -90,16 +103,38 @@ class Taken:
 
 _holders: weakref.WeakSet[Taken] = weakref.WeakSet()
 _hooks: list[Any] = []
+_is_silent = False  # whether a function was compiled that would else see them
 
 
 def _see_forward(taken: Taken) -> None:
     """Have ``taken`` restored before any module runs forward."""
     _holders.add(taken)
+    before_tracing(_before_compiling)
     if not _hooks:
         _hooks.append(nn.modules.module.register_module_forward_pre_hook(_before_forward))
 
 
+def _before_compiling(is_again: bool) -> None:
+    """Have none be seen: of another class, a function would be compiled anew."""
+    global _is_silent
+    if Kernels.are_compiling or not any(taken.are_there for taken in _holders):
+        return
+    if is_again and not _is_silent:
+        _is_silent = True
+        logger.warning(
+            "torch.compile has compiled a function again after a backward whose gradients were "
+            "sent (stage=2). From now on p.grad is None without a word about it, because compiled "
+            "functions look at classes of parameters. Clip by optimizer.clip_grad_norm()."
+        )
+    _restore_all()
+
+
+@untraced
 def _before_forward(module: nn.Module, _: Any) -> None:
+    _restore_all()
+
+
+def _restore_all() -> None:
     for taken in list(_holders):
         taken.restore()
     _holders.clear()

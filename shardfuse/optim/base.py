@@ -51,6 +51,7 @@ from shardfuse.optim.torch_like import TorchOptions, checked
 from shardfuse.optim.watched import Watched
 from shardfuse.rules import UpdateRule
 from shardfuse.scaling import Overflow, OverflowReport, agree_on_step
+from shardfuse.untraced import untraced
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -329,6 +330,7 @@ class ShardedOptimizer(Watched):
 
     # Parameters
 
+    @untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, at any time. Collective, like the constructor. See torch.optim.Optimizer."""
         if not self._built:
@@ -437,6 +439,7 @@ class ShardedOptimizer(Watched):
             self._rule, self._shards, comm=self.communicator, kernels=self._kernels
         )
 
+    @untraced
     def rebind(self) -> None:
         """Move parameters that were re-allocated (``.data =``, ``.to()``) back into the buffers.
 
@@ -448,6 +451,7 @@ class ShardedOptimizer(Watched):
         self._refuse_if_foreign("rebind()")
         rebind(self._flats)
 
+    @untraced
     def memory_summary(self) -> MemorySummary:
         """Return the bytes held on this rank for parameters, gradients and states."""
         self._refuse_if_foreign("memory_summary()")
@@ -461,6 +465,7 @@ class ShardedOptimizer(Watched):
             unsharded_state_nbytes=state_nbytes * self.communicator.world_size,
         )
 
+    @untraced
     def accumulates_while(self, condition: Callable[[], bool]) -> None:
         """Act as no_sync(), for an engine that knows which backward is the last one of a step.
 
@@ -470,6 +475,7 @@ class ShardedOptimizer(Watched):
         if self._foreign is None:
             self._grads.under_backward.accumulates = condition
 
+    @untraced
     def synchronize(self) -> None:
         """Wait for all parameters that step() has left in flight. Local.
 
@@ -480,6 +486,7 @@ class ShardedOptimizer(Watched):
 
     # Gradients
 
+    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, to None or to zero."""
         self._clip_coefficient = None
@@ -491,6 +498,7 @@ class ShardedOptimizer(Watched):
             if not self._grads.has(state.flat):
                 clear_grads(state.params, set_to_none)
 
+    @untraced
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate without communication, as under DistributedDataParallel.
@@ -506,6 +514,7 @@ class ShardedOptimizer(Watched):
 
     # The step
 
+    @untraced
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters from the mean gradient over ranks. Collective.

@@ -13,6 +13,7 @@ from shardfuse.engine.step import StepEngine
 from shardfuse.grads.protocol import GradPhase
 from shardfuse.layout import BLOCK
 from shardfuse.optim.torch_like import TorchLike
+from shardfuse.untraced import untraced
 
 
 class Clipped(TorchLike):
@@ -20,6 +21,7 @@ class Clipped(TorchLike):
 
     _engine: StepEngine
 
+    @untraced
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
         """Return the L2 norm of the mean gradient over all parameters, () fp32. Collective.
@@ -85,6 +87,7 @@ class Clipped(TorchLike):
         before = self._clip_coefficient
         self._clip_coefficient = coefficient if before is None else before * coefficient
 
+    @untraced
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the mean gradient of the next step() to an L2 norm of at most ``max_norm``.

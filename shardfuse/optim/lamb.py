@@ -10,6 +10,7 @@ from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.optim.torch_like import TorchOptions
 from shardfuse.rules import LambRule
 from shardfuse.rules.lamb import LambVariant, switches_for
+from shardfuse.untraced import untraced
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -105,6 +106,7 @@ class ShardedLamb(ShardedOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, make_rule, sharding, **torch_options)
 
+    @untraced
     def trust_ratios(self) -> dict[str, float]:
         """Return {parameter name: trust ratio} of the last step; empty before the first. Local.
 

@@ -27,6 +27,7 @@ from shardfuse.optim.lamb import ShardedLamb
 from shardfuse.optim.rmsprop import ShardedRMSprop, ShardedRMSpropTF
 from shardfuse.optim.sgd import ShardedSGD
 from shardfuse.scaling import agree_on_step
+from shardfuse.untraced import untraced
 
 logger = logging.getLogger("shardfuse")
 
@@ -45,6 +46,7 @@ class _NpuFused(ShardedOptimizer):
 
     # Gradients
 
+    @untraced
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Set the gradients to zero, or to None.
 
@@ -58,6 +60,7 @@ class _NpuFused(ShardedOptimizer):
         """
         super().zero_grad(set_to_none)
 
+    @untraced
     @torch.no_grad()
     def clip_grad_norm_fused_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the mean gradient of the next step() to a norm of at most ``max_norm``. Collective.
@@ -92,6 +95,7 @@ class _NpuFused(ShardedOptimizer):
 
     # Combined tensors
 
+    @untraced
     def get_combined_params(self) -> list[Tensor | None]:
         """Return the flat tensors that the parameters are views of: [fp32, fp16].
 
@@ -104,6 +108,7 @@ class _NpuFused(ShardedOptimizer):
         self._padding_is_shared = True
         return list(self._buffers.combined)
 
+    @untraced
     @torch.no_grad()
     def get_combined_grads(self) -> list[Tensor | None]:
         """Return the flat tensors that this rank's gradients are views of: [fp32, fp16].
@@ -130,6 +135,7 @@ class _NpuFused(ShardedOptimizer):
         self._grads.release()
         return combined
 
+    @untraced
     @torch.no_grad()
     def _maybe_init_combined_params_and_grads(self) -> None:
         """Make every gradient a view of the combined ones; for torch_npu's GradScaler."""
@@ -156,6 +162,7 @@ class _NpuFused(ShardedOptimizer):
 
     # The step
 
+    @untraced
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update the parameters from the mean gradient over ranks. Collective.

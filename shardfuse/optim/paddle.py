@@ -18,6 +18,7 @@ from shardfuse.config import ShardConfig
 from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.rules import PaddleLambRule
 from shardfuse.rules.paddle import GroupClip
+from shardfuse.untraced import untraced
 
 
 class LRScheduler(Protocol):
@@ -29,6 +30,7 @@ class LRScheduler(Protocol):
     def __call__(self) -> float:
         """Return the present learning rate."""
 
+    @untraced
     def step(self) -> None:
         """Go on to the next rate; called by the user, after the optimizer's step()."""
 
@@ -171,6 +173,7 @@ class Lamb(ShardedOptimizer):
 
         super().__init__(parameters, defaults, make_rule, sharding)
 
+    @untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with the keys that ``parameters`` may have. Collective."""
         undecayed = set(self._rule.undecayed)
@@ -210,6 +213,7 @@ class Lamb(ShardedOptimizer):
 
     # The step
 
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters at the present learning rate. See ShardedOptimizer.step()."""
         if self._scheduler is not None:
@@ -218,6 +222,7 @@ class Lamb(ShardedOptimizer):
         self._grads_seen = self._look()
         return result
 
+    @untraced
     def minimize(
         self,
         loss: Tensor,
@@ -255,6 +260,7 @@ class Lamb(ShardedOptimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         return [], [(param, param.grad) for param in params if param.grad is not None]
 
+    @untraced
     def clear_grad(self, set_to_zero: bool = True) -> None:
         """Set the gradients to zero, or to None.
 
@@ -267,6 +273,7 @@ class Lamb(ShardedOptimizer):
 
     clear_gradients = clear_grad
 
+    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, to None or to zero."""
         super().zero_grad(set_to_none)
@@ -280,12 +287,14 @@ class Lamb(ShardedOptimizer):
 
     # The learning rate
 
+    @untraced
     def get_lr(self) -> float:
         """Return the present learning rate, before the factors of groups."""
         if self._scheduler is not None:
             return self._scheduler_lr()
         return float((*self.param_groups, self.defaults)[0]["lr"])
 
+    @untraced
     def set_lr(self, value: float) -> None:
         """Set the learning rate of the next steps. Local: call it on every rank.
 
@@ -305,6 +314,7 @@ class Lamb(ShardedOptimizer):
             raise ValueError(f"Invalid learning rate: {value}")
         self._write_lr(_number(value))
 
+    @untraced
     def set_lr_scheduler(self, scheduler: LRScheduler) -> None:
         """Take the learning rate of the next steps from ``scheduler``, in place of any other.
 
@@ -333,6 +343,7 @@ class Lamb(ShardedOptimizer):
         saved = getattr(self._scheduler, "state_dict", None)
         return state if saved is None else {**state, "LR_Scheduler": saved()}
 
+    @untraced
     def companions(self) -> dict[str, Any]:
         """Return the scheduler, if its state can be loaded. Local."""
         return {"LR_Scheduler": s} if hasattr(s := self._scheduler, "set_state_dict") else {}

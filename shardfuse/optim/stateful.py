@@ -19,6 +19,7 @@ from shardfuse.fragments import FragmentTensor, asked_by_torch, is_stateful_of_t
 from shardfuse.layout import FlatLayout
 from shardfuse.optim.foreign import Foreign
 from shardfuse.rules import UpdateRule
+from shardfuse.untraced import untraced
 
 logger = logging.getLogger("shardfuse")
 
@@ -75,6 +76,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         elif self._built and value is not self.state:
             self.state.clear()  # says what to do instead
 
+    @untraced
     def state_dict(self) -> dict[str, Any]:
         """Return torch's ordinary state dict: full per-parameter tensors, on the CPU.
 
@@ -143,6 +145,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             f"step(), of which there were {self._num_calls}: save there, or call the former."
         )
 
+    @untraced
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Bring the full state to rank ``to`` of the group, for state_dict(). Collective.
 
@@ -164,6 +167,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self.communicator.declare([f"to = {to}"])
             self._consolidated = state_io.consolidate(self._held(), to)
 
+    @untraced
     def saves_are_arranged(self) -> None:
         """Do not log the first step's warning about state_dict() on rank 0 alone. Local."""
         self._can_be_saved = True
@@ -195,6 +199,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 self.communicator.world_size,
             )
 
+    @untraced
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load torch's ordinary state dict, saved at any world size. Local: on every rank.
@@ -238,6 +243,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._num_calls = 0
         self._terms.loaded(max((state.most_steps for state in self._flats), default=0))
 
+    @untraced
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return this rank's state for torch.distributed.checkpoint. Collective.
 
@@ -254,6 +260,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         with self.communicator.call("sharded_state_dict()"):
             return sharded_io.sharded(self._held())
 
+    @untraced
     def parts(self) -> Parts:
         """Return what shardfuse.checkpoint saves and loads of this optimizer. Local.
 
@@ -265,10 +272,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._can_be_saved = True
         return Parts(self._held(), self.load_sharded_state_dict)
 
+    @untraced
     def companions(self) -> dict[str, Any]:
         """Return {name: object} of what shardfuse.checkpoint saves with this optimizer. Local."""
         return {}
 
+    @untraced
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Finish loading a sharded_state_dict() that torch.distributed.checkpoint has filled.
 

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any, NoReturn, TypedDict
+from typing import Any, NoReturn, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from shardfuse.grads.protocol import GradShards
 from shardfuse.optim.stateful import StatefulOptimizer
+from shardfuse.untraced import untraced
 
 
 class TorchOptions(TypedDict, total=False):
@@ -91,6 +92,13 @@ class TorchLike(StatefulOptimizer, Joinable):
             own = [inspect.Parameter(n, keyword_only, default=d) for n, d in _DEFAULTS.items()]
             signature = inspect.Signature([*before[:-1], *own, before[-1]])
         cls.__signature__ = signature  # type: ignore[attr-defined]
+
+    def _patch_step_function(self) -> None:
+        """Leave untraced, too, the wrapper of step() that torch adds for its hooks."""
+        is_first = not hasattr(type(self).step, "hooked")
+        super()._patch_step_function()
+        if is_first:
+            cast(Any, type(self)).step = untraced(type(self).step)
 
     def __repr__(self) -> str:
         """Return torch's text, with the rule's switches and how the optimizer is sharded."""
@@ -203,6 +211,7 @@ class TorchLike(StatefulOptimizer, Joinable):
 
     # torch.distributed.algorithms.Join
 
+    @untraced
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook that torch.distributed.algorithms.Join runs after a rank's inputs end.
 

@@ -6,6 +6,7 @@ from shardfuse.engine.norms import StepNorms
 from shardfuse.layout import FlatLayout
 from shardfuse.optim.clipping import Clipped
 from shardfuse.scaling import ScaledStep
+from shardfuse.untraced import untraced
 
 
 class Watched(Clipped):
@@ -14,6 +15,7 @@ class Watched(Clipped):
     layout: FlatLayout
     _watch: StepNorms | None = None
 
+    @untraced
     def watch_step(self) -> StepNorms:
         """Record norms of every parameter in the next step(); return the object that gets them.
 
