@@ -55,7 +55,7 @@ class Watch:
         self._unblock = unblock
         self._blocks = blocks
         self._mismatch_code = mismatch_code
-        self._since: float | None = None
+        self._waits: dict[int, float] = {}  # of each thread that waits: since when
         self._differences: torch.Tensor | None = None
         self._before = 0
         self._thread: threading.Thread | None = None
@@ -68,7 +68,8 @@ class Watch:
         Raises:
             PeerError: a rank failed, does something else, or cannot be reached.
         """
-        self._since = time.monotonic()
+        thread = threading.get_ident()
+        self._waits[thread] = time.monotonic()
         if self._thread is None:
             self._start()
         try:
@@ -77,7 +78,12 @@ class Watch:
             raise self.explain(error) from error
         finally:
             if self._blocks:
-                self._since = None
+                self._waits.pop(thread, None)
+
+    @property
+    def _since(self) -> float | None:
+        """When the oldest wait began; a thread that reads parameters may wait beside another."""
+        return min(list(self._waits.values()), default=None)
 
     def explain(
         self, error: RuntimeError, *, what: str = "the connection to another rank"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _DisableFuncTorch
+from torch._C import DisableTorchFunction, _DisableFuncTorch
 from torch.profiler import record_function
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfuse.agreement import on_rank
 from shardfuse.buffers import FlatBuffer
@@ -57,6 +60,7 @@ class ParamSync:
         self._lost: Exception | None = None  # why some will never arrive
         self._device = torch.device("cpu")
         self._left_on: Any = None  # the stream of step()
+        self._left_by = 0  # the process of it
         self._is_read_elsewhere = False  # on another stream than that
 
     @property
@@ -150,39 +154,51 @@ class ParamSync:
             return
         self._device = next(iter(params.values())).device
         self._left_on = current_stream(self._device)
-        self._under_way = {index: handle for handle, index in self._launched}
-        self._launched, self._num_launched = [], 0
-        self._lacks = Counter({key: len(places) for key, places in buckets.items()})
-        under_way.TRAVELLERS.add(self)
-        if is_in_compiled():
-            under_way.TRAVELLERS.compiling()
-            return
-        for key, param in params.items():
-            if not under_way.set_out(param, functools.partial(self._arrive, buckets[key])):
-                self._arrive(buckets[key])
+        with under_way.LOCK:
+            self._left_by = os.getpid()
+            self._under_way = {index: handle for handle, index in self._launched}
+            self._launched, self._num_launched = [], 0
+            self._lacks = Counter({key: len(places) for key, places in buckets.items()})
+            under_way.TRAVELLERS.add(self)
+            if is_in_compiled():
+                under_way.TRAVELLERS.compiling()
+                return
+            for key, param in params.items():
+                if not under_way.set_out(param, functools.partial(self._arrive, buckets[key])):
+                    self._arrive(buckets[key])
 
     def _arrive(self, buckets: Sequence[int]) -> None:
         """Wait for some buckets; parameters that then lack nothing are Parameters again.
+
+        The caller holds the lock of under_way.
 
         Raises:
             PeerError: one will not arrive, or did not before; what would be read is not complete.
         """
         if self._lost is not None:
             raise PeerError(f"A parameter has not arrived after step(): {self._lost}")
+        if self._under_way and self._left_by != os.getpid():
+            raise PeerError(
+                "A parameter was still on its way when this process was forked, and arrives in the "
+                "parent only. Call optimizer.synchronize() there before the fork."
+            )
         if current_stream(self._device) != self._left_on:
             self._arrive_elsewhere()
         for index in buckets:
-            handle = self._under_way.pop(index, None)
+            # It stays there while it is waited for: an interrupt may end the wait, and whatever
+            # runs meanwhile in this thread, as a signal's handler, may read the parameter too.
+            handle = self._under_way.get(index)
             if handle is None:
                 continue
             try:
-                # A transform that reads a parameter must not see how it arrives.
-                with record_function(f"shardfuse::wait_all_gather b{index}"), _DisableFuncTorch():
+                with _unseen(), record_function(f"shardfuse::wait_all_gather b{index}"):
                     handle.wait()
             except Exception as error:
                 self._lost = error
                 under_way.TRAVELLERS.discard(self)  # told by its own parameters, to their readers
                 raise
+            if self._under_way.pop(index, None) is None:
+                continue
             for param in self._members[index]:
                 self._lacks[id(param)] -= 1
                 if self._lacks[id(param)] == 0:
@@ -218,8 +234,33 @@ class ParamSync:
         with record_function("shardfuse::wait_all_gather"):
             for handle, _ in launched:
                 handle.wait()
+            self.arrive_all()
+
+    def arrive_all(self) -> None:
+        """Wait for what step() has left under way. Any thread may, also while another steps.
+
+        Raises:
+            PeerError: as of _arrive().
+        """
+        with under_way.LOCK:
             if self._under_way or self._lost is not None:
                 self._arrive(list(self._under_way))
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Hide how a parameter arrives from what reads it: transforms, modes, and a tracer."""
+    set_tracer: Callable[[Any], None] = vars(torch._C)["_set_tracing_state"]
+    tracer = torch._C._get_tracing_state()
+    with ExitStack() as stack:
+        stack.enter_context(_DisableFuncTorch())
+        stack.enter_context(DisableTorchFunction())
+        if torch._C._len_torch_dispatch_stack() > 0:
+            stack.enter_context(_disable_current_modes())
+        if tracer is not None:
+            set_tracer(None)
+            stack.callback(set_tracer, tracer)
+        yield
 
 
 class _Unpacked:

@@ -15,7 +15,17 @@ parameter lacks, makes it a Parameter again, and lets torch go on. Three ways le
   one is compiled while something is under way, or calls step(), every step() waits for everything
   from then on.
 * torch.func wraps tensors below Python. A module that is called with other parameters than its own
-  waits for everything; a function of parameters without a module needs synchronize() before it.
+  waits for everything, and vmap() asks a parameter for its dim(), which waits. Other transforms of
+  a function of parameters without a module need synchronize() before them.
+
+shardfuse/optim/README.md lists the readers that are not seen.
+
+[Note: one lock] Any thread may read a parameter under way, also while another one is in step() or
+backward. LOCK is held by the thread that waits, until the parameter is of its own class again, and
+by step() while it changes classes. A collective that is waited for needs nothing more of this rank,
+so no other thread has to run for the wait to end. A child that is forked has no connection to other
+ranks: os.fork() waits for everything first, and holds the lock so that step() in another thread
+puts nothing under way meanwhile. If that wait fails, reading is an error in the child too.
 """
 
 from __future__ import annotations
@@ -23,8 +33,12 @@ from __future__ import annotations
 import atexit
 import copy
 import logging
+import os
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -37,13 +51,16 @@ logger = logging.getLogger("shardfuse")
 
 Arrive = Callable[[], None]
 
+LOCK = threading.RLock()
+"""Held while the class of a parameter, or what is under way, changes; see [Note: one lock]."""
+
 _ATTRIBUTES = """
     device dtype grad grad_fn is_cpu is_cuda is_leaf is_meta is_nested is_quantized is_sparse
     itemsize layout nbytes ndim output_nr requires_grad retains_grad shape _backward_hooks
     _post_accumulate_grad_hooks _version
 """
 _METHODS = """
-    dim element_size get_device is_contiguous is_floating_point ndimension nelement numel
+    element_size get_device is_contiguous is_floating_point ndimension nelement numel
     register_hook register_post_accumulate_grad_hook requires_grad_ size storage_offset stride
 """
 
@@ -67,39 +84,59 @@ class ParamUnderWay(nn.Parameter):
         if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        for param in list(_find(args)) + list(_find(kwargs)):
-            param.arrive()
+        found = [*_find(args), *_find(kwargs)]
+        for param in found:
+            arrive(param)
+        if not found:
+            # It is in a container that only func can open, such as an iterator, which would be
+            # empty for func; or another thread's wait has brought it meanwhile.
+            TRAVELLERS.finish()
         return func(*args, **(kwargs or {}))
-
-    def arrive(self) -> None:
-        """Wait; it is a Parameter then."""
-        self.__dict__["_shardfuse_arrive"]()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Arrive, and be copied."""
-        self.arrive()
+        arrive(self)
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Arrive, and be pickled."""
-        self.arrive()
+        arrive(self)
         return self.__reduce_ex__(protocol)
 
 
-def _find(value: Any) -> Iterator[ParamUnderWay]:
-    """Yield what is under way in nested arguments."""
+def _find(value: Any) -> Iterator[Tensor]:
+    """Yield what is under way in nested arguments; leave iterators as they are."""
     if type(value) is ParamUnderWay:
         yield value
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | set | frozenset | deque):
         for item in value:
             yield from _find(item)
     elif isinstance(value, dict):
-        for item in value.values():
+        for item in (*value, *value.values()):
             yield from _find(item)
 
 
+def arrive(param: Tensor) -> None:
+    """Wait for ``param`` if it is under way; it is a Parameter then.
+
+    Several parameters of one bucket arrive together, and other threads wait as well. So this may
+    be called for what has been a Parameter again since the caller looked.
+    """
+    with LOCK:
+        if type(param) is not ParamUnderWay:
+            return
+        wait = param.__dict__.get("_shardfuse_arrive")
+        if wait is not None:
+            wait()
+        else:  # as made by type(param)(data), of values that were read
+            has_arrived(param)
+
+
 def set_out(param: Tensor, arrive: Arrive) -> bool:
-    """Have ``arrive`` called when ``param`` is read; return False if it is of another class."""
+    """Have ``arrive`` called when ``param`` is read; return False if it is of another class.
+
+    The caller holds LOCK.
+    """
     if type(param) is not nn.Parameter:
         return False
     param.__dict__["_shardfuse_arrive"] = arrive
@@ -108,7 +145,7 @@ def set_out(param: Tensor, arrive: Arrive) -> bool:
 
 
 def has_arrived(param: Tensor) -> None:
-    """Make ``param`` a Parameter again."""
+    """Make ``param`` a Parameter again. The caller holds LOCK."""
     if type(param) is ParamUnderWay:
         param.__dict__.pop("_shardfuse_arrive", None)
         cast(Any, param).__class__ = nn.Parameter
@@ -142,7 +179,10 @@ class Travellers:
         """Whether a function was compiled that would else have read something under way."""
 
     def add(self, sync: Any) -> None:
-        """Note that ``sync``, which has a finish(), has something under way."""
+        """Note that ``sync``, which has an arrive_all(), has something under way.
+
+        The caller holds LOCK, as that of discard().
+        """
         self._waits.add(sync)
         if self._hook is None:
             self._hook = nn.modules.module.register_module_forward_pre_hook(_before_forward)
@@ -169,12 +209,30 @@ class Travellers:
 
     def finish(self) -> None:
         """Wait for everything."""
+        with LOCK:
+            for sync in list(self._waits):
+                sync.arrive_all()
+
+    def before_fork(self) -> None:
+        """Wait for everything, and hold the lock until after_fork()."""
+        LOCK.acquire()
         for sync in list(self._waits):
-            sync.finish()
+            with suppress(Exception):  # an error is for those who read, here and in the child
+                sync.arrive_all()
+
+    def after_fork(self) -> None:
+        """Go on, in the parent and in the child."""
+        LOCK.release()
 
 
 TRAVELLERS = Travellers()
 atexit.register(TRAVELLERS.finish)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=TRAVELLERS.before_fork,
+        after_in_parent=TRAVELLERS.after_fork,
+        after_in_child=TRAVELLERS.after_fork,
+    )
 
 
 def _before_compiling(_: bool) -> None:
@@ -189,19 +247,28 @@ def _before_forward(module: nn.Module, _: Any) -> None:
     if _is_opaque(module):
         TRAVELLERS.finish()
         for param in module.parameters():
-            if type(param) is ParamUnderWay:
-                param.arrive()  # of what was lost
+            arrive(param)  # of what was lost
         return
     for param in [param for param in module._parameters.values() if param is not None]:
         if type(param) is ParamUnderWay:
-            param.arrive()
+            arrive(param)
         elif type(param) is not nn.Parameter:
             TRAVELLERS.finish()  # as torch.func.functional_call() puts in their place
             return
 
 
+_FASTER_WITHOUT_OVERRIDES = (
+    nn.MultiheadAttention,
+    nn.TransformerEncoderLayer,
+    nn.TransformerEncoder,
+)
+"""In evaluation these take another path, of other rounding, where a tensor has torch functions."""
+
+
 def _is_opaque(module: nn.Module) -> bool:
-    """Return whether what ``module`` runs is not seen by Python."""
+    """Return whether Python does not see what ``module`` runs, or that asks for the class."""
     if isinstance(module, torch.jit.ScriptModule):
+        return True
+    if not module.training and isinstance(module, _FASTER_WITHOUT_OVERRIDES):
         return True
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None

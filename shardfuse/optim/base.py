@@ -274,6 +274,7 @@ class ShardedOptimizer(Watched):
         self._attach([state for state in self._flats if old.has(state.flat)])
         logger.info("%s: DistributedDataParallel averages the gradients", type(self).__name__)
 
+    @untraced
     def broadcast_buffers(self, model: nn.Module) -> None:
         """Keep all tensors of ``model`` that are no parameters of this optimizer equal. Collective.
 
@@ -482,7 +483,7 @@ class ShardedOptimizer(Watched):
         Reading a parameter waits for it, unless Python cannot see it (``overlap_param_sync``).
         """
         if self._foreign is None:
-            self._gather.finish()
+            self._gather.arrive_all()
 
     # Gradients
 

@@ -121,6 +121,7 @@ class Clipped(TorchLike):
         self._clip_by(coefficient)
         return norm
 
+    @untraced
     @torch.no_grad()
     def clip_grad_norm_(
         self,
