@@ -15,10 +15,11 @@ parameter lacks, makes it a Parameter again, and lets torch go on. Three ways le
   one is compiled while something is under way, or calls step(), every step() waits for everything
   from then on.
 * torch.func wraps tensors below Python. A module that is called with other parameters than its own
-  waits for everything, and vmap() asks a parameter for its dim(), which waits. Other transforms of
-  a function of parameters without a module need synchronize() before them.
+  waits for everything, and vmap() asks a parameter for its dim(), which waits.
+* A few functions of torch take a tensor without asking its class (_NEVER_ASK). torch has no hook
+  for them, so they are replaced, only while something is under way, by ones that wait.
 
-shardfuse/optim/README.md lists the readers that are not seen.
+shardfuse/optim/README.md lists the readers that nobody sees: kernels of extensions.
 
 [Note: one lock] Any thread may read a parameter under way, also while another one is in step() or
 backward. LOCK is held by the thread that waits, until the parameter is of its own class again, and
@@ -32,6 +33,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import functools
 import logging
 import os
 import threading
@@ -169,12 +171,55 @@ def _count_of_fresh() -> int:
 _NOT_SHARED = _count_of_fresh()
 
 
+_NEVER_ASK = [
+    ("torch", "to_dlpack"),
+    ("torch.utils.dlpack", "to_dlpack"),
+    ("torch._functorch.eager_transforms", "_wrap_for_grad"),  # grad(), vjp(), jvp() and the like
+    ("torch._C.ScriptFunction", "__call__"),
+    ("torch._C.ScriptMethod", "__call__"),
+]
+
+
+def _waiting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function``, which reads its arguments, as one that waits for them."""
+
+    @functools.wraps(function)
+    def wait_and_call(*args: Any, **kwargs: Any) -> Any:
+        for param in [*_find(args), *_find(kwargs)]:
+            arrive(param)
+        return function(*args, **kwargs)
+
+    return wait_and_call
+
+
+class _Replaced:
+    """Has those of torch's functions that never ask wait, from start() to stop()."""
+
+    def __init__(self) -> None:
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def start(self) -> None:
+        for path, name in _NEVER_ASK:
+            module, _, attribute = path.rpartition(".")
+            owner: Any = sys.modules.get(path) or getattr(sys.modules.get(module), attribute, None)
+            original = vars(owner).get(name) if owner is not None else None
+            if original is not None:
+                self._originals.append((owner, name, original))
+                setattr(owner, name, _waiting(original))
+
+    def stop(self) -> None:
+        for owner, name, original in self._originals:
+            setattr(owner, name, original)
+        self._originals.clear()
+
+
 class Travellers:
     """All in this process that have something under way."""
 
     def __init__(self) -> None:
         self._waits: weakref.WeakSet[Any] = weakref.WeakSet()
         self._hook: Any = None
+        self._replaced = _Replaced()
         self.are_compiled = False
         """Whether a function was compiled that would else have read something under way."""
 
@@ -186,6 +231,7 @@ class Travellers:
         self._waits.add(sync)
         if self._hook is None:
             self._hook = nn.modules.module.register_module_forward_pre_hook(_before_forward)
+            self._replaced.start()
         before_tracing(_before_compiling)
 
     def compiling(self) -> None:
@@ -206,6 +252,7 @@ class Travellers:
         if not self._waits and self._hook is not None:
             self._hook.remove()
             self._hook = None
+            self._replaced.stop()
 
     def finish(self) -> None:
         """Wait for everything."""
