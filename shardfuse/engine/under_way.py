@@ -36,6 +36,7 @@ import copy
 import functools
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections import deque
