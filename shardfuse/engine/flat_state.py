@@ -18,8 +18,8 @@ from shardfuse.engine.units import Span
 from shardfuse.layout import Bucket, Fragment, ParamSpec, round_up
 
 _REMEDY = (
-    "Change it back, as by model.float(), and call opt.rebind(); or build a new optimizer after "
-    "casting and moving the model."
+    "Convert and move the model before building the optimizer; or change it back, as by "
+    "model.to({}), and call opt.rebind()."
 )
 
 
@@ -88,7 +88,7 @@ class FlatState:
         """
         change = self.change()
         if change:
-            raise TypeError(f"{change}. {_REMEDY}")
+            raise TypeError(change)
         for position, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
             view = self.params_buffer.own_view(position, spec)
             if param.data_ptr() != view.data_ptr() or param.stride() != view.stride():
@@ -109,13 +109,16 @@ class FlatState:
                 param.data = param.detach().clone()
 
     def change(self) -> str:
-        """Return how the first parameter that bind() would refuse has changed; empty for none."""
+        """Return how the first parameter that bind() would refuse has changed, and the remedy.
+
+        Empty for none.
+        """
         dtype = self.params_buffer.data.dtype
         for param, spec in zip(self.params, self.specs, strict=True):
             if (param.dtype, param.device, param.shape) != (dtype, self.device, spec.shape):
                 return (
                     f"{spec.name} is now {tuple(param.shape)} {param.dtype} on {param.device}, not "
-                    f"{spec.shape} {dtype} on {self.device}"
+                    f"{spec.shape} {dtype} on {self.device}. {_REMEDY.format(dtype)}"
                 )
         return ""
 
@@ -206,16 +209,20 @@ class FlatState:
             spans.append(Span(start, stop, step))
         return spans
 
-    def advance(self, missing: set[int]) -> None:
-        """Count one update of every parameter but those ``missing`` ones that no span had."""
+    def advance(self, missing: set[int]) -> bool:
+        """Count one update of every parameter but those ``missing`` ones that no span had.
+
+        Return whether any is left, as far as this rank knows.
+        """
         skipped = missing - self._stepped
         self._stepped.clear()
         self._mark_written(skipped)
         if not skipped and self._steps is None:
             self._step += 1
-            return
+            return True
         params = [slot.param for slot in self.flat.slots]
         self.set_steps({p: self.step_of(p) + (p not in skipped) for p in params})
+        return len(skipped) < len(params)
 
     def _mark_written(self, skipped: set[int]) -> None:
         """Tell autograd, which sees no write to the buffer, of all parameters but ``skipped``.
@@ -268,7 +275,7 @@ def check_params(
         if change:
             raise RuntimeError(
                 f"{prefix}{len(moved)} parameters were cast or moved after the optimizer was built "
-                f"({names}), where rebind() cannot follow: {change}. {_REMEDY}"
+                f"({names}), where rebind() cannot follow: {change}"
             )
         if any(state.taken() for state in flats):
             raise RuntimeError(

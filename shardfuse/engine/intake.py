@@ -70,11 +70,17 @@ def common_device(groups: Groups) -> torch.device:
     """Return the device of all parameters; the CPU where there are none.
 
     Raises:
+        TypeError: a parameter is on the meta device, which no collective serves.
         ValueError: parameters live on several devices.
     """
     device = None
     for index, group in enumerate(groups):
         for position, param in enumerate(group["params"]):
+            if param.device.type == "meta":
+                raise TypeError(
+                    f"Parameter {_name(group, index, position)} is on the meta device. Materialise "
+                    "the model first, as by model.to_empty(device=...), and give it its values."
+                )
             if device is None:
                 device = param.device
             elif param.device != device:
@@ -231,12 +237,10 @@ def _check(param: Tensor, name: str) -> None:
         )
     if param.layout != torch.strided:
         raise TypeError(f"Parameter {name} is {param.layout}; shardfuse needs dense parameters.")
-    if param.device.type == "meta":
-        raise TypeError(f"Parameter {name} is on the meta device. Materialise the model first.")
     if str(param.dtype).removeprefix("torch.") not in ITEMSIZE:
         raise TypeError(
             "Fused optimizer's parameters must be either float32, float16 or bfloat16, but "
-            f"received {param.dtype} ({name}). Convert the model, e.g. with model.float()."
+            f"received {param.dtype} ({name}). {_dtype_remedy(param)}"
         )
     number = internal_format(param)
     if number is not None:
@@ -246,6 +250,18 @@ def _check(param: Tensor, name: str) -> None:
             "False before the model is built, or convert the parameter: "
             "p.data = torch_npu.npu_format_cast(p.data, 2)."
         )
+
+
+def _dtype_remedy(param: Tensor) -> str:
+    """Return what to do with a parameter of a dtype that is not accepted."""
+    if param.is_complex():  # which model.float() leaves as it is
+        return (
+            "Keep it as a real parameter, torch.nn.Parameter(torch.view_as_real(w)), and use "
+            "torch.view_as_complex() of that in forward."
+        )
+    if not param.is_floating_point():  # so are these
+        return "It cannot have a gradient: leave it out, and make it a buffer of the model."
+    return "Convert the model, e.g. with model.float()."
 
 
 def _check_memory(added: Sequence[tuple[Tensor, ParamSpec]]) -> None:

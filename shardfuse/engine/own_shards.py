@@ -38,6 +38,7 @@ class OwnShards(Shards):
         gather: ParamSync,
         row: int,
     ) -> None:
+        self.has_updated = False  # any parameter in the last step, as far as this rank knows
         self._rule = rule
         self.groups = groups
         self._flats = flats
@@ -85,8 +86,8 @@ class OwnShards(Shards):
 
     def advance(self) -> None:
         """Count an update of every parameter that had one, and the step where groups have one."""
-        for state in self._awake:
-            state.advance(self._grads.missing(state.flat))
+        updated = [state.advance(self._grads.missing(state.flat)) for state in self._awake]
+        self.has_updated = any(updated)
         for group in self.groups if self._rule.counts_in_groups else ():
             group["step"] = group.get("step", 0) + 1
 

@@ -179,8 +179,7 @@ class GradSync(GradShards):
 
     def zero(self, set_to_none: bool, *, absent: bool = False) -> None:
         self.spend()
-        self._sends.doubt()
-        self._sends.await_grads()
+        self._sends.cleared()
         for grads in self._flats.values():
             if set_to_none:
                 grads.drop()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Protocol, TypeVar
+
+from torch.autograd.function import BackwardCFunction
 
 from shardfuse.comm import Communicator
 from shardfuse.comm.base import PeerError
@@ -68,3 +72,13 @@ class Sender:
         except Exception:
             with self._comm.call("backward()"):
                 raise
+
+
+def is_nested() -> bool:
+    """Return whether the backward under way was begun by a node of another."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is BackwardCFunction.apply.__code__:
+            return True
+        frame = frame.f_back
+    return False

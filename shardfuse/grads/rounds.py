@@ -19,18 +19,15 @@ have cleared their gradients alike.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from types import FrameType
 
 import torch
-from torch.autograd.function import BackwardCFunction
 
 from shardfuse.comm import Communicator
 from shardfuse.grads.awaited import Awaited
 from shardfuse.grads.flat_shard import FlatShard
 from shardfuse.grads.flights import Collect, Flights, Launch
-from shardfuse.grads.order import Sender, in_order_of_backward
+from shardfuse.grads.order import Sender, in_order_of_backward, is_nested
 from shardfuse.grads.protocol import UnderBackward
 from shardfuse.streams import Streams
 from shardfuse.untraced import untraced
@@ -109,7 +106,7 @@ class Rounds:
 
     def arrived(self, shard: FlatShard, position: int) -> None:
         """Take note that autograd has made a gradient: send what is complete, in order."""
-        if self._asked.is_paused:
+        if self._asked.has_more:
             return
         with self._sender.told():
             self._check_epoch()
@@ -117,7 +114,7 @@ class Rounds:
             if self._is_done or not self._awaited.fired(shard, position):
                 return
             self._has_fired = True
-            if not self._is_queued and not _is_nested():
+            if not self._is_queued and not is_nested():
                 self._is_queued = True
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(self._backward_ends)
@@ -210,13 +207,3 @@ class Rounds:
         self._is_queued, self._is_done = False, False  # also where a backward has failed
         self._streams.end()
         self._num_rounds, self._is_lost = 0, False
-
-
-def _is_nested() -> bool:
-    """Return whether the backward under way was begun by a node of another."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is BackwardCFunction.apply.__code__:
-            return True
-        frame = frame.f_back
-    return False

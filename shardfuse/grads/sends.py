@@ -33,7 +33,7 @@ from torch.profiler import record_function
 from shardfuse.comm import Communicator
 from shardfuse.comm.base import Handle, Parts, PartsHandle, Progress
 from shardfuse.grads.awaited import Awaited
-from shardfuse.grads.order import Sender, in_order_of_backward
+from shardfuse.grads.order import Sender, in_order_of_backward, is_nested
 from shardfuse.grads.ownership import checksum
 from shardfuse.grads.protocol import UnderBackward
 from shardfuse.grads.slots import FlatGrads, SentGrad
@@ -48,6 +48,19 @@ IN_FLIGHT = 2
 
 _MAX_WASTED = 3
 """Steps running in which buckets were sent twice, after which none is sent early."""
+
+_CAUSES = {
+    "again": "a second backward() added to them (run all but the last backward() of a step inside "
+    "optimizer.no_sync())",
+    "nested": "params are used in several reentrant checkpoints, and each runs a backward of its "
+    "own (use checkpoint(..., use_reentrant=False), whose gradients come once)",
+    "cleared": "zero_grad() cleared them between backward and step(), as where a GAN's generator "
+    "loss reaches the discriminator (run that backward inside no_sync() of this optimizer, or with "
+    "requires_grad_(False) on its params)",
+    "written": "p.grad was written after backward, as by a clip, a scaler or a mask, or under "
+    "no_sync() (clip by optimizer.clip_grad_norm(), or edit gradients in p.register_hook())",
+}
+"""Why a bucket was sent twice, and what to do, as far as this rank knows."""
 
 
 class _Sent(NamedTuple):
@@ -101,6 +114,7 @@ class Sends:
         self._sent: list[_Sent] = []  # the first so many of the order
         self._is_queued = False  # whether the end of the present backward is waited for
         self._round, self._epoch, self._num_wasted = 0, 0, 0
+        self._causes: set[str] = set()  # of changes on this rank, in the steps that count as wasted
         self._sender = Sender(comm)
 
     def add(self, flats: Sequence[FlatGrads]) -> None:
@@ -163,6 +177,13 @@ class Sends:
         """Take what has left for changed: gradients may be written where it does not show."""
         self._sent = [sent._replace(grads=None, is_noted=False) for sent in self._sent]
 
+    def cleared(self) -> None:
+        """Begin to wait for gradients anew: all were cleared, also of what has left."""
+        if self._sent:
+            self._causes.add("cleared")
+        self.doubt()
+        self.await_grads()
+
     def look_again(self) -> None:
         """Have looked at all that has left: gradients may have changed up to now."""
         self._sent = [sent._replace(is_noted=False) for sent in self._sent]
@@ -179,6 +200,9 @@ class Sends:
             self._check_epoch()
         self._streams.note(grads.buffer.data.device)
         if not self._awaited.fired(grads, position):
+            if self._sent:
+                is_own = "nested" not in self._causes and not is_nested()
+                self._causes.add("again" if is_own else "nested")
             return
         if self._awaited.is_over and self._comm.progress == "in any order":
             return  # the step is next, and has a word to send that must not wait behind the last
@@ -280,6 +304,8 @@ class Sends:
         flags = torch.zeros(len(self._order))
         for place, sent in enumerate(self._sent):
             flags[place] = float(sent.is_changed(*self._order[place]))
+        if flags.any() and not self._causes:
+            self._causes.add("written")
         total = flags.to(self._order[0][0].buffer.data.device)
         return total, self._comm.everyone.all_reduce(total, "max")
 
@@ -294,11 +320,14 @@ class Sends:
         self._num_wasted = self._num_wasted + 1 if changed else 0
         if self._num_wasted == _MAX_WASTED:
             self._may_overlap.clear()  # on all ranks alike
+            known = [text for cause, text in _CAUSES.items() if cause in self._causes]
             logger.warning(
                 "Gradients changed in %d steps in a row after they had been sent, and were sent "
-                "twice. From now on they are sent in step(). If a step has several backward(), run "
-                "all but the last inside optimizer.no_sync(), or pass "
-                "sharding={'overlap_grad_sync': False}.",
+                "twice: %s. From now on they are sent in step(), which changes no result; "
+                "sharding={'overlap_grad_sync': False} does so from the start.",
                 _MAX_WASTED,
+                "; ".join(known) or "another rank changed its own, and says why",
             )
+        if not changed or self._num_wasted == _MAX_WASTED:
+            self._causes.clear()
         return changed

@@ -166,6 +166,8 @@ class FlatGrads:
         if self.holds(position, grad):
             self.made[position] = grad._version
             return
+        if not self._fits(position, grad):  # cast or moved since; step() says so on every rank
+            return
         # What was never written in place is new: only another hook can have seen it.
         is_new = grad._version == 0 and len(param._post_accumulate_grad_hooks) == 1
         if grad.requires_grad or not (is_new or is_unseen(param)):
@@ -191,6 +193,16 @@ class FlatGrads:
             and self.params[position].grad is self.views[position]
             and len(self.params[position]._post_accumulate_grad_hooks) == 1
         ]
+
+    def _fits(self, position: int, grad: Tensor) -> bool:
+        """Return whether ``grad`` is of the dtype, device and shape that its slot was laid out for.
+
+        Another one cannot be replaced by a view of the slot, and raising under backward would reach
+        this rank alone.
+        """
+        data = self.buffer.data
+        is_alike = grad.dtype is data.dtype and grad.device == data.device
+        return is_alike and grad.shape == self.specs[position].shape
 
     def prepare(self, bucket: Bucket) -> list[SentGrad] | None:
         """Fill the slots in ``bucket`` before note(), and return what with; None if it must wait.

@@ -68,7 +68,9 @@ def _message(param: Tensor) -> str:
         f"The gradient of {param.__dict__.get('_shardfuse_name')} was sent to the ranks' shards "
         "(stage=2), so p.grad is None. Use optimizer.clip_grad_norm() or grad_norm(), "
         "optimizer.zero_grad() to clear it, or no_sync() around a backward whose gradients shall "
-        "stay in p.grad; or use stage=1, which keeps all gradients."
+        "stay in p.grad. To see or edit each gradient before it is sent, use p.register_hook(), "
+        "whose function gets it and may return another; or p.register_post_accumulate_grad_hook() "
+        "before the optimizer is built. Or use stage=1, which keeps all gradients."
     )
 
 

@@ -46,6 +46,7 @@ from shardfuse.grads.slots import FlatParams, clear_grads
 from shardfuse.grads.wires import GradWireChoice
 from shardfuse.layout import FlatLayout
 from shardfuse.optim.foreign import is_laid_out_elsewhere
+from shardfuse.optim.idle import IdleSteps
 from shardfuse.optim.memory import MemorySummary
 from shardfuse.optim.torch_like import TorchOptions, checked
 from shardfuse.optim.watched import Watched
@@ -156,6 +157,7 @@ class ShardedOptimizer(Watched):
         self._module_buffers = ModuleBuffers(self.communicator, self._device)
         self._rest_of_model = RestOfModel(self.communicator)
         self._written_grads = WrittenGrads(self.communicator)
+        self._idle = IdleSteps(self.communicator)
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._is_fresh = True
         keeps = model is not None and not alone and not self._are_reduced
@@ -567,6 +569,14 @@ class ShardedOptimizer(Watched):
             self._module_buffers.wait()
             if not scaled.skip:
                 self._gather.leave()
+                if not self._is_shadow:
+                    self._idle.note(
+                        self._params,
+                        self._grads.num_made,
+                        call=self._num_calls,
+                        has_updated=self._shards.has_updated,
+                        name=type(self).__name__,
+                    )
         self._clip_coefficient = None
         self._after_step()
         return loss

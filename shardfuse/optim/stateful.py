@@ -18,6 +18,7 @@ from shardfuse.engine.terms import Terms
 from shardfuse.fragments import FragmentTensor, asked_by_torch, is_stateful_of_torch
 from shardfuse.layout import FlatLayout
 from shardfuse.optim.foreign import Foreign
+from shardfuse.optim.saving_words import is_arranged, remedy
 from shardfuse.rules import UpdateRule
 from shardfuse.untraced import untraced
 
@@ -118,10 +119,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
             return {"state": {}, "param_groups": state_io.packed_groups(self.param_groups)}
         if self._consolidated is None:
             raise RuntimeError(
-                "The optimizer state is sharded and not consolidated on this rank. Call "
-                "opt.consolidate_state_dict(to=rank) on all ranks after the last step() and "
-                "state_dict() on that one; or save opt.sharded_state_dict() on all ranks with "
-                f"torch.distributed.checkpoint. {self._when_consolidated()}"
+                "The optimizer state is sharded and not consolidated on this rank. "
+                f"{remedy()} and after the last step(); or save by "
+                f"shardfuse.checkpoint on all ranks. {self._when_consolidated()}"
             )
         # A dict of its own for every caller: hooks change it in place. Groups as they are now: a
         # scheduler steps after step(), which consolidates.
@@ -138,11 +138,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
         every = self._config.consolidate_every
         if not every:
             return (
-                "Or build the optimizer with sharding={'consolidate_every': steps between saves}."
+                "Where other code saves on rank 0, build the optimizer with "
+                "sharding={'consolidate_every': steps between saves}."
             )
         return (
             f"With consolidate_every={every} the first rank has it after every {every} calls of "
-            f"step(), of which there were {self._num_calls}: save there, or call the former."
+            f"step(), of which there were {self._num_calls}: save there, or do as above."
         )
 
     @untraced
@@ -187,16 +188,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
         alone = self.communicator.world_size == 1 or self.communicator.everyone.rank != 0
         # DeepSpeed's engine has a state_dict() of its own put on the instance.
         arranged = self._can_be_saved or every is not None or "state_dict" in self.__dict__
-        if not alone and not arranged and "rank 0" not in _said:
-            _said.add("rank 0")
+        if alone or arranged or "rank 0" in _said:
+            return
+        _said.add("rank 0")
+        if not is_arranged():
             logger.warning(
-                "%s over %d ranks, each of which holds a part of the state: state_dict() on rank 0 "
-                "alone will raise. To save, use shardfuse.checkpoint, or call "
-                "consolidate_state_dict() on all ranks first, as Lightning does by itself, or "
-                "build the optimizer with sharding={'consolidate_every': steps between saves}; 0 "
-                "is never, and leaves out this line.",
+                "%s: state_dict() on rank 0 alone will raise. %s.",
                 type(self).__name__,
-                self.communicator.world_size,
+                remedy(),
             )
 
     @untraced

@@ -105,7 +105,7 @@ def test_cast_model(cls: Any, convert: str) -> None:
         assert dtype in message
         assert "torch.float32" in message
         assert "bias is now" in message
-        assert "build a new" in message
+        assert "before building the optimizer" in message
         assert "Call opt.rebind()" not in message
     with pytest.raises(RuntimeError, match=cls.__name__):
         optimizer.step()
