@@ -48,7 +48,8 @@ class ShardConfig:
     ``p.grad`` is None. step() clears the sums, as zero_grad() would. All ranks must run the same
     number of backwards, and clear gradients at the same place. Where one backward reaches params of
     two such optimizers, they must use the same layers, too. Buckets in flight take memory, so keep
-    bucket_cap_mb at 1/32 of the gradients or less. A single rank keeps all gradients.
+    bucket_cap_mb at 1/32 of the gradients or less. A single rank keeps all gradients. Torch's Join
+    (uneven inputs) needs stage 1.
     """
 
     process_group: Any = None

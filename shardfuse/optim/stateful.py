@@ -120,7 +120,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         if self._consolidated is None:
             raise RuntimeError(
                 "The optimizer state is sharded and not consolidated on this rank. "
-                f"{remedy()} and after the last step(); or save by "
+                f"{remedy()}, after the last step(); or save by "
                 f"shardfuse.checkpoint on all ranks. {self._when_consolidated()}"
             )
         # A dict of its own for every caller: hooks change it in place. Groups as they are now: a
