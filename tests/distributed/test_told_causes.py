@@ -175,15 +175,15 @@ def send_twice(cause: str) -> list[str]:
     for _ in range(6):
         x = torch.ones(2, 40) * (1 + dist.get_rank())
         if cause == "nested":
-            y = model.c(x)
+            y = x.requires_grad_()
             for _ in range(2):
                 y = checkpoint(model, y, use_reentrant=True)
-            y.sum().backward()
+            model.c(y).sum().backward()
         elif cause == "not reentrant":
-            y = model.c(x)
+            y = x.requires_grad_()
             for _ in range(2):
                 y = checkpoint(model, y, use_reentrant=False)
-            y.sum().backward()
+            model.c(y).sum().backward()
         elif cause in ("cleared", "held back"):
             with optimizer.no_sync() if cause == "held back" else nullcontext():
                 model.c(model(generator(x))).sum().backward()
