@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
+import os
 import pickle
+import threading
+import time
 from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +22,9 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+import shardfuse
+from shardfuse.comm.base import PeerError
+from shardfuse.engine import under_way
 from shardfuse.engine.under_way import ParamUnderWay
 from tests.support.in_flight import PLACEMENTS, InFlight
 
@@ -385,3 +393,85 @@ def test_readers(name: str, placement: str) -> None:
     assert not any(type(leaf) is ParamUnderWay for leaf in flat_tensors(found))
     flight.land()
     assert same(flight.params, plain)
+
+
+to_dlpack = torch.utils.dlpack.to_dlpack  # before any step: torch's own function
+
+UNSEEN: dict[str, Callable[[nn.Parameter], Any]] = {
+    "`to_dlpack` under a name": lambda w: torch.from_dlpack(to_dlpack(w)).clone(),
+    "extension's kernel": lambda w: vars(torch._C)["_to_dlpack"](w),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_is_not_seen_is_listed(name: str) -> None:
+    """Torch offers no hook for these: the page names them. One that is seen leaves the page."""
+    page = Path(shardfuse.__file__).parent / "optim" / "README.md"
+    assert name in page.read_text()
+    flight = InFlight([torch.ones(4, 4)])
+    UNSEEN[name](flight.params[0])
+    assert type(flight.params[0]) is ParamUnderWay
+    flight.land()
+
+
+def test_torch_is_as_before_afterwards() -> None:
+    """What is replaced while something is in flight is torch's own again."""
+    before = torch.utils.dlpack.to_dlpack
+    flight = InFlight([torch.ones(4, 4)])
+    assert torch.utils.dlpack.to_dlpack is not before
+    flight.land()
+    assert torch.utils.dlpack.to_dlpack is before is torch.to_dlpack
+
+
+def lose(flight: InFlight) -> None:
+    """Have the buckets of ``flight`` never arrive."""
+
+    def fail(self: Any) -> None:
+        time.sleep(0.05)
+        raise PeerError("rank 1 has ended.")
+
+    for handle in flight._sync._under_way.values():
+        handle.wait = functools.partial(fail, handle)  # type: ignore[method-assign]
+
+
+def test_an_error_is_told_to_every_thread_and_to_children() -> None:
+    """What never arrives is an error in each thread that reads it, and in a forked child."""
+    flight = InFlight([torch.ones(4, 4), torch.ones(3)])
+    lose(flight)
+    told: list[str] = []
+
+    def read(param: Tensor) -> None:
+        try:
+            param.sum()
+        except PeerError as error:
+            told.append(str(error))
+
+    threads = [threading.Thread(target=read, args=(flight.params[i % 2],)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(told) == 6
+    assert all("rank 1 has ended." in text for text in told)
+
+
+def test_a_fork_while_something_is_lost() -> None:
+    """os.fork() swallows no error: the child is told, and waits for nobody."""
+    flight = InFlight([torch.ones(4, 4)])
+    lose(flight)
+    receiver, sender = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            flight.params[0].sum()
+            os.write(sender, b"no error")
+        except PeerError as error:
+            os.write(sender, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert "rank 1 has ended." in os.read(receiver, 1000).decode()
+    with pytest.raises(PeerError, match="rank 1 has ended"):
+        flight.params[0].sum()
+    assert under_way.LOCK.acquire(blocking=False)
+    under_way.LOCK.release()

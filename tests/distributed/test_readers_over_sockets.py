@@ -227,7 +227,7 @@ def read_in_threads(stage: int, num_steps: int, num_readers: int) -> tuple[int, 
                 with torch.no_grad():
                     model(torch.ones(1, 96))
                     torch._foreach_norm(list(model.parameters()))
-                model.state_dict()
+                total(model.state_dict().values())
         except BaseException as error:
             note(error)
 
@@ -246,7 +246,7 @@ def read_in_threads(stage: int, num_steps: int, num_readers: int) -> tuple[int, 
         end.wait(60)
         with torch.no_grad():
             output = model(torch.ones(1, 96))
-        expected = [[output], [param.detach() for param in model.parameters()]]
+        expected = [[output], [param.detach().clone() for param in model.parameters()]]
         for place, values in enumerate(found):
             num_stale += not all(map(torch.equal, values, expected[place % 2]))
     is_over.set()
@@ -424,7 +424,7 @@ def communicate() -> list[str]:
         was_in_flight = type(weight) is ParamUnderWay
         with torch.no_grad():
             run(weight)
-        reads = dist.get_rank() == 0 or name not in ("scatter", "send")
+        reads = dist.get_rank() == 0 or name not in ("scatter", "send", "broadcast_object_list")
         if not was_in_flight or (reads and type(weight) is ParamUnderWay):
             missed.append(name)
         optimizer.synchronize()

@@ -77,6 +77,9 @@ EXHAUSTIVE = re.compile(
             r"test_told_causes\.py::test_saving_on_one_rank\[(?!plain|later)",
             r"test_told_causes\.py::test_a_model_with_other_parameters\[(?!assign|one rank)",
             r"test_told_causes\.py::test_cast_on_one_rank\[.*pairwise",
+            # Torch's whole database of ops; readers of each kind are in the default.
+            r"test_ops_in_flight\.py::test_every_op",
+            r"test_readers_over_sockets\.py::test_.*(long|2\])",
             # Each kind of mesh, and each way to send under backward, is in the default once.
             r"test_slow_readers\.py::test_(memory_along_one_axis.*overlap|.*\[\(4, 2\))",
             r"test_slow_readers\.py::test_ranks_may_end.*\[\(2, 2\)",
