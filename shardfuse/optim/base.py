@@ -150,7 +150,12 @@ class ShardedOptimizer(Watched):
         )
         self._overflows = OverflowReport(self.communicator, self._config.report_overflow)
         if error is None:
-            self._kernels = Kernels(self._rule, self._config.kernel, self._device)
+            self._kernels = Kernels(
+                self._rule,
+                self._config.kernel,
+                self._device,
+                tells=self.communicator.everyone.rank == 0,
+            )
         self._clip_coefficient: Tensor | None = None
         self._terms = Terms(self.communicator, self._are_reduced)
         self._has_model = model is not None

@@ -27,7 +27,12 @@ DEVICE_TILE = 16 << 20
 """Elements per eager tile."""
 
 COMPILE_MIN_NUMEL = 2 << 20
-"""Smaller shards repay the seconds that a compilation takes only after thousands of steps."""
+"""Smaller shards repay a compilation only after a thousand steps or more.
+
+Adam's step in ms of one thread, eager and compiled, on 2026-11-25 (x86-64, no cache): 0.8 and 0.7
+at 64 thousand elements, 7.9 and 2.9 at 1 million, 21 and 7 at 2 million, 69 and 18 at 8 million. A
+compilation took 11 to 13 s of CPU time, so it is repaid after 120,000, 2,100, 900 and 250 steps.
+"""
 
 Pass = Callable[[Any, Any, Any, Scale, Tile], None]
 
@@ -39,16 +44,20 @@ class Kernels:
         rule: the math.
         kernel: "eager", "compile" or "auto"; see choose().
         device: where the shards are.
+        tells: log before the first compilation, as one rank does.
     """
 
     are_compiling = False
     """Whether what torch compiles at present are kernels, of any optimizer in this process."""
 
-    def __init__(self, rule: UpdateRule, kernel: str, device: torch.device) -> None:
+    def __init__(
+        self, rule: UpdateRule, kernel: str, device: torch.device, *, tells: bool = True
+    ) -> None:
         self._rule = rule
         self._kernel = kernel
         self._tile_numel = CPU_TILE if device.type == "cpu" else DEVICE_TILE
         self._device = device
+        self._tells = tells
         self._compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
         self.choice, self.reason = "", ""
 
@@ -95,6 +104,11 @@ class Kernels:
         key = (function, flags, len(tile.grad), len(tile.states), has)
         compiled = self._compiled.get(key)
         if compiled is None:
+            if self._tells and not self._compiled:
+                logger.info(
+                    "The first step compiles the update, once, which takes some seconds. To leave "
+                    'that out: sharding={"kernel": "eager"}.'
+                )
             compiled = self._compiled[key] = torch.compile(_copy(function), dynamic=True)
         if isinstance(scale, float):
             scale = torch.tensor(scale, dtype=torch.float32, device=self._device)
