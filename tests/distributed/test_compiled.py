@@ -190,8 +190,8 @@ MODULES = ("model", "fullgraph", "model.compile()", "blocks")
 FUNCTIONS = ("function", "step", "update", "whole", "closure", "scaler")
 
 
-CASES = [(1, "auto", 3), (1, "pairwise", 1), (2, "auto", 1), (2, "pairwise", 3)]
-"""(stage, collectives, micro-batches)."""
+CASES = [(1, "auto", 3), (1, "pairwise", 1), (2, "pairwise", 3)]
+"""(stage, collectives, micro-batches) of two ranks; the first is that of one."""
 
 
 def train_all(how: str, backend: str) -> list[Any]:
@@ -201,8 +201,9 @@ def train_all(how: str, backend: str) -> list[Any]:
     return [(case, train(how, *case, backend)) for case in cases]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("how", [*MODULES, *FUNCTIONS])
+@pytest.mark.parametrize(
+    ("how", "world"), [("whole", 1), *((how, 2) for how in (*MODULES, *FUNCTIONS))]
+)
 def test_trains_as_eagerly(how: str, world: int) -> None:
     """Right, none of the package's code compiled, and nothing compiled again without a reason."""
     for found in run_procs(world, train_all, how, "aot_eager", timeout=200):
