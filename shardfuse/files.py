@@ -77,12 +77,17 @@ def write_whole(path: Path, data: bytes) -> None:
 def replacing(path: Path, ending: str = "") -> Iterator[Path]:
     """Give a name with ``ending`` to write a file under, which then gets that of ``path``.
 
+    Its mode is that which the umask asks for, whoever writes it: safetensors makes files of 0600.
+
     Raises:
         OSError: it cannot be renamed.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished{ending}")
     try:
+        temporary.touch(exist_ok=False)
+        mode = temporary.stat().st_mode & 0o777
         yield temporary
+        temporary.chmod(mode)
         sync(temporary)
         temporary.replace(path)
     finally:

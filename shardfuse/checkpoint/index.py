@@ -146,10 +146,12 @@ class Manifest:
         except (FileNotFoundError, NotADirectoryError):
             if not folder.is_dir():
                 raise CheckpointError(f"There is no checkpoint {folder}.") from None
-            inside = sorted(path.parent.name for path in folder.glob(f"step-*/{MANIFEST}"))
+            inside = checkpoints_in(folder)
             if inside:
+                names = ", ".join(str(path.relative_to(folder)) for path in reversed(inside))
                 raise CheckpointError(
-                    f"{folder} is a folder of checkpoints. Name one: {', '.join(inside)}."
+                    f"{folder} is a folder of checkpoints. Name one: {names}. The newest is "
+                    f"{inside[0]}."
                 ) from None
             raise DamagedCheckpoint(
                 [f"{folder.name}/{MANIFEST} is missing"],
@@ -202,6 +204,18 @@ class Manifest:
         if faults:
             raise DamagedCheckpoint(faults)
         return parts
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints in ``folder/step-N`` or ``folder/*/step-N``, the newest first.
+
+    The second is how a run's folder has them, such as RUN/checkpoints/step-N.
+    """
+    paths = (path.parent for way in ("", "*/") for path in folder.glob(f"{way}step-*/{MANIFEST}"))
+    found = [path for path in paths if path.name.removeprefix("step-").isdecimal()]
+    return sorted(
+        found, key=lambda path: (int(path.name.removeprefix("step-")), path), reverse=True
+    )
 
 
 def item_faults(folder: Path, items: Iterable[Item]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardfuse.checkpoint.errors import CheckpointError
 from shardfuse.checkpoint.folder import Checkpoints
-from shardfuse.checkpoint.index import Kind, Manifest, Part
+from shardfuse.checkpoint.index import MANIFEST, Kind, Manifest, Part, checkpoints_in
 from shardfuse.checkpoint.whole import share_of_faults
 
 _NUM_SHOWN = 30
@@ -100,13 +100,16 @@ class Verdict:
 
 
 def verify(folder: Path) -> list[Verdict]:
-    """Read every byte of a checkpoint, or of all in a folder of checkpoints; the newest first.
+    """Read every byte of a checkpoint, or of all in a run's folder; the newest first.
 
     Raises:
         CheckpointError: there is neither.
     """
     steps = Checkpoints(folder).steps()
-    folders = [Checkpoints(folder).path(step) for step in steps] or [folder]
-    if not steps and not any(folder.glob("*.json")):
+    folders = [Checkpoints(folder).path(step) for step in steps]
+    if not folders and not (folder / MANIFEST).exists():
+        folders = checkpoints_in(folder)  # of a run's folder
+    if not folders and not any(folder.glob("*.json")):
         raise CheckpointError(f"There is no checkpoint in {folder}.")
+    folders = folders or [folder]
     return [Verdict(str(path), share_of_faults(path)) for path in folders]

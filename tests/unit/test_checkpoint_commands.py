@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,43 @@ def test_a_run_is_not_a_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]
         assert f"{run} is a folder of checkpoints. Name one: step-1, step-2." in error
     assert main(["export", str(run / "step-1")]) == 2
     assert "give --model FILE, --optimizer FILE or both" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["inspect", "export"])
+def test_a_run_folder_names_its_checkpoints(
+    run: Path, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run has its checkpoints one folder deeper; step-10 is newer than step-2."""
+    whole = run / "run" / "checkpoints"
+    whole.mkdir(parents=True)
+    (run / "run" / "records.json").write_text("{}")
+    (run / "step-1").rename(whole / "step-10")
+    (run / "step-2").rename(whole / "step-2")
+    options = ["--model", str(tmp_path / "m.pt")] if command == "export" else []
+    assert main([command, str(run / "run"), *options]) == 2
+    error = capsys.readouterr().err
+    assert "DAMAGED" not in error
+    assert f"checkpoints/step-2, checkpoints/step-10. The newest is {whole / 'step-10'}." in error
+    assert main(["verify", str(run / "run")]) == 0
+    assert capsys.readouterr().out.count(": whole") == 2
+
+
+def test_a_run_without_checkpoints_is_not_damaged_in_silence(run: Path) -> None:
+    """A checkpoint without its manifest stays damaged."""
+    (run / "step-2" / "manifest.json").unlink()
+    assert main(["inspect", str(run / "step-2")]) == 1
+
+
+def test_export_writes_the_mode_of_the_umask(run: Path, tmp_path: Path) -> None:
+    """safetensors makes files that only their owner reads."""
+    pytest.importorskip("safetensors")
+    before = os.umask(0o027)
+    try:
+        for name in ("m.safetensors", "m.pt"):
+            assert main(["export", str(run / "step-2"), "--model", str(tmp_path / name)]) == 0
+            assert (tmp_path / name).stat().st_mode & 0o777 == 0o640
+    finally:
+        os.umask(before)
 
 
 def test_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
