@@ -110,6 +110,9 @@ class ForeignShards(Shards):
     def retain(self) -> None:
         """Do nothing: gradients stay."""
 
+    def retain_at_once(self) -> None:
+        """Do nothing: gradients stay."""
+
     def mean(self, cohort: int) -> float | None:
         return None
 

@@ -94,6 +94,9 @@ class OwnShards(Shards):
     def retain(self) -> None:
         self._grads.retain()
 
+    def retain_at_once(self) -> None:
+        self._grads.retain_at_once()
+
     def mean(self, cohort: int) -> float | None:
         return self._grads.mean_factor(cohort)
 

@@ -112,7 +112,7 @@ class StepEngine:
             for index, t in self._cohorts.items()
         }
         if any(keeps.values()):
-            self._shards.retain()
+            self._shards.retain_at_once()
         sums.begin()
         units = []
         for unit in self._shards.gradients():

@@ -129,7 +129,10 @@ class Shards(Protocol):
         """Take note that all units are updated: count the step."""
 
     def retain(self) -> None:
-        """Have gradients stay valid, and be given again, until the end of the step."""
+        """Have gradients be given as often as they are asked for, until the end of the step."""
+
+    def retain_at_once(self) -> None:
+        """Retain, and have the gradients of all units stay valid until the end of the step."""
 
     def mean(self, cohort: int) -> float | None:
         """Return the factor from summed gradients to their mean; None is 1."""

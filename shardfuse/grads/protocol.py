@@ -131,12 +131,16 @@ class GradShards(ABC):
     def reduced(self) -> Iterator[tuple[Bucket, Parts]]:
         """Yield (bucket, its shard of the summed gradient), in launch order.
 
-        Parts are valid until the next are asked for; in the phase REDUCED, until release().
+        Parts are valid until the next are asked for; after retain_at_once(), until release().
         """
 
     @abstractmethod
     def retain(self) -> None:
         """Reduce what is noted, and keep it: the phase is REDUCED then."""
+
+    def retain_at_once(self) -> None:
+        """Retain, and have all buckets' parts stay valid until release()."""
+        self.retain()
 
     @abstractmethod
     def release(self) -> None:

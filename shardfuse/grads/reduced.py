@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardfuse.buffers import ShardArena
+from shardfuse.buffers import ShardArena, zeros
 from shardfuse.comm.base import Parts
 from shardfuse.grads.ownership import GradVersions
 from shardfuse.grads.protocol import GradPhase, GradShards
@@ -27,64 +27,103 @@ class _Piece(NamedTuple):
 
 
 @dataclass
-class _FlatGrads:
-    """This rank's shards of the gradients of one flat, and where they come from."""
+class _BucketGrads:
+    """What this rank's shard of the gradient of one bucket is made of, and where it is put."""
 
-    flat: Flat
-    arena: ShardArena
-    params: dict[int, Tensor]
+    shard: Tensor  # (shard_numel,)
     pieces: list[_Piece]
-    missing: set[int] = field(default_factory=set)
+    gaps: list[Tensor]  # what no piece covers
 
-    def pack(self) -> None:
-        """Copy this rank's fragments of every gradient; see PresyncedGrads."""
-        self.missing = {p for p, param in self.params.items() if param.grad is None}
+    def pack(self) -> Tensor:
+        """Copy this rank's fragments of every gradient; return the shard."""
         into, out_of = [], []
+        unwritten = list(self.gaps)
         for param, spec, fragment, part in self.pieces:
             grad = param.grad
             if grad is None:
-                part.zero_()
+                unwritten.append(part)
                 continue
-            check_grad(grad, spec)
             into.append(part)
             out_of.append(
                 grad if fragment is None else cut(grad, spec, fragment.param_start, fragment.numel)
             )
+        if unwritten:
+            torch._foreach_zero_(unwritten)
         if into:
             torch._foreach_copy_(into, out_of)  # one call: there may be thousands
+        return self.shard
+
+
+@dataclass
+class _FlatGrads:
+    """The gradients of one flat, and this rank's fragments of them by bucket."""
+
+    flat: Flat
+    params: dict[int, Tensor]
+    specs: dict[int, ParamSpec]
+    fragments: Mapping[int, Sequence[Fragment]]  # by bucket
+    room: Tensor
+    """One bucket's shard: buckets are packed one after another, so no copy of all is held."""
+    buckets: dict[int, _BucketGrads] = field(default_factory=dict)
+    missing: set[int] = field(default_factory=set)
+    arena: ShardArena | None = None
+    """All buckets' shards, where a rule needs them at the same time."""
+
+    def place(self, arena: ShardArena | None) -> None:
+        """Have buckets packed into ``arena``; None: each into the same room."""
+        self.arena = arena
+        for bucket in self.flat.buckets:
+            shard = self.room[: bucket.shard_numel] if arena is None else arena.segment(bucket)
+            fragments = self.fragments[bucket.index]
+            pieces = [
+                _piece(self.params[f.param], self.specs[f.param], f, shard) for f in fragments
+            ]
+            self.buckets[bucket.index] = _BucketGrads(shard, pieces, _gaps(fragments, shard))
+
+    def note(self) -> None:
+        """Note which gradients exist."""
+        self.missing = {p for p, param in self.params.items() if param.grad is None}
+        for number, param in self.params.items():
+            if param.grad is not None:
+                check_grad(param.grad, self.specs[number])
 
 
 class PresyncedGrads(GradShards):
     """Takes this rank's fragments out of ``p.grad``; see GradShards.
 
-    Nothing is communicated and ``p.grad`` stays whose it was: only a shard is copied. A parameter
-    without a gradient here has none anywhere.
+    Nothing is communicated and ``p.grad`` stays whose it was: one bucket's shard is copied at a
+    time. A parameter without a gradient here has none anywhere.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._flats: dict[int, _FlatGrads]
         self._kept_from: GradVersions | None = None
+        self._rooms: dict[torch.dtype, Tensor] = {}  # that flats share
+        self._device = torch.device("cpu")
 
     @property
     def nbytes(self) -> int:
-        return sum(grads.arena.data.nbytes for grads in self._flats.values())
+        rooms = {room.data_ptr(): room.nbytes for room in self._rooms.values()}
+        arenas = [grads.arena for grads in self._flats.values() if grads.arena is not None]
+        return sum(rooms.values()) + sum(arena.data.nbytes for arena in arenas)
 
     def attach(self, members: Sequence[FlatParams], device: torch.device) -> None:
+        self._device = device
         for flat, params, specs, fragments in members:
-            arena = ShardArena(flat, device, params[0].dtype)
-            of_slots = zip(flat.slots, params, specs, strict=True)
-            by_number = {slot.param: (param, spec) for slot, param, spec in of_slots}
-            self._flats[flat.index] = _FlatGrads(
+            dtype = params[0].dtype
+            numel = max((bucket.shard_numel for bucket in flat.buckets), default=0)
+            if dtype not in self._rooms or self._rooms[dtype].numel() < numel:
+                self._rooms[dtype] = zeros(numel, device, dtype)
+            numbers = [slot.param for slot in flat.slots]
+            grads = self._flats[flat.index] = _FlatGrads(
                 flat,
-                arena,
-                {number: param for number, (param, _) in by_number.items()},
-                [
-                    _piece(*by_number[fragment.param], fragment, arena.segment(bucket))
-                    for bucket in flat.buckets
-                    for fragment in fragments[bucket.index]
-                ],
+                dict(zip(numbers, params, strict=True)),
+                dict(zip(numbers, specs, strict=True)),
+                fragments,
+                self._rooms[dtype],
             )
+            grads.place(None)
 
     def idle(self, bucket: Bucket, parts: Parts) -> set[int]:
         return self._flats[bucket.flat].missing
@@ -97,7 +136,7 @@ class PresyncedGrads(GradShards):
             return
         self.phase, self._kept_from = GradPhase.NOTED, None
         for grads in self._flats.values():
-            grads.pack()
+            grads.note()
 
     def multiply(self, factor: Tensor) -> None:
         """Refuse to treat ranks' gradients differently: they are one mean already."""
@@ -133,6 +172,13 @@ class PresyncedGrads(GradShards):
     def retain(self) -> None:
         self.phase, self._kept_from = GradPhase.REDUCED, GradVersions(self._params())
 
+    def retain_at_once(self) -> None:
+        self.retain()
+        for grads in self._flats.values():
+            if grads.arena is None:
+                dtype = grads.room.dtype
+                grads.place(ShardArena(grads.flat, self._device, dtype))
+
     def release(self) -> None:
         self.phase, self._kept_from = GradPhase.ACCUMULATING, None
 
@@ -142,7 +188,7 @@ class PresyncedGrads(GradShards):
     def reduced(self) -> Iterator[tuple[Bucket, Parts]]:
         for grads in self._flats.values():
             for bucket in grads.flat.buckets:
-                yield bucket, (grads.arena.segment(bucket),)
+                yield bucket, (grads.buckets[bucket.index].pack(),)
 
 
 def _piece(param: Tensor, spec: ParamSpec, fragment: Fragment, segment: Tensor) -> _Piece:
@@ -153,3 +199,13 @@ def _piece(param: Tensor, spec: ParamSpec, fragment: Fragment, segment: Tensor) 
     return _Piece(
         param, spec, None, part.as_strided(spec.shape, spec.stride, part.storage_offset())
     )
+
+
+def _gaps(fragments: Sequence[Fragment], shard: Tensor) -> list[Tensor]:
+    """Return the parts of ``shard`` outside all fragments: padding, which is zero."""
+    gaps, end = [], 0
+    for fragment in sorted(fragments, key=lambda fragment: fragment.shard_start):
+        if fragment.shard_start > end:
+            gaps.append(shard[end : fragment.shard_start])
+        end = fragment.shard_start + fragment.numel
+    return [*gaps, shard[end:]] if end < shard.numel() else gaps
