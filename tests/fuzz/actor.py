@@ -37,6 +37,7 @@ class Actor(Job):
         super().__init__(program, rank, folder)
         self.reference = Reference(program)
         self.expected_calls = 0  # of hooks that count
+        self.first_rank = 0  # what the first rank's buffers are filled with
         self.is_broken = False  # whether a gradient is what the reference has no word for
 
     def apply(self, op: Op) -> Any:
@@ -113,6 +114,18 @@ class Actor(Job):
             for name, param in self.local.named(names):
                 edit(param, self.program, self.local.specs[name], how, seed)
 
+    def write_buffers(self, seed: int) -> None:
+        """Write to buffers, on each rank something else."""
+        self.first_rank += seed % 7
+        for buffer in self.buffers.values():
+            buffer.add_(seed % 7 + 3 * self.rank)
+
+    def _check_buffers(self) -> None:
+        if self.program.model:
+            found = {name: buffer.unique().tolist() for name, buffer in self.buffers.items()}
+            expected = {name: [self.first_rank] for name in found}
+            assert found == expected, f"buffers are {found}, not the first rank's {expected}"
+
     def check_state(self) -> str:
         """Return where the full state differs from the reference's, if it does."""
         return state_difference(self.full_state()["state"], self.reference)
@@ -177,6 +190,7 @@ class Actor(Job):
             assert self.optimizer.step(lambda: self._closure(closure)) == "a loss"
         else:
             self.optimizer.step()
+        self._check_buffers()
         return norms
 
     def _closure(self, backward: Mapping[str, Any]) -> str:

@@ -69,6 +69,13 @@ class Draws:
         unequal = self.scaler == "torch" and self.world > 1
         self.spoils = unequal and not self.features["gradients_under_unequal_scales"]
         self.keeps = self.maybe(0.4, "kept_gradients") and not self.spoils
+        # By draws of their own, so that a seed is the program that it was, and these.
+        more = Random(f"{seed}, more")
+        self.more = more
+        self.has_model = features["modules"] and not self.reduced and more.random() < 0.4
+        self.joined = features["joined"] and more.random() < 0.4
+        is_plain = self.kind == "floats" and self.all_params_fp32 and not self.scaler
+        self.clips_locally = features["torch_clips"] and is_plain and more.random() < 0.4
 
     def maybe(self, probability: float, feature: str = "") -> bool:
         """Return True as often as said, unless the feature is off."""

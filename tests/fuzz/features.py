@@ -26,6 +26,12 @@ FEATURES: dict[str, bool] = {
     "maximize": True,
     # register_state_dict_pre_hook and its like.
     "state_dict_hooks": True,
+    # The optimizer gets a module with buffers, or is told of one; ranks write to the buffers.
+    "modules": True,
+    # torch.nn.utils.clip_grad_norm_() of each rank's own gradients. It is warned of.
+    "torch_clips": True,
+    # One function of torch takes all parameters at once, while they are in flight.
+    "joined": True,
     # What has always been promised.
     "low_precision": True,
     "scalers": True,

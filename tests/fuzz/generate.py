@@ -36,6 +36,9 @@ class _Generator(BetweenSteps):
             self.round()
         self.add("check_state")
         google = self.options.get("variant") == "google"
+        model = "told" if self.has_model else ""
+        if self.has_model and len(groups) == 1 and not groups[0].overrides:
+            model = "handed over"
         return Program(
             seed=self.seed,
             world=self.world,
@@ -44,13 +47,15 @@ class _Generator(BetweenSteps):
             groups=groups,
             sharding=self.sharding,
             ops=tuple(self.ops),
-            named=google or self.maybe(0.6),
+            named=google or self.maybe(0.6) or model == "handed over",
             kind=self.kind,
             largest=self.largest,
             scaler=self.scaler,
             own_group=self.world > 1 and self.maybe(0.1),
             spoils=self.spoils,
             differs=self.maybe(0.3),
+            model=model,
+            joined=self.joined,
         )
 
     def round(self) -> None:
@@ -63,6 +68,10 @@ class _Generator(BetweenSteps):
                 self.backward()
                 if self.maybe(0.3):
                     self.handle_gradients()
+        if self.has_model and self.more.random() < 0.6:
+            self.add("write_buffers", seed=self.more.randrange(100))
+        if self.clips_locally and not closure and self.more.random() < 0.5:
+            self.add("clip_locally", limit=self.more.choice([0.1, 1.0, 1e6]))
         self.step(closure)
         if self.scaler or self.maybe(0.75):
             self.zero_grad()

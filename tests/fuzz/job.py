@@ -36,6 +36,11 @@ class Job:
         self.scheduler: Any = None
         self.hooks: list[str] = []
         self.calls = [0, 0]  # of a pre-hook and a post-hook that count
+        self.buffers = {
+            "mean": torch.zeros(7),
+            "count": torch.zeros((), dtype=torch.int64),
+            "short": torch.zeros(2, 3, dtype=torch.float16),
+        }
         self._process_group = dist.new_group() if program.own_group else None
         self._old: list[Any] = []
         self._num_saved = 0
@@ -62,7 +67,27 @@ class Job:
         name = self.program.optimizer
         cls = getattr(npu if name.startswith("NpuFused") else shardfuse, name)
         sharding = {**self.sharding, "process_group": self._process_group}
-        return cls(groups, **self.program.options, sharding=sharding)
+        kind = self.program.model
+        given = self._module() if kind == "handed over" and len(groups) == 1 else groups
+        optimizer = cls(given, **self.program.options, sharding=sharding)
+        if kind and given is groups:
+            optimizer.broadcast_buffers(self._module())
+        return optimizer
+
+    def _module(self) -> torch.nn.Module:
+        """Return a module that has all parameters and buffers."""
+        module = torch.nn.Module()
+        for name, param in self.local.params.items():
+            *path, last = name.split(".")
+            inner = module
+            for part in path:
+                if part not in inner._modules:
+                    inner.add_module(part, torch.nn.Module())
+                inner = inner._modules[part]  # type: ignore[assignment]
+            inner.register_parameter(last, param)
+        for name, buffer in self.buffers.items():
+            module.register_buffer(name, buffer)
+        return module
 
     def _make_scaler(self) -> Any:
         if not self.program.scaler:

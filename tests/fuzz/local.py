@@ -91,11 +91,14 @@ class LocalModel:
             for name, param in self.params.items()
             if param.requires_grad and name not in left_out
         }
-        terms = []
-        for name, param in used.items():
-            for use in range(self.specs[name].uses):
-                factor = self._factor(name, seed, use, zero, overflow)
-                terms.append((param * factor).sum().float())
+        uses = [(name, use) for name in used for use in range(self.specs[name].uses)]
+        factors = [self._factor(name, seed, use, zero, overflow) for name, use in uses]
+        params = [used[name] for name, _ in uses]
+        if self.program.joined and params:
+            products = list(torch._foreach_mul(params, factors))
+        else:
+            products = [param * factor for param, factor in zip(params, factors, strict=True)]
+        terms = [product.sum().float() for product in products]
         if terms:
             (torch.stack(terms).sum() * self.scale).backward()
         return set(used)
@@ -149,6 +152,10 @@ class LocalModel:
             if param.grad is not None:
                 param.grad.mul_(factor)
 
+    def clip_locally(self, limit: float) -> None:
+        """Clip by torch's function, which sees this rank's gradients alone."""
+        torch.nn.utils.clip_grad_norm_(self.params.values(), limit)
+
     def keep_grad(self, names: Sequence[str], drop: bool) -> None:
         """Hold on to gradients, and take them away from their parameters or not."""
         for _, param in self.named(names):
@@ -187,6 +194,7 @@ LOCAL = (
     "set_grad",
     "drop_grad",
     "edit_grad",
+    "clip_locally",
     "keep_grad",
     "move_grad",
     "train",

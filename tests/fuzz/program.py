@@ -67,6 +67,8 @@ class Program:
     own_group: bool = False  # whether a process group is made for the optimizer
     spoils: bool = False  # whether a step under unequal loss scales may change gradients
     differs: bool = False  # whether ranks other than the first start from other values
+    model: str = ""  # "handed over" in place of groups, "told" of beside them, or ""
+    joined: bool = False  # whether one function of torch takes all parameters of a loss
 
     @property
     def first_fault(self) -> int | None:
@@ -84,7 +86,8 @@ class Program:
             f"seed {self.seed}, world {self.world}: {self.optimizer}({dict(self.options)})",
             f"  sharding={dict(self.sharding)} named={self.named} kind={self.kind} "
             f"largest={self.largest} scaler={self.scaler!r} own_group={self.own_group} "
-            f"spoils={self.spoils} differs={self.differs}",
+            f"spoils={self.spoils} differs={self.differs} model={self.model!r} "
+            f"joined={self.joined}",
         ]
         for index, group in enumerate(self.groups):
             lines.append(f"  group {index}: {dict(group.overrides)}")

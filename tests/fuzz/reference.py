@@ -19,7 +19,7 @@ from tests.fuzz.program import LOW, Op, Program, Spec, gradient, initial_value
 from tests.fuzz.ranks import AllRanks
 
 # Ranks are late, the actor compares states, parameters are re-allocated: all values stay.
-WITHOUT_EFFECT = ("delay", "check_state", "realloc")
+WITHOUT_EFFECT = ("delay", "check_state", "realloc", "write_buffers")
 STALE = Op("edit_grad", {"names": None, "ranks": range(9), "factor": 0.5})
 
 
