@@ -198,6 +198,7 @@ class _Replaced:
 
     def __init__(self) -> None:
         self._originals: list[tuple[Any, str, Any]] = []
+        self._made: dict[tuple[str, str], Any] = {}  # once: step() pays for nothing twice
 
     def start(self) -> None:
         for path, name in _NEVER_ASK:
@@ -206,7 +207,10 @@ class _Replaced:
             original = vars(owner).get(name) if owner is not None else None
             if original is not None:
                 self._originals.append((owner, name, original))
-                setattr(owner, name, _waiting(original))
+                made = self._made.get((path, name))
+                if made is None or made.__wrapped__ is not original:
+                    made = self._made[path, name] = _waiting(original)
+                setattr(owner, name, made)
 
     def stop(self) -> None:
         for owner, name, original in self._originals:
