@@ -63,6 +63,17 @@ def _ask_for_huge_pages(memory: torch.Tensor) -> None:
         _madvise(start, stop - start, mmap.MADV_HUGEPAGE)
 
 
+def return_freed_memory() -> None:
+    """Have glibc give all pages that are free back to the system; elsewhere nothing happens.
+
+    It keeps what is freed for what is allocated next. Where small allocations were made between
+    large ones, these never fit again: they take new memory, and the old stays resident unused.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
 PLAIN_FORMATS = {-1: "UNDEFINED", 0: "NCHW", 1: "NHWC", 2: "ND", 27: "NDHWC", 30: "NCDHW"}
 PLAIN_FORMATS |= {35: "NC", 47: "NCL"}
 """Of torch_npu.Format: elements lie as sizes and strides say. In others (NZ, ...) they do not."""

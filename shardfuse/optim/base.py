@@ -505,6 +505,7 @@ class ShardedOptimizer(Watched):
         for state in self._flats:
             if not self._grads.has(state.flat):
                 clear_grads(state.params, set_to_none)
+        self._kernels.tidy()
 
     @untraced
     @contextmanager

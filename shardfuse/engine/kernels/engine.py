@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfuse.buffers import return_freed_memory
 from shardfuse.engine.kernels import passes
 from shardfuse.engine.kernels.passes import Scale, Tile
 from shardfuse.rules import UpdateRule
@@ -60,6 +61,7 @@ class Kernels:
         self._tells = tells
         self._compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
         self.choice, self.reason = "", ""
+        self._has_compiled = False  # since tidy()
 
     def choose(self, shard_numel: int) -> None:
         """Choose how to run on shards of so many elements together; what is compiled is kept."""
@@ -67,6 +69,16 @@ class Kernels:
             return
         self.choice, self.reason = _choose(self._kernel, self._device, shard_numel)
         logger.info("kernel=%s on %s: %s", self.choice, self._device, self.reason)
+
+    def tidy(self) -> None:
+        """Give back what a compilation has left of freed memory; called when gradients are cleared.
+
+        The compiler's small allocations lie between those gradients, so the next do not fit where
+        they were: a process then took all gradients' memory once more.
+        """
+        if self._has_compiled:
+            self._has_compiled = False
+            return_freed_memory()
 
     def run(
         self, function: Pass, flags: Any, h: Any, scale: Scale, tile: Tile, *, is_tail: bool
@@ -110,6 +122,7 @@ class Kernels:
                     'that out: sharding={"kernel": "eager"}.'
                 )
             compiled = self._compiled[key] = torch.compile(_copy(function), dynamic=True)
+            self._has_compiled = True
         if isinstance(scale, float):
             scale = torch.tensor(scale, dtype=torch.float32, device=self._device)
         values = torch.tensor(h, dtype=torch.float32, device=self._device).unbind()
