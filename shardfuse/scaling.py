@@ -131,8 +131,24 @@ class ShardedGradScaler(GradScaler):
         self._process_group = process_group
         self._agreed: Tensor | None = None  # (2,): the smallest scale and age on any rank
 
-    unscale_ = untraced(GradScaler.unscale_)
-    step = untraced(GradScaler.step)
+    @untraced
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide an optimizer's gradients by the scale, as torch's scaler does.
+
+        Args:
+            optimizer: of this library, at any stage, or of torch.
+        """
+        super().unscale_(optimizer)
+
+    @untraced
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Take a step unless gradients overflow on any rank, as torch's scaler does.
+
+        Args:
+            optimizer: of this library, at any stage, or of torch.
+            args, kwargs: of its step().
+        """
+        return super().step(optimizer, *args, **kwargs)
 
     @untraced
     def scale(self, outputs: Any) -> Any:

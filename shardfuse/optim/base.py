@@ -214,6 +214,9 @@ class ShardedOptimizer(Watched):
             ValueError: an option of no use there; or only some gradients are averaged.
         """
         named = intake.named(self.param_groups)
+        if self._params:  # groups may have been changed since
+            names = [spec.name for spec in self.layout.specs]
+            named = list(zip(names, self._params, strict=False))
         owners = Owners([param for _, param in named])
         sharded = owners.sharded_by()
         if sharded is not None:

@@ -193,9 +193,11 @@ def test_errors(params: list[Any], options: dict[str, Any], message: str) -> Non
 
 
 def test_what_is_no_list_of_parameters() -> None:
-    """As for optimizers; a tensor would be taken for a list of its rows."""
+    """As for optimizers; a tensor would be taken for a list of its rows. A model is one."""
     model = nn.Sequential(nn.Linear(4, 3))
-    for params in (model, model.state_dict(), model[0].weight):
+    named = compare_lamb_variants(model.named_parameters(), "npu", "apex")
+    assert str(compare_lamb_variants(model, "npu", "apex")) == str(named)
+    for params in (model.state_dict(), model[0].weight):
         with pytest.raises(TypeError, match="named_parameters"):
             compare_lamb_variants(params, "npu", "apex")
 
