@@ -159,6 +159,7 @@ class ShardedOptimizer(Watched):
         self._clip_coefficient: Tensor | None = None
         self._terms = Terms(self.communicator, self._are_reduced)
         self._has_model = model is not None
+        self._had_modules = self._had_modules or self._has_model
         self._module_buffers = ModuleBuffers(self.communicator, self._device)
         self._rest_of_model = RestOfModel(self.communicator)
         self._written_grads = WrittenGrads(self.communicator)
@@ -202,6 +203,7 @@ class ShardedOptimizer(Watched):
 
     # Who else has the parameters
 
+    _had_modules = False  # whether any module held the parameters, as far as was looked
     _sees_gradients = False
     """Whether wrappers of the model were looked for since autograd has made gradients."""
 
@@ -218,6 +220,7 @@ class ShardedOptimizer(Watched):
             names = [spec.name for spec in self.layout.specs]
             named = list(zip(names, self._params, strict=False))
         owners = Owners([param for _, param in named])
+        self._had_modules = self._had_modules or len(owners.roots()) > 0
         sharded = owners.sharded_by()
         if sharded is not None:
             position, by = sharded
@@ -237,6 +240,10 @@ class ShardedOptimizer(Watched):
             )
         self._config = replace(self._config, grads_are_reduced=True)
         return owners
+
+    def _are_in_no_module(self) -> bool:
+        """Return whether modules held the parameters once, and none does now."""
+        return self._had_modules and not Owners(self._params).roots()
 
     def _before_first_gradient(self) -> bool:
         """Take note of the first gradient of autograd; return whether others collect it now.
@@ -585,6 +592,7 @@ class ShardedOptimizer(Watched):
                         call=self._num_calls,
                         has_updated=self._shards.has_updated,
                         name=type(self).__name__,
+                        are_in_no_module=self._are_in_no_module,
                     )
         self._clip_coefficient = None
         self._after_step()

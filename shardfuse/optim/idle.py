@@ -1,9 +1,13 @@
-"""Steps in which no parameter of an optimizer had a gradient on any rank: one warning."""
+"""Steps in which no parameter of an optimizer had a gradient on any rank: one warning.
+
+In the first such step, if modules held the parameters and none does now; else in the third in a
+row.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -32,9 +36,17 @@ class IdleSteps:
         self._num_made = 0  # gradients that autograd had made by the last step
         self._told = ""
         self._was_said = False
+        self._has_asked = False
 
     def note(
-        self, params: Sequence[Tensor], num_made: int, *, call: int, has_updated: bool, name: str
+        self,
+        params: Sequence[Tensor],
+        num_made: int,
+        *,
+        call: int,
+        has_updated: bool,
+        name: str,
+        are_in_no_module: Callable[[], bool],
     ) -> None:
         """Take note of a step, and warn if it is time to. Local.
 
@@ -45,6 +57,8 @@ class IdleSteps:
             call: of step(), alike on all ranks.
             has_updated: whether a parameter had a gradient, as far as this rank knows.
             name: of the optimizer's class.
+            are_in_no_module: tells whether modules held the parameters once, and none does now; it
+                is asked once, as it looks at all objects of this process.
         """
         is_used, self._num_made = num_made != self._num_made, num_made
         if has_updated or is_used or self._was_said:
@@ -53,6 +67,19 @@ class IdleSteps:
         if not any(param.requires_grad for param in params):  # frozen: that is what was meant
             return
         self._num_idle += 1
+        if not self._has_asked:
+            self._has_asked = True
+            if are_in_no_module():
+                self._was_said = True
+                warnings.warn(
+                    f"No module holds the parameters of this {name} any more, so what step() "
+                    "updates is not used. The model has other Parameter objects since "
+                    "load_state_dict(assign=True), or a conversion that replaces them. Build the "
+                    "optimizer on the model's present parameters.",
+                    UserWarning,
+                    stacklevel=levels_to_caller(),
+                )
+                return
         if self._num_idle > 2 and self._have_all_told():
             self._was_said = True
             warnings.warn(
