@@ -138,7 +138,7 @@ class FlatState:
         """Return whether a parameter lies in a buffer of another optimizer."""
         own = {id(param) for param in self.params}
         return any(
-            id(param) in own and param.data_ptr() == address
+            id(param) in own and param.numel() > 0 and param.data_ptr() == address
             for ref in tuple(_live)
             if (other := ref()) is not None and other is not self
             for param, address in zip(other.params, other._addresses, strict=True)
@@ -246,6 +246,15 @@ def rebind(flats: Sequence[FlatState]) -> None:
         state.move_out(extents)
     for state in flats:
         state.bind()
+
+
+def params_of_all() -> list[Tensor]:
+    """Return the parameters of all optimizers of this process, which keep them equal on all ranks.
+
+    Nothing is read: some may be in flight.
+    """
+    live = [state for ref in tuple(_live) if (state := ref()) is not None]
+    return [param for state in live for param in state.params]
 
 
 def check_params(

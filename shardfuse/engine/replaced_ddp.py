@@ -42,7 +42,10 @@ class RestOfModel:
         self._others_have_told = False
 
     def tell(self, roots: Sequence[nn.Module], params: Sequence[Tensor]) -> None:
-        """Tell the others of the tensors of ``roots`` that are not among ``params``."""
+        """Tell the others of the tensors of ``roots`` that are not among ``params``.
+
+        ``params`` are those that any optimizer of ours keeps equal.
+        """
         own = set(map(id, params))
         rest: dict[str, Tensor] = {}
         for root in roots:

@@ -27,7 +27,7 @@ from shardfuse.comm.base import bucket_nbytes, overlapped
 from shardfuse.config import ShardConfig
 from shardfuse.engine import intake, module_buffers
 from shardfuse.engine.averaged import AveragedCheck
-from shardfuse.engine.flat_state import FlatState, check_params, rebind
+from shardfuse.engine.flat_state import FlatState, check_params, params_of_all, rebind
 from shardfuse.engine.gather import ParamSync
 from shardfuse.engine.kernels import Kernels
 from shardfuse.engine.module_buffers import ModuleBuffers
@@ -278,7 +278,7 @@ class ShardedOptimizer(Watched):
                     stacklevel=intake.levels_to_caller(),
                 )
         elif self._config.broadcast_buffers and not self._module_buffers:
-            self._rest_of_model.tell(owners.roots(), self._params)
+            self._rest_of_model.tell(owners.roots(), params_of_all())
         return False
 
     def _leave_gradients_to_wrapper(self) -> None:
