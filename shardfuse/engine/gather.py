@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -62,6 +63,8 @@ class ParamSync:
         self._left_on: Any = None  # the stream of step()
         self._left_by = 0  # the process of it
         self._is_read_elsewhere = False  # on another stream than that
+        self.lock = threading.RLock()
+        """Held while what is in flight changes, or is waited for; [Note: locks] in under_way.py."""
 
     @property
     def _overlaps(self) -> bool:
@@ -154,23 +157,31 @@ class ParamSync:
             return
         self._device = next(iter(params.values())).device
         self._left_on = current_stream(self._device)
-        with under_way.LOCK:
+        is_read_by_compiled = is_in_compiled()
+        with self.lock, under_way.LOCK:
             self._left_by = os.getpid()
             self._under_way = {index: handle for handle, index in self._launched}
             self._launched, self._num_launched = [], 0
             self._lacks = Counter({key: len(places) for key, places in buckets.items()})
             under_way.TRAVELLERS.add(self)
-            if is_in_compiled():
-                under_way.TRAVELLERS.compiling()
-                return
-            for key, param in params.items():
-                if not under_way.set_out(param, functools.partial(self._arrive, buckets[key])):
-                    self._arrive(buckets[key])
+            if not is_read_by_compiled:
+                waits = {key: functools.partial(self._arrive_by, buckets[key]) for key in params}
+                of_others = [k for k, p in params.items() if not under_way.set_out(p, waits[k])]
+        if is_read_by_compiled:
+            under_way.TRAVELLERS.compiling()
+            return
+        for key in of_others:
+            waits[key]()
+
+    def _arrive_by(self, buckets: Sequence[int]) -> None:
+        """As _arrive(), by any thread."""
+        with self.lock:
+            self._arrive(buckets)
 
     def _arrive(self, buckets: Sequence[int]) -> None:
         """Wait for some buckets; parameters that then lack nothing are Parameters again.
 
-        The caller holds the lock of under_way.
+        The caller holds the lock.
 
         Raises:
             PeerError: one will not arrive, or did not before; what would be read is not complete.
@@ -199,10 +210,11 @@ class ParamSync:
                 raise
             if self._under_way.pop(index, None) is None:
                 continue
-            for param in self._members[index]:
-                self._lacks[id(param)] -= 1
-                if self._lacks[id(param)] == 0:
-                    under_way.has_arrived(param)
+            with under_way.LOCK:
+                for param in self._members[index]:
+                    self._lacks[id(param)] -= 1
+                    if self._lacks[id(param)] == 0:
+                        under_way.has_arrived(param)
         if not self._under_way:
             under_way.TRAVELLERS.discard(self)
 
@@ -242,7 +254,7 @@ class ParamSync:
         Raises:
             PeerError: as of _arrive().
         """
-        with under_way.LOCK:
+        with self.lock:
             if self._under_way or self._lost is not None:
                 self._arrive(list(self._under_way))
 

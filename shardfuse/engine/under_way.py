@@ -21,12 +21,13 @@ parameter lacks, makes it a Parameter again, and lets torch go on. Three ways le
 
 shardfuse/optim/README.md lists the readers that nobody sees: kernels of extensions.
 
-[Note: one lock] Any thread may read a parameter under way, also while another one is in step() or
-backward. LOCK is held by the thread that waits, until the parameter is of its own class again, and
-by step() while it changes classes. A collective that is waited for needs nothing more of this rank,
-so no other thread has to run for the wait to end. A child that is forked has no connection to other
-ranks: os.fork() waits for everything first, and holds the lock so that step() in another thread
-puts nothing under way meanwhile. If that wait fails, reading is an error in the child too.
+[Note: locks] Any thread may read a parameter in flight, also while another one is in step() or
+backward. The thread that waits holds the lock of that optimizer's ParamSync until the parameter is
+of its own class again. LOCK guards the classes and the registry of this process, and nobody waits
+for a collective with it: the peer may be a thread of this process, as in tests. A thread takes LOCK
+after the lock of a ParamSync, never before. A child that is forked has no connection to other
+ranks: os.fork() waits for everything first, and holds all these locks, so that step() in another
+thread puts nothing in flight meanwhile. If that wait fails, reading is an error in the child too.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ logger = logging.getLogger("shardfuse")
 Arrive = Callable[[], None]
 
 LOCK = threading.RLock()
-"""Held while the class of a parameter, or what is under way, changes; see [Note: one lock]."""
+"""Held while the class of a parameter, or what is under way, changes; see [Note: locks]."""
 
 _ATTRIBUTES = """
     device dtype grad grad_fn is_cpu is_cuda is_leaf is_meta is_nested is_quantized is_sparse
@@ -129,10 +130,10 @@ def arrive(param: Tensor) -> None:
         if type(param) is not ParamUnderWay:
             return
         wait = param.__dict__.get("_shardfuse_arrive")
-        if wait is not None:
-            wait()
-        else:  # as made by type(param)(data), of values that were read
+        if wait is None:  # as made by type(param)(data), of values that were read
             has_arrived(param)
+            return
+    wait()
 
 
 def set_out(param: Tensor, arrive: Arrive) -> bool:
@@ -225,13 +226,14 @@ class Travellers:
         self._waits: weakref.WeakSet[Any] = weakref.WeakSet()
         self._hook: Any = None
         self._replaced = _Replaced()
+        self._held: list[Any] = []  # whose locks are held during a fork
         self.are_compiled = False
         """Whether a function was compiled that would else have read something under way."""
 
     def add(self, sync: Any) -> None:
         """Note that ``sync``, which has an arrive_all(), has something under way.
 
-        The caller holds LOCK, as that of discard().
+        The caller holds LOCK.
         """
         self._waits.add(sync)
         if self._hook is None:
@@ -253,28 +255,39 @@ class Travellers:
 
     def discard(self, sync: Any) -> None:
         """Note that it has nothing more."""
-        self._waits.discard(sync)
-        if not self._waits and self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-            self._replaced.stop()
+        with LOCK:
+            self._waits.discard(sync)
+            if not self._waits and self._hook is not None:
+                self._hook.remove()
+                self._hook = None
+                self._replaced.stop()
 
     def finish(self) -> None:
         """Wait for everything."""
         with LOCK:
-            for sync in list(self._waits):
-                sync.arrive_all()
+            waiting = list(self._waits)
+        for sync in waiting:
+            sync.arrive_all()
 
     def before_fork(self) -> None:
-        """Wait for everything, and hold the lock until after_fork()."""
-        LOCK.acquire()
-        for sync in list(self._waits):
-            with suppress(Exception):  # an error is for those who read, here and in the child
-                sync.arrive_all()
+        """Wait for everything, and hold all locks until after_fork()."""
+        while True:
+            LOCK.acquire()
+            new = [sync for sync in self._waits if sync not in self._held]
+            if not new:
+                return
+            LOCK.release()
+            for sync in new:
+                sync.lock.acquire()
+                self._held.append(sync)
+                with suppress(Exception):  # an error is for those who read, here and in the child
+                    sync.arrive_all()
 
     def after_fork(self) -> None:
         """Go on, in the parent and in the child."""
         LOCK.release()
+        while self._held:
+            self._held.pop().lock.release()
 
 
 TRAVELLERS = Travellers()
