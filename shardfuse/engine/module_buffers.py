@@ -9,6 +9,7 @@ no_sync(). No forward communicates, so one rank alone may run the model, for an 
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -28,6 +29,16 @@ class Source(NamedTuple):
     name: str
     module: nn.Module
     key: str
+
+
+_live: weakref.WeakSet[ModuleBuffers] = weakref.WeakSet()
+
+
+def buffers_of_all() -> list[Tensor]:
+    """Return the buffers that any optimizer of this process keeps equal on all ranks."""
+    sources = [source for buffers in list(_live) for source in buffers._sources]
+    found = [source.module._buffers.get(source.key) for source in sources]
+    return [buffer for buffer in found if buffer is not None]
 
 
 class ModuleBuffers:
@@ -54,6 +65,7 @@ class ModuleBuffers:
 
     def add(self, sources: Iterable[Source]) -> None:
         """Broadcast these, too, from now on."""
+        _live.add(self)
         held = {(id(source.module), source.key) for source in self._sources}
         self._sources += [s for s in sources if (id(s.module), s.key) not in held]
 

@@ -47,8 +47,19 @@ class Owners:
             ValueError: of some, but not of all that are trained.
         """
         averaged: set[int] = set()
+        own = list(map(id, self._params))
         for ddp in self._ddps:
-            averaged.update(map(id, vars(ddp).get("_module_parameters", ())))
+            held = vars(ddp).get("_module_parameters", ())
+            averaged.update(map(id, held))
+            num_built = _num_averaged(ddp)
+            num_trained = sum(param.requires_grad for param in held)
+            if num_trained > num_built and any(map({id(p) for p in held}.__contains__, own)):
+                raise ValueError(
+                    f"DistributedDataParallel averages the gradients of {num_built} parameters, "
+                    f"but {num_trained} of its module are trained: it does not average those that "
+                    "were unfrozen after it was built. Wrap the model anew after unfreezing, or "
+                    "train it without the wrapper."
+                )
         trained = [param for param in self._params if param.requires_grad]
         covered = [id(param) in averaged for param in trained]
         if any(covered) and not all(covered):
@@ -95,6 +106,13 @@ class Owners:
                 if not above:
                     found[id(module)] = module
         return list(found.values())
+
+
+def _num_averaged(ddp: DistributedDataParallel) -> float:
+    """Return of how many parameters ``ddp`` averages gradients: those trained when it was built."""
+    look = getattr(ddp, "_get_ddp_logging_data", None)
+    data = {} if look is None else look()
+    return float(data.get("num_parameter_tensors", "inf"))
 
 
 def _address(tensor: Any) -> int | None:

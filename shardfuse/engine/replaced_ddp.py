@@ -44,7 +44,7 @@ class RestOfModel:
     def tell(self, roots: Sequence[nn.Module], params: Sequence[Tensor]) -> None:
         """Tell the others of the tensors of ``roots`` that are not among ``params``.
 
-        ``params`` are those that any optimizer of ours keeps equal.
+        ``params`` are the tensors that any optimizer of ours keeps equal.
         """
         own = set(map(id, params))
         rest: dict[str, Tensor] = {}

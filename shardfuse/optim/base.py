@@ -278,7 +278,8 @@ class ShardedOptimizer(Watched):
                     stacklevel=intake.levels_to_caller(),
                 )
         elif self._config.broadcast_buffers and not self._module_buffers:
-            self._rest_of_model.tell(owners.roots(), params_of_all())
+            kept = [*params_of_all(), *module_buffers.buffers_of_all()]
+            self._rest_of_model.tell(owners.roots(), kept)
         return False
 
     def _leave_gradients_to_wrapper(self) -> None:

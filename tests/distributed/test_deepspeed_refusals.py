@@ -39,7 +39,9 @@ class Constant:
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "accumulates_while": (lambda: False,),
     "add_param_group": ({"params": []},),
+    "broadcast_buffers": (torch.nn.Tanh(),),
     "clip_grad_norm": (1.0,),
+    "clip_grad_norm_": ([], 1.0),
     "clip_grad_norm_fused_": (1.0,),
     "load_sharded_state_dict": ({},),
     "minimize": (torch.zeros((), requires_grad=True),),
