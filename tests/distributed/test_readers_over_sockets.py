@@ -232,9 +232,9 @@ def read_in_threads(stage: int, num_steps: int, num_readers: int) -> tuple[int, 
             note(error)
 
     threads = [threading.Thread(target=read, args=(i,), daemon=True) for i in range(num_readers)]
-    threads.append(threading.Thread(target=read_freely, daemon=True))
     for thread in threads:
         thread.start()
+    threads.append(threading.Thread(target=read_freely, daemon=True))
     num_stale, left = 0, []
     add = under_way.TRAVELLERS.add
     under_way.TRAVELLERS.add = lambda sync: (left.append(sync), add(sync))  # type: ignore
@@ -244,6 +244,8 @@ def read_in_threads(stage: int, num_steps: int, num_readers: int) -> tuple[int, 
         optimizer.zero_grad()
         begin.wait(60)
         end.wait(60)
+        if step == 0:  # its state dict shares memory with parameters, and step() may wait for them
+            threads[-1].start()
         with torch.no_grad():
             output = model(torch.ones(1, 96))
         expected = [[output], [param.detach().clone() for param in model.parameters()]]
