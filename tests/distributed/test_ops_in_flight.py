@@ -162,6 +162,12 @@ def faults(cases: Iterable[Case]) -> tuple[list[str], int]:
 
             found, params = call(case, fly)
             num_cases += 1
+            if isinstance(found, RuntimeError) and "is not resizable" in str(found):
+                # As of every parameter that lies in a flat buffer, in flight or not: addbmm_()
+                # makes its output anew where that was broadcast.
+                assert case[0].startswith("addbmm")
+                flights[0].land()
+                continue
             is_drawn = case[0].split(" ")[0] in UNINITIALIZED
             if not is_drawn and not same(found, expected):
                 wrong.append(
