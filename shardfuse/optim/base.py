@@ -215,10 +215,10 @@ class ShardedOptimizer(Watched):
             RuntimeError: stage 2 under a DistributedDataParallel.
             ValueError: an option of no use there; or only some gradients are averaged.
         """
-        named = intake.named(self.param_groups)
-        if self._params:  # groups may have been changed since
-            names = [spec.name for spec in self.layout.specs]
-            named = list(zip(names, self._params, strict=False))
+        names = [spec.name for spec in self.layout.specs]
+        named = list(zip(names, self._params, strict=False))  # groups may have been changed since
+        if not named:
+            named = intake.named(self.param_groups)
         owners = Owners([param for _, param in named])
         self._had_modules = self._had_modules or len(owners.roots()) > 0
         sharded = owners.sharded_by()
