@@ -104,7 +104,7 @@ class PresyncedGrads(GradShards):
 
     @property
     def nbytes(self) -> int:
-        rooms = {room.data_ptr(): room.nbytes for room in self._rooms.values()}
+        rooms = {grads.room.data_ptr(): grads.room.nbytes for grads in self._flats.values()}
         arenas = [grads.arena for grads in self._flats.values() if grads.arena is not None]
         return sum(rooms.values()) + sum(arena.data.nbytes for arena in arenas)
 
