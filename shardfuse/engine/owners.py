@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Sequence
-from itertools import compress
+from itertools import chain, islice
 from typing import Any
 
 from torch import Tensor, nn
@@ -134,10 +134,15 @@ def _instances(base: type) -> list[Any]:
         if kind not in kinds:
             kinds.add(kind)
             new += type.__subclasses__(kind)
+    # A list of all objects would have one more reference to each. If another thread is making one
+    # of these, a tuple, that is fatal there (SystemError), as the documentation of
+    # gc.get_referrers() warns. So one call of a C function, in which no other thread runs, finds
+    # the types of all objects, and another one the few objects that refer to those of interest.
     # By type(), not isinstance(), which asks an object for its class: some are lazy, and would
     # import or compute something.
-    objects = gc.get_objects()
-    return list(compress(objects, map(kinds.__contains__, map(type, objects))))
+    once = islice(iter(gc.get_objects, None), 1)
+    present = kinds.intersection(map(type, chain.from_iterable(once)))
+    return [found for found in gc.get_referrers(*present) if type(found) in present]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
