@@ -6,6 +6,7 @@ import argparse
 import difflib
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -32,6 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except CheckpointError as error:
         print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        from shardfuse.files import describe
+
+        print(f"It cannot be done: {describe(error)}.", file=sys.stderr)
         return 2
     return found
 
@@ -220,11 +226,19 @@ def _export(arguments: argparse.Namespace) -> int:
 
     from shardfuse.checkpoint import CheckpointError
     from shardfuse.checkpoint.export import read_model, read_optimizer, write_model
+    from shardfuse.checkpoint.index import MANIFEST
 
     if arguments.model is None and arguments.optimizer is None:
         raise CheckpointError("Nothing is asked for: give --model FILE, --optimizer FILE or both.")
-    for path in (arguments.model, arguments.optimizer):
+    wanted = [path for path in (arguments.model, arguments.optimizer) if path is not None]
+    for path in wanted:
         _check_place(path)
+    places = [os.path.realpath(path) for path in wanted]
+    if len(set(places)) < len(places):
+        raise CheckpointError(f"{wanted[0]} cannot have both. Name two files.")
+    is_checkpoint = (arguments.folder / MANIFEST).exists()
+    if is_checkpoint and os.path.realpath(arguments.folder) in map(os.path.dirname, places):
+        raise CheckpointError("A file in the checkpoint would damage it. Name one elsewhere.")
     if arguments.model is not None:
         _write(functools.partial(write_model, read_model(arguments.folder)), arguments.model)
     if arguments.optimizer is not None:
@@ -236,6 +250,8 @@ def _check_place(path: Path | None) -> None:
     """Raise CheckpointError, before anything is read, if a file cannot lie there."""
     from shardfuse.checkpoint import CheckpointError
 
+    if "\0" in str(path):
+        raise CheckpointError(f"{str(path)!r} is no name of a file.")
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         what = "is a folder" if path.is_dir() else f"cannot be written: no folder {path.parent}"
         raise CheckpointError(f"{path} {what}. Name a file in a folder that is there.")
@@ -275,6 +291,8 @@ def _import(arguments: argparse.Namespace) -> int:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"--names {given['names']} is not a JSON file: {error}") from None
     _check_place(arguments.to)
+    if os.path.realpath(arguments.source) == os.path.realpath(arguments.to):
+        raise CheckpointError(f"{arguments.to} is what is read. Name another file.")
     found = read(arguments.source, trusted=arguments.trusted, **given)
     _write(functools.partial(torch.save, found), arguments.to)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 
 from shardfuse.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from shardfuse.checkpoint.index import Item, Manifest, ParamNote, Part, item_faults
+from shardfuse.checkpoint.index import Item, Manifest, ParamNote, Part, end_faults, item_faults
+from shardfuse.checkpoint.replacement import opened
+from shardfuse.checkpoint.source import Source
 from shardfuse.checkpoint.storage import Reading, dtype_named
 
 _MASTER = "param"
@@ -30,13 +33,17 @@ def read_model(folder: str | Path, key: str = "model") -> dict[str, Tensor]:
         DamagedCheckpoint: what is read is not as it was written.
         CheckpointError: there is no checkpoint, or nothing of that key in it.
     """
-    source = _Source(Path(folder).absolute())
+    with opened(Path(folder).absolute()) as files:
+        return _model_of(_Whole(files), key)
+
+
+def _model_of(source: _Whole, key: str) -> dict[str, Tensor]:
     prefix = f"{key}."
     wanted = {
         k.removeprefix(prefix): kind for k, kind in source.kinds.items() if k.startswith(prefix)
     }
     if not wanted:
-        raise CheckpointError(f"{folder} has no module {key!r}. It has {source.keys}.")
+        raise CheckpointError(f"{source.path} has no module {key!r}. It has {source.keys}.")
     model = {
         name: torch.empty(kind.shape, dtype=dtype_named(kind.dtype))
         for name, kind in wanted.items()
@@ -61,10 +68,14 @@ def read_optimizer(folder: str | Path, key: str = "optimizer") -> dict[str, Any]
         DamagedCheckpoint: what is read is not as it was written.
         CheckpointError: there is no checkpoint, or no optimizer of that key in it.
     """
-    source = _Source(Path(folder).absolute())
+    with opened(Path(folder).absolute()) as files:
+        return _optimizer_of(_Whole(files), key)
+
+
+def _optimizer_of(source: _Whole, key: str) -> dict[str, Any]:
     notes = source.manifest.params.get(key)
     if notes is None:
-        raise CheckpointError(f"{folder} has no optimizer {key!r}. It has {source.keys}.")
+        raise CheckpointError(f"{source.path} has no optimizer {key!r}. It has {source.keys}.")
     flat: dict[str, Any] = {}
     for name, kind in source.kinds.items():
         if name.startswith(f"{key}.state."):
@@ -74,8 +85,13 @@ def read_optimizer(folder: str | Path, key: str = "optimizer") -> dict[str, Any]
     groups = source.groups(key)
     source.read({key: {**flat, "param_groups": groups}})
     state: dict[int, dict[str, Any]] = {}
-    for group in groups:
-        state |= _states_of([(number, notes[number]) for number in group["params"]], flat)
+    try:
+        for group in groups:
+            state |= _states_of([(number, notes[number]) for number in group["params"]], flat)
+    except (LookupError, TypeError, RuntimeError) as error:
+        raise DamagedCheckpoint(
+            [f"{source.path.name} has states of other params: {error}"]
+        ) from None
     return {"state": state, "param_groups": groups}
 
 
@@ -91,6 +107,8 @@ def _states_of(
         for name in sorted(names - {"step"}):
             tensor = flat.get(f"state.{note.name}.{name}")
             if tensor is not None:
+                if tensor.numel() != math.prod(note.shape):
+                    raise LookupError(f"{name} of {note.name} has {tensor.numel():,} elements")
                 tensors[name] = tensor.as_strided(note.shape, note.stride)
             elif 0 in note.shape and name != _MASTER:  # of nothing, nothing is saved
                 tensors[name] = torch.zeros(note.shape)
@@ -104,13 +122,16 @@ def _keys_of(note: ParamNote, flat: Mapping[str, Tensor]) -> list[str]:
     return [key for key in flat if key.startswith(prefix) and "." not in key[len(prefix) :]]
 
 
-class _Source:
+class _Whole:
     """A checkpoint that is read as a whole."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.manifest = Manifest.read(folder)
-        self._parts: list[Part] = self.manifest.parts(folder)
+    def __init__(self, source: Source) -> None:
+        self._source, self.path = source, source.path
+        self.manifest = Manifest.read(source)
+        self._parts: list[Part] = self.manifest.parts(source)
+        faults = end_faults(source, self._parts)  # before there is room for what they promise
+        if faults:
+            raise DamagedCheckpoint(faults)
         self.kinds = {key: kind for part in self._parts for key, kind in part.kinds.items()}
         self.keys = sorted({item.key.partition(".")[0] for item in self._items()})
 
@@ -121,16 +142,24 @@ class _Source:
         """Return param_groups of the right form, to be filled."""
         groups: list[dict[str, Any]] = []
         places = {k: path for part in self._parts for k, path in part.paths.items()}
-        for item in self._items():
-            path = places.get(item.key, ())
-            if list(path[:2]) == [key, "param_groups"]:
-                _grow(groups, path[2:])
+        paths = {tuple(places.get(item.key, ())) for item in self._items()}
+        own = [path[2:] for path in paths if path[:2] == (key, "param_groups")]
+        # Numbers in order, so that lists grow by one.
+        for path in sorted(own, key=lambda path: [(type(s) is str, s) for s in path]):
+            try:
+                _grow(groups, path)
+            except (IndexError, KeyError, TypeError) as error:
+                raise DamagedCheckpoint(
+                    [f"{self._source.name} has a value at {path} of {key}: {error}"]
+                ) from None
         return groups
 
     def read(self, state: dict[str, Any]) -> None:
         """Fill ``state``."""
-        reading = Reading(self._folder, self._parts, state)
-        faults = item_faults(self._folder, reading.items(self._parts))
+        reading = Reading(self._source, self._parts, state)
+        items = reading.items(self._parts)
+        self._source.keep(item.file for item in items)
+        faults = item_faults(self._source, items)
         if faults:
             raise DamagedCheckpoint(faults)
         reading.read()
@@ -141,7 +170,9 @@ def _grow(holder: Any, path: Any) -> None:
     for at, following in zip(path, [*path[1:], None], strict=True):
         empty: Any = 0 if following is None else [] if isinstance(following, int) else {}
         if isinstance(holder, list):
-            while len(holder) <= at:
+            if at > len(holder):
+                raise IndexError(f"there is none at {len(holder)} before it")
+            if at == len(holder):
                 holder.append(type(empty)() if following is not None else 0)
         elif at not in holder:
             holder[at] = empty

@@ -5,24 +5,26 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-import shutil
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shardfuse.checkpoint.asynchronous import AsyncSave, async_save
 from shardfuse.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from shardfuse.checkpoint.index import MANIFEST
+from shardfuse.checkpoint.index import NO_STEP, step_of
 from shardfuse.checkpoint.ranks import Ranks, check_state, tried
+from shardfuse.checkpoint.replacement import clean, foreign_in, remove, remove_files
 from shardfuse.checkpoint.saving import load, save
-from shardfuse.checkpoint.whole import NAME, is_whole, steps_in, told_steps
-from shardfuse.files import discard, write_whole
+from shardfuse.checkpoint.whole import is_whole, odd_names_in, steps_in, told_steps
+from shardfuse.files import is_folder, write_whole
 
 logger = logging.getLogger("shardfuse")
 
 LATEST = "latest"
 
-_NO_STEP = (1 << 48) - 1
+_ATTEMPTS = 10
+"""How often another process may remove the checkpoint that is about to be loaded."""
 
 
 class Checkpoints:
@@ -30,7 +32,9 @@ class Checkpoints:
 
     A file ``latest`` names the newest, for people and scripts. It also shows that a run has begun
     whose checkpoints are gone; otherwise it decides nothing. Building a Checkpoints touches no
-    file.
+    file, and loading writes none: another process may load while one saves. Files beside those of
+    a checkpoint stay when it is removed. A checkpoint in another place, which ``step-N`` links to,
+    stays too, and the link goes.
 
     Args:
         folder: folder of this run only, in a file system that all ranks see.
@@ -39,16 +43,17 @@ class Checkpoints:
         process_group: the ranks, if what is saved has no ShardedOptimizer.
 
     Raises:
-        ValueError: ``keep`` is less than 1.
+        ValueError: ``keep`` is no whole number, or less than 1.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 2, process_group: Any = None) -> None:
-        if keep < 1:
-            raise ValueError(f"Invalid keep: {keep}. Must be >= 1.")
+        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+            raise ValueError(f"Invalid keep: {keep!r}. Must be a number of checkpoints >= 1.")
         self.folder = Path(folder).absolute()
         self._keep = keep
         self._group = process_group
         self._under_way: tuple[AsyncSave, Ranks, int] | None = None
+        self._odd: set[str] = set()
 
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint after ``step`` steps.
@@ -85,11 +90,12 @@ class Checkpoints:
         """
         check_state(state)
         self.wait()
-        step = operator.index(step) if hasattr(step, "__index__") else step  # numpy's, too
+        is_number = hasattr(step, "__index__") and not isinstance(step, bool)
+        step = operator.index(step) if is_number else step  # numpy's, too
         ranks = Ranks(state, self._group, f"{self.folder} is not cleaned up")
         with ranks.call("Checkpoints.save()", f"step = {step!r}"):
             ranks.agree(None)  # a save beside training would find out late that steps differ
-            if not isinstance(step, int) or not 0 <= step < _NO_STEP - 1:
+            if not is_number or not 0 <= step < NO_STEP - 1:
                 raise ValueError(f"Invalid step: {step!r}. Must be a whole number >= 0.")
         noted = {**(info or {}), "step": step}
         name_latest = functools.partial(self._name_latest, step)
@@ -118,17 +124,25 @@ class Checkpoints:
         """The save beside training that nothing has waited for yet, or None."""
         return None if self._under_way is None else self._under_way[0]
 
-    def _finish_replacing(self) -> None:
-        """Give its name to a checkpoint that was whole when a kill came before it replaced one."""
-        for rest in self.folder.glob(".step-*.unfinished"):
-            target = self.folder / rest.name.removeprefix(".").removesuffix(".unfinished")
-            if (rest / MANIFEST).exists() and not target.exists():
-                rest.rename(target)
-
     def _name_latest(self, step: int) -> None:
-        write_whole(self.folder / LATEST, f"step-{step}".encode())
-        for leftover in self.folder.glob(".step-*"):  # of saves that were cut short
-            shutil.rmtree(leftover, ignore_errors=True)
+        latest = self.folder / LATEST
+        if os.path.lexists(latest) and not latest.is_file():
+            self._tell_odd([LATEST])
+        else:
+            if latest.is_symlink():
+                latest.unlink()
+            write_whole(latest, f"step-{step}".encode())
+        clean(self.folder)
+
+    def _tell_odd(self, names: Sequence[str]) -> None:
+        """Warn once of what lies in the folder and is taken for nothing."""
+        new = [name if len(name) < 80 else f"{name[:77]}..." for name in names]
+        new = [name for name in new if name not in self._odd]
+        self._odd.update(new)
+        if new:
+            logger.warning(
+                "%s: no checkpoint is called or made so: %s", self.folder, ", ".join(new)
+            )
 
     def _remove_old(self, ranks: Ranks, newest: int) -> None:
         """Remove what is older than the checkpoints that are kept. Every rank looks at its share.
@@ -146,7 +160,7 @@ class Checkpoints:
             if step > newest:
                 act = functools.partial(self._set_aside, step)
             else:
-                act = functools.partial(discard, self.path(step))
+                act = functools.partial(_prune, self.path(step))
             if step < newest and num_whole < self._keep:
                 num_whole += is_whole(ranks, self.path(step))
             elif ranks.comm.rank == 0 and error is None:
@@ -155,8 +169,13 @@ class Checkpoints:
 
     def _set_aside(self, step: int) -> None:
         rest = self.folder / f"superseded-step-{step}"
-        discard(rest)
-        self.path(step).rename(rest)
+        if is_folder(rest):
+            remove(rest)
+        number = 1
+        while os.path.lexists(rest):
+            number += 1
+            rest = self.folder / f"superseded-step-{step}.{number}"
+        os.rename(self.path(step), rest)
 
     def load_latest(
         self,
@@ -185,45 +204,92 @@ class Checkpoints:
         except CheckpointError as error:  # on all ranks
             logger.warning("%s", error)
         ranks = Ranks(state, self._group, f"{self.folder} is not loaded")
-        with ranks.call("Checkpoints.load_latest()"):
-            steps, faults = self._newest(ranks)
-        for step in steps:
-            try:
-                load(
-                    state,
-                    self.path(step),
-                    process_group=self._group,
-                    accept=accept,
-                    trusted=trusted,
-                    look_beside=False,
-                )
-            except DamagedCheckpoint as damage:
-                faults += damage.faults[:1]
-                continue
-            if faults:
-                text = "; ".join(fault.rstrip(".") for fault in faults)
-                logger.warning("%s: loading step-%d, the newest whole checkpoint.", text, step)
-            return step
-        if faults:
-            raise DamagedCheckpoint(faults, f"{self.folder} has no whole checkpoint.")
-        return None
+        for _ in range(_ATTEMPTS):
+            with ranks.call("Checkpoints.load_latest()"):
+                steps, faults = self._newest(ranks)
+            for step in steps:
+                try:
+                    self._load(state, step, accept, trusted)
+                except CheckpointError as error:
+                    if self._is_gone(ranks, step):
+                        break  # another process saves, and has removed it
+                    if not isinstance(error, DamagedCheckpoint):
+                        raise
+                    faults += error.faults[:1]
+                    continue
+                if faults:
+                    text = "; ".join(fault.rstrip(".") for fault in faults)
+                    logger.warning("%s: loading step-%d, the newest whole checkpoint.", text, step)
+                return step
+            else:
+                if faults:
+                    raise DamagedCheckpoint(faults, f"{self.folder} has no whole checkpoint.")
+                return None
+        raise CheckpointError(
+            f"{self.folder} is not loaded: another process removed the newest checkpoint "
+            f"{_ATTEMPTS} times before it was read. Load with a larger keep= there."
+        )
+
+    def _load(self, state: dict[str, Any], step: int, accept: Any, trusted: bool) -> None:
+        load(
+            state,
+            self.path(step),
+            process_group=self._group,
+            accept=accept,
+            trusted=trusted,
+            look_beside=False,
+        )
+
+    def _is_gone(self, ranks: Ranks, step: int) -> bool:
+        """Return whether the first rank sees no checkpoint of that step any more. Collective."""
+        is_there = ranks.comm.rank > 0 or step in steps_in(self.folder)
+        return ranks.words(1 if is_there else 2)[0] == 2
 
     def _newest(self, ranks: Ranks) -> tuple[list[int], list[str]]:
         """Return steps, newest first, and what is wrong if ``latest`` has another. Collective."""
         if ranks.comm.rank == 0:
-            self._finish_replacing()
+            self._tell_odd(odd_names_in(self.folder))
         steps = told_steps(ranks, self.folder)
         named = ranks.number_of_first(self._named() if ranks.comm.rank == 0 else 0)
         if not named or [named - 1] == steps[:1]:
             return steps, []
-        is_step = named < _NO_STEP
+        is_step = named < NO_STEP
         return steps, [f"{LATEST} names {f'step-{named - 1}' if is_step else 'none'}"]
 
     def _named(self) -> int:
-        """Return 1 and the step in ``latest``; 0 where there is none, else _NO_STEP."""
+        """Return 1 and the step in ``latest``; 0 where there is none, else NO_STEP."""
+        latest = self.folder / LATEST
+        if not latest.is_file():
+            return NO_STEP if os.path.lexists(latest) else 0
         try:
-            text = (self.folder / LATEST).read_text(errors="replace").strip()
+            with latest.open("rb") as file:
+                text = file.read(_MOST_CHARACTERS).decode(errors="replace").strip()
         except FileNotFoundError:
             return 0
-        match = NAME.fullmatch(text)
-        return min(int(match[1]) + 1, _NO_STEP) if match else _NO_STEP
+        step = step_of(text)
+        return NO_STEP if step is None else step + 1
+
+
+_MOST_CHARACTERS = 64
+"""Of ``latest`` that are looked at."""
+
+
+def _prune(path: Path) -> None:
+    """Remove an old checkpoint and nothing else; the link, where it lies elsewhere.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    if path.is_symlink():
+        path.unlink()
+        return
+    others = foreign_in(path)
+    if others:  # whose names stay
+        remove_files(path)
+        logger.warning("%s is removed, but for what no checkpoint has: %s", path, others[:3])
+        return
+    rest = path.with_name(f".{path.name}.discarded")
+    if is_folder(rest):
+        remove(rest)
+    os.rename(path, rest)
+    remove(rest)

@@ -14,17 +14,24 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from shardfuse.checkpoint.errors import DamagedCheckpoint
 from shardfuse.engine.parts import Parts
 
 
 def ranks_with(
-    geometry: Sequence[Mapping[str, Any]], ranges: Iterable[tuple[str, int, int]]
+    geometry: Sequence[Mapping[str, Any]],
+    ranges: Iterable[tuple[str, int, int]],
+    saved_by: int = 1 << 32,
 ) -> set[int]:
     """Return which ranks have written a part of ``ranges``.
 
     Args:
         geometry: Parts.geometry() of those who have saved.
         ranges: Parts.ranges() of who loads.
+        saved_by: number of ranks that have saved.
+
+    Raises:
+        LookupError, TypeError, ValueError, ArithmeticError: ``geometry`` is not that.
     """
     flats = {name: flat for flat in geometry for name in flat["slots"]}
     found: set[int] = set()
@@ -38,7 +45,12 @@ def ranks_with(
         while at < end:
             first, shard_numel, num_ranks = buckets[index]
             stop = min(end, first + shard_numel * num_ranks)
-            found |= set(range((at - first) // shard_numel, (stop - 1 - first) // shard_numel + 1))
+            if not first <= at < stop:
+                raise ValueError(f"bucket {index} does not hold element {at:,}")
+            last = (stop - 1 - first) // shard_numel
+            if last >= saved_by:
+                raise ValueError(f"bucket {index} is of {last + 1:,} ranks, of {saved_by:,}")
+            found |= set(range((at - first) // shard_numel, last + 1))
             at, index = stop, index + 1
     return found
 
@@ -49,6 +61,11 @@ def ranks_needed(
     """Return whose indices one rank reads; the first one's has all that is whole."""
     world_size = max((each.comm.world_size for each in parts.values()), default=1)
     found = {0, *range(rank, saved_by, world_size)}
-    for key, each in parts.items():
-        found |= ranks_with(layouts.get(key, ()), each.ranges())
+    try:
+        for key, each in parts.items():
+            found |= ranks_with(layouts.get(key, ()), each.ranges(), saved_by)
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+        raise DamagedCheckpoint(
+            [f"its layouts are not as shardfuse writes them: {error}"]
+        ) from None
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 from shardfuse.checkpoint.errors import CheckpointError
 from shardfuse.checkpoint.folder import Checkpoints
 from shardfuse.checkpoint.index import MANIFEST, Kind, Manifest, Part, checkpoints_in
+from shardfuse.checkpoint.replacement import opened
 from shardfuse.checkpoint.whole import share_of_faults
+from shardfuse.files import describe
 
 _NUM_SHOWN = 30
 
@@ -67,10 +70,13 @@ def inspect(folder: Path) -> Contents:
         DamagedCheckpoint: the files that say so are damaged.
         CheckpointError: there is no checkpoint.
     """
-    manifest = Manifest.read(folder)
-    parts = manifest.parts(folder)
+    with opened(folder) as source:
+        manifest = Manifest.read(source)
+        parts = manifest.parts(source)
+        files = {item.file for part in parts for item in part.items}
+        files |= {MANIFEST, *(file.name for file in manifest.files)}
+        nbytes = sum(source.folder.size(n) for n in files if source.folder.has_file(n))
     held = _held(parts)
-    nbytes = sum(path.stat().st_size for path in folder.iterdir())
     return Contents(str(folder), manifest.world_size, manifest.info, nbytes, held)
 
 
@@ -105,11 +111,16 @@ def verify(folder: Path) -> list[Verdict]:
     Raises:
         CheckpointError: there is neither.
     """
-    steps = Checkpoints(folder).steps()
-    folders = [Checkpoints(folder).path(step) for step in steps]
-    if not folders and not (folder / MANIFEST).exists():
-        folders = checkpoints_in(folder)  # of a run's folder
-    if not folders and not any(folder.glob("*.json")):
-        raise CheckpointError(f"There is no checkpoint in {folder}.")
+    try:
+        steps = Checkpoints(folder).steps()
+        folders = [Checkpoints(folder).path(step) for step in steps]
+        if not folders and not os.path.exists(folder / MANIFEST):
+            folders = checkpoints_in(folder)  # of a run's folder
+        if not folders and not any(folder.glob("*.json")):
+            raise CheckpointError(f"There is no checkpoint in {folder}.")
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {describe(error)}.") from None
+    except ValueError as error:  # a NUL byte
+        raise CheckpointError(f"{str(folder)!r} is no name of a folder: {error}.") from None
     folders = folders or [folder]
     return [Verdict(str(path), share_of_faults(path)) for path in folders]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-import re
-import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,15 @@ from shardfuse.checkpoint.index import (
 )
 from shardfuse.checkpoint.places import ranks_needed
 from shardfuse.checkpoint.ranks import Ranks, check_state, tried
+from shardfuse.checkpoint.replacement import (
+    opened,
+    prepare,
+    put_in_place,
+    remove,
+    resolved,
+    unfinished,
+)
+from shardfuse.checkpoint.source import Source
 from shardfuse.checkpoint.state import TrainingState
 from shardfuse.checkpoint.storage import (
     Copies,
@@ -38,10 +46,10 @@ from shardfuse.checkpoint.storage import (
 )
 from shardfuse.checkpoint.whole import whole_beside
 from shardfuse.comm import Communicator
-from shardfuse.files import discard, sync, write_whole
+from shardfuse.files import Folder, is_folder, make_folder
 
-_OF_A_CHECKPOINT = re.compile(r"\.?(part-\d+\.json|__\d+_\d+\.distcp).*")
-"""Names of files that a damaged one may consist of."""
+_ATTEMPTS = 10
+"""How often a checkpoint may be replaced while ranks open it."""
 
 
 class Save:
@@ -63,9 +71,9 @@ class Save:
         copies: Copies | None = None,
     ) -> None:
         check_state(state)
-        self.target = Path(folder).absolute()
+        self.target = resolved(folder)
         self.ranks = Ranks(state, process_group, f"{self.target} is not saved")
-        self._unfinished = self.target.with_name(f".{self.target.name}.unfinished")
+        self._unfinished = unfinished(self.target)
         self._info = dict(info or {})
         self._params: dict[str, list[ParamNote]] = {}
         self._layouts: dict[str, Any] = {}
@@ -75,7 +83,7 @@ class Save:
     def _plan(self, state: Mapping[str, Any], copies: Copies | None) -> PlannedPart:
         rank = self.ranks.comm.rank
         if rank == 0:
-            _check_replaceable(self.target)
+            prepare(self.target)  # others write when all have planned
         held = TrainingState(state, rank)
         self._params = {
             key: [ParamNote(spec.name, list(spec.shape), list(spec.stride)) for spec in parts.specs]
@@ -83,7 +91,6 @@ class Save:
         }
         self._layouts = {key: parts.geometry() for key, parts in held.parts.items()}
         self._rules = {key: parts.rule for key, parts in held.parts.items()}
-        self._unfinished.mkdir(parents=True, exist_ok=True)
         own = held.own_keys()
         return PlannedPart(self._unfinished, rank, held.to_write(), copies, own)
 
@@ -93,19 +100,24 @@ class Save:
             return 0, self._error
         part, error = tried(self._planned.write)
         if part is not None:
-            _, error = tried(lambda: write_whole(self._unfinished / part.name, part.to_bytes()))
+            _, error = tried(lambda: self._write_index(part))
         return (0, error) if part is None or error is not None else (_word(part.to_bytes()), None)
+
+    def _write_index(self, part: Part) -> None:
+        with make_folder(self._unfinished) as folder:
+            folder.write_whole(part.name, part.to_bytes())
 
     def publish(self, words: list[int], then: Callable[[], None]) -> Exception | None:
         """Make a checkpoint of all parts, by their words; return what goes wrong. Of one rank."""
         manifest = Manifest(len(words), [], self._info, self._params, self._layouts)
         manifest.rules = self._rules
-        error = tried(lambda: _publish(self._unfinished, self.target, words, manifest))[1]
+        error = tried(lambda: _publish(self.target, words, manifest))[1]
         return tried(then)[1] if error is None else error
 
     def clear(self) -> None:
         """Remove what was written and will not be published."""
-        shutil.rmtree(self._unfinished, ignore_errors=True)
+        if is_folder(self._unfinished):
+            remove(self._unfinished)
 
 
 def save(
@@ -149,83 +161,66 @@ def save(
             raise
 
 
-def _check_replaceable(target: Path) -> None:
-    """Raise CheckpointError if there is something that is no checkpoint: a save would remove it."""
-    if not target.is_dir():
-        if target.exists():
-            raise CheckpointError("it is a file; name a folder.")
-        return
-    names = {path.name for path in target.iterdir()}
-    if names & {MANIFEST, METADATA}:
-        return
-    others = sorted(name for name in names if not _OF_A_CHECKPOINT.fullmatch(name))
-    if others:
-        more = f" and {len(others) - 1} more" if others[1:] else ""
-        raise CheckpointError(
-            f"the folder has {others[0]}{more}, of no checkpoint, which saving would remove; name "
-            "another, such as a new one inside of it."
-        )
-
-
 def _word(data: bytes) -> int:
     """Return a number of 1 to 2**24 - 1, the same for the same data."""
     return 1 + zlib.crc32(data) % ((1 << 24) - 1)
 
 
-def _publish(unfinished: Path, target: Path, words: list[int], manifest: Manifest) -> None:
+def _publish(target: Path, words: list[int], manifest: Manifest) -> None:
     """Make a checkpoint of what all ranks have written, with a manifest that lacks the files.
 
     Raises:
         CheckpointError: this rank does not see all of it, or it is not whole.
         OSError: the file system refuses.
     """
+    with Folder(unfinished(target), follow=False) as folder:
+        _finish(folder, words, manifest)
+    put_in_place(target)
+
+
+def _finish(folder: Folder, words: list[int], manifest: Manifest) -> None:
     parts, files = [], manifest.files
     for rank, word in enumerate(words):
-        path = unfinished / Part(rank).name
-        data = path.read_bytes() if path.exists() else b""
+        name = Part(rank).name
+        data = b""
+        if folder.has_file(name):
+            with folder.open(name) as file:
+                data = file.read()
         if not data or _word(data) != word:
             raise CheckpointError(
-                f"rank 0 does not see in {unfinished} what rank {rank} has written there; all "
+                f"rank 0 does not see in {folder.path} what rank {rank} has written there; all "
                 "ranks must write to one file system."
             )
-        parts.append(Part.from_bytes(data, path.name))
-        files.append(File.of(path.name, data))
-        _check_sizes(unfinished, parts[-1])
+        parts.append(Part.from_bytes(data, name))
+        files.append(File.of(name, data))
+        _check_sizes(folder, parts[-1])
     faults = coverage_faults(parts)
     if faults:
         raise CheckpointError(f"{'; '.join(faults[:5])}: ranks have saved different things.")
     manifest.kinds = {key: kind for part in parts for key, kind in part.kinds.items()}
     manifest.counts = {key: count for part in parts for key, count in part.counts.items()}
     metadata = pickled(metadata_of(parts))
-    write_whole(unfinished / METADATA, metadata)
+    folder.write_whole(METADATA, metadata)
     files.append(File.of(METADATA, metadata))
-    _remove_others(unfinished, {f.name for f in files} | {i.file for p in parts for i in p.items})
-    write_whole(unfinished / MANIFEST, manifest.to_bytes())
-    discard(target)
-    unfinished.rename(target)
-    sync(target.parent)
+    # What an earlier attempt has left, which may have had more ranks.
+    names = {f.name for f in files} | {i.file for p in parts for i in p.items}
+    for name in set(folder.names()) - names:
+        folder.remove(name)
+    folder.write_whole(MANIFEST, manifest.to_bytes())
 
 
-def _check_sizes(unfinished: Path, part: Part) -> None:
+def _check_sizes(folder: Folder, part: Part) -> None:
     """Raise CheckpointError unless what a rank has written is seen here in its full length."""
     ends: dict[str, int] = {}
     for item in part.items:
         ends[item.file] = max(ends.get(item.file, 0), item.start + item.length)
     for name, nbytes in ends.items():
-        path = unfinished / name
-        found = path.stat().st_size if path.exists() else 0
+        found = folder.size(name) if folder.has_file(name) else 0
         if found < nbytes:
             raise CheckpointError(
                 f"rank 0 sees {found:,} bytes of {nbytes:,} that rank {part.rank} has written to "
-                f"{path}; all ranks must write to one file system."
+                f"{folder.path / name}; all ranks must write to one file system."
             )
-
-
-def _remove_others(folder: Path, names: set[str]) -> None:
-    """Remove what an earlier attempt has left, which may have had more ranks."""
-    for path in folder.iterdir():
-        if path.name not in names:
-            path.unlink()
 
 
 def load(
@@ -240,7 +235,8 @@ def load(
     """Load a checkpoint of save() with any number of ranks; return its ``info``. Collective.
 
     Every rank checks the digests of its part, and reads it. If anything is damaged for any rank,
-    all raise and nothing has changed. Everything in ``state`` must be in the checkpoint. The
+    all raise and nothing has changed. If another process saves in its place meanwhile, all ranks
+    load the old one or all the new one. Everything in ``state`` must be in the checkpoint. The
     checkpoint may have more keys, but not more of a module or an optimizer than ``state`` has. If
     the caller's own load_state_dict() raises on a rank, all raise, with models and optimizers
     already loaded.
@@ -262,24 +258,61 @@ def load(
     source = Path(folder).absolute()
     ranks = Ranks(state, process_group, f"{source} is not loaded")
     with ranks.call("checkpoint.load()", f"name = {source.name}"):
-        read, error = tried(lambda: _Loading(source, state, ranks.comm, accept, trusted))
-        try:
-            ranks.agree(error)
-        except DamagedCheckpoint as damage:
-            advice = whole_beside(ranks, source) if look_beside else ""
-            raise DamagedCheckpoint(damage.faults, advice) from error
-        assert read is not None
-        read.finish()
-        values, error = tried(read.take_values)
+        build = functools.partial(_Loading, state=state, ranks=ranks, accept=accept)
+        with _verified(
+            ranks, source, functools.partial(build, trusted=trusted), look_beside
+        ) as read:
+            read.finish()
+            values, error = tried(read.take_values)
         ranks.agree(error)
         state.update(values or {})
     return read.manifest.info
 
 
+@contextmanager
+def _verified(
+    ranks: Ranks, target: Path, build: Callable[[Source], _Loading], look_beside: bool
+) -> Iterator[_Loading]:
+    """Give this rank's reading of the one checkpoint that all ranks have opened. Collective.
+
+    It begins anew where another process has replaced or removed the checkpoint meanwhile.
+
+    Raises:
+        CheckpointError: as for load().
+    """
+    for _ in range(_ATTEMPTS):
+        with ExitStack() as stack:
+            source, error = tried(lambda: stack.enter_context(opened(target)))
+            read = None
+            if source is not None:
+                read, error = tried(functools.partial(build, source))
+            words = ranks.words(0 if read is None else read.manifest.word)
+            if all(words) and len(set(words)) == 1:
+                assert read is not None
+                yield read
+                return
+            has_moved = source is not None and source.has_moved
+            if not all(words) and 2 not in ranks.words(1 + has_moved):
+                try:
+                    ranks.agree(error)
+                except DamagedCheckpoint as damage:
+                    advice = whole_beside(ranks, target) if look_beside else ""
+                    raise DamagedCheckpoint(damage.faults, advice) from error
+    raise CheckpointError(
+        f"{target} is not loaded: another process saved in its place {_ATTEMPTS} times while it "
+        "was read. Load a copy of it, or save less often."
+    )
+
+
 def _room(manifest: Manifest, state: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
     """Return tensors for values that were saved as tensors; None: an early manifest, without."""
     kinds = [(key, manifest.kinds[key]) for key in state if key in manifest.kinds]
-    room = {key: torch.empty(kind.shape, dtype=dtype_named(kind.dtype)) for key, kind in kinds}
+    try:
+        room = {key: torch.empty(kind.shape, dtype=dtype_named(kind.dtype)) for key, kind in kinds}
+    except RuntimeError as error:  # no memory for it
+        raise DamagedCheckpoint(
+            [f"{MANIFEST} has sizes of more than there can be: {error}"]
+        ) from None
     return room if manifest.kinds else None
 
 
@@ -288,12 +321,13 @@ class _Loading:
 
     def __init__(
         self,
-        source: Path,
+        source: Source,
         state: Mapping[str, Any],
-        comm: Communicator,
+        ranks: Ranks,
         accept: Callable[[Mapping[str, Any]], None],
         trusted: bool,
     ) -> None:
+        comm: Communicator = ranks.comm
         self.manifest = Manifest.read(source)
         accept(self.manifest.info)
         self._held = held = TrainingState(state, comm.rank)
@@ -304,12 +338,14 @@ class _Loading:
         parts = self._planned(source, comm.rank, trusted)
         readings = (self._first, self._rest, self._last)
         items = {item for reading in readings for item in reading.items(parts)}
+        source.keep(item.file for item in items)
         items |= {item for part in parts for item in part.items if item.key in part.counts}
-        faults = item_faults(source, items)
+        faults = []
         if comm.rank == 0:
             metadata = next(file for file in self.manifest.files if file.name == METADATA)
             _, damage = tried(lambda: self.manifest.read_file(source, metadata))
             faults += damage.faults if isinstance(damage, DamagedCheckpoint) else []
+        faults += item_faults(source, items)
         if faults:
             raise DamagedCheckpoint(faults)
         self._first.read()
@@ -318,16 +354,17 @@ class _Loading:
         try:
             held.check(self._checked)
         except ValueError as error:
-            raise CheckpointError(f"{source} does not fit: {error}") from error
-        self._check_order(source)
+            raise CheckpointError(f"{source.path} does not fit: {error}") from error
+        self._check_order(source.path)
         read = {f"{key}.{name}" for key, values in counts.items() for name in values}
-        self._check_extra(source, read.union(*(reading.keys for reading in readings)))
+        self._check_extra(source.path, read.union(*(reading.keys for reading in readings)))
 
-    def _planned(self, source: Path, rank: int, trusted: bool) -> list[Part]:
+    def _planned(self, source: Source, rank: int, trusted: bool) -> list[Part]:
         """Plan what is read; return the indices for that. See [Note: few indices]."""
         manifest, held = self.manifest, self._held
         ranks = ranks_needed(manifest.layouts, manifest.world_size, held.parts, rank)
-        for only in (ranks, None) if manifest.kinds else (None,):
+        is_enough = bool(manifest.kinds) and len(ranks) < manifest.world_size
+        for only in (ranks, None) if is_enough else (None,):
             parts = manifest.parts(source, only)
             self._saved = {item.key for part in parts for item in part.items} | {*manifest.kinds}
             plan = functools.partial(Reading, source, parts, kinds=manifest.kinds)

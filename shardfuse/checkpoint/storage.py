@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import copy
 import io
-import math
 import pickle
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
     FileSystemReader,
     FileSystemWriter,
     _StorageInfo,
@@ -38,9 +39,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from shardfuse.checkpoint.errors import CheckpointError
-from shardfuse.checkpoint.index import Item, Kind, Part
-from shardfuse.files import digests_in
+from shardfuse.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from shardfuse.checkpoint.index import Item, Kind, Part, are_same_elements
+from shardfuse.checkpoint.source import Source
+from shardfuse.files import Folder, digests_in, make_folder
 from shardfuse.fragments import FragmentTensor
 
 
@@ -49,6 +51,34 @@ def dtype_named(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype), name
     return dtype
+
+
+class _FilesOf(FileSystem):
+    """Opens files of a folder for torch's reader and writer, as ``Folder`` does.
+
+    Args:
+        folder: the folder, or the checkpoint in it that is read; None: nothing is opened yet.
+    """
+
+    def __init__(self, folder: Folder | Source | None = None) -> None:
+        self._folder = folder
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        name = Path(path).name
+        if isinstance(self._folder, Source):
+            with self._folder.opened(name) as file:
+                yield file
+        else:
+            assert self._folder is not None
+            with self._folder.create(name) as file:
+                yield file
+
+    def mkdir(self, path: Any) -> None:
+        pass  # it is there, or is made when files are written
+
+    def exists(self, path: Any) -> bool:
+        return False  # nothing that torch asks for
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -76,20 +106,23 @@ class _SavePlanner(DefaultSavePlanner):
             self.state_dict = {
                 k: v for k, v in held if isinstance(v, FragmentTensor) or k.startswith(self._own)
             }
+        memo: dict[int, Any] = {}  # tied tensors stay tied
         for key, value in self.state_dict.items() if self._copies is not None else ():
             if not isinstance(value, FragmentTensor):
-                self.state_dict[key] = copy.deepcopy(value)
+                self.state_dict[key] = copy.deepcopy(value, memo)
 
     def create_local_plan(self) -> Any:
         plan = super().create_local_plan()
         for item in plan.items:
-            if isinstance(self.state_dict[item.index.fqn], FragmentTensor):
-                live = self.lookup_object(item.index)
-                place = (live.data_ptr(), live.dtype, live.shape, live.stride())
-                first = self._places.setdefault(place, item.index)
-                self._first[item.index] = first
-                if self._copies is not None and first == item.index:
-                    self._copies.add(item.index, live)
+            live = self.lookup_object(item.index)
+            if not isinstance(live, Tensor):
+                continue
+            place = (live.data_ptr(), live.device, live.dtype, live.shape, live.stride())
+            first = self._places.setdefault(place, item.index) if live.numel() else item.index
+            self._first[item.index] = first
+            is_part = isinstance(self.state_dict[item.index.fqn], FragmentTensor)
+            if self._copies is not None and is_part and first == item.index:
+                self._copies.add(item.index, live)
         return plan
 
     def first_of(self, item: Any) -> MetadataIndex:
@@ -162,7 +195,7 @@ class PlannedPart:
     """What ``rank`` writes of a nested ``state`` into ``folder``, planned when it is built.
 
     Args:
-        folder: is created.
+        folder: is created when it is written.
         rank: names the file.
         state: nested dicts of what is live.
         copies: of its fragments; with these write() may run beside training, and everything else is
@@ -171,7 +204,6 @@ class PlannedPart:
 
     Raises:
         CheckpointError: a value of a kind that cannot be saved.
-        OSError: the folder cannot be created.
     """
 
     def __init__(
@@ -184,6 +216,7 @@ class PlannedPart:
     ) -> None:
         self._folder, self._rank = folder, rank
         self._planner, self._writer = _SavePlanner(rank, copies, own), _Writer(folder)
+        self._writer.fs = _FilesOf()
         self._writer.set_up_storage_writer(rank == 0)
         self._planner.set_up_planner(dict(state), self._writer.storage_meta(), rank == 0)
         plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
@@ -200,6 +233,11 @@ class PlannedPart:
 
     def write(self) -> Part:
         """Write it, and return what that was; OSError where the file system refuses."""
+        with make_folder(self._folder) as folder:
+            return self._write(folder)
+
+    def _write(self, folder: Folder) -> Part:
+        self._writer.fs = _FilesOf(folder)
         written = self._writer.write_data(self._planner.finish_plan(self._plan), self._planner)
         written.wait()
         paths: dict[str, Any] = {k: list(v) for k, v in self._planner.mappings.items()}
@@ -217,16 +255,17 @@ class PlannedPart:
             item = Item(key, offsets, sizes, info.relative_path, info.offset, info.length, "")
             part.items.append(item)
         part.items.sort(key=lambda item: item.start)
-        part.items = _digested(self._folder, part.items)
+        part.items = _digested(folder, part.items)
         return part
 
 
-def _digested(folder: Path, items: list[Item]) -> list[Item]:
+def _digested(folder: Folder, items: list[Item]) -> list[Item]:
     """Return the items, which one file holds, with the digests of what has been written."""
     if not items:
         return []
     ranges = [(item.start, item.length) for item in items]
-    digests = digests_in(folder / items[0].file, ranges)
+    with folder.open(items[0].file) as file:
+        digests = list(digests_in(file, ranges))
     return [item._replace(digest=found) for item, found in zip(items, digests, strict=True)]
 
 
@@ -296,7 +335,7 @@ class Reading:
     """What this rank reads into a nested ``state``, planned when it is built.
 
     Args:
-        folder: the checkpoint.
+        source: the checkpoint.
         parts: what its ranks have written.
         state: filled in place by read(): tensors are overwritten, other values replaced.
         trusted: whether values may be of any class, which runs code of the file's.
@@ -312,7 +351,7 @@ class Reading:
 
     def __init__(
         self,
-        folder: Path,
+        source: Source,
         parts: Iterable[Part],
         state: dict[str, Any],
         *,
@@ -320,28 +359,27 @@ class Reading:
         kinds: Mapping[str, Kind] | None = None,
     ) -> None:
         metadata = metadata_of(parts, kinds)
-        self._planner, self._reader = _LoadPlanner(trusted), FileSystemReader(folder)
+        self._source = source
+        self._planner, self._reader = _LoadPlanner(trusted), FileSystemReader(source.path)
+        self._reader.fs = _FilesOf(source)
         self._reader.set_up_storage_reader(metadata, True)
         self._planner.set_up_planner(state, metadata, True)
         try:
             plan = self._planner.create_local_plan()
         except (RuntimeError, ValueError) as error:
-            raise CheckpointError(f"{folder} does not fit: {error}") from error
+            raise CheckpointError(f"{source.path} does not fit: {error}") from error
         self._plan = self._planner.finish_plan(self._reader.prepare_local_plan(plan))
         self.keys = set(self._planner.state_dict)
 
     @property
     def is_complete(self) -> bool:
         """Whether what was given of the checkpoint has every element of what it reads."""
-        lengths: dict[str, int] = {}
+        read: dict[str, list[Any]] = {}
         for item in self._plan.items:
             if item.type == LoadItemType.TENSOR:
-                key = item.dest_index.fqn
-                lengths[key] = lengths.get(key, 0) + math.prod(item.lengths)
+                read.setdefault(item.dest_index.fqn, []).append(_box(item))
         return all(
-            lengths.get(key, 0) == sum(piece.data.numel() for piece in value.pieces)
-            if isinstance(value, FragmentTensor)
-            else lengths.get(key, 0) == value.numel()
+            are_same_elements(read.get(key, ()), _boxes(value))
             for key, value in self._planner.state_dict.items()
             if isinstance(value, Tensor)
         )
@@ -358,5 +396,31 @@ class Reading:
         ]
 
     def read(self) -> None:
-        """Read the files into the state."""
-        self._reader.read_data(self._plan, self._planner).wait()
+        """Read the files into the state.
+
+        Raises:
+            CheckpointError: a value is more than plain data.
+            DamagedCheckpoint: what lies in the files is not what their index says.
+            OSError: they cannot be read.
+        """
+        try:
+            self._reader.read_data(self._plan, self._planner).wait()
+        except (CheckpointError, OSError):
+            raise
+        except Exception as error:  # of torch.load(), which has many
+            text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            name = self._source.name
+            raise DamagedCheckpoint([f"{name} is not what its index says: {text}"]) from error
+
+
+def _box(item: Any) -> tuple[Sequence[int], Sequence[int]]:
+    """Return (offsets, sizes) of what one item of a plan to load fills in a whole tensor."""
+    first = item.dest_index.offset or (0,) * len(item.lengths)
+    return [a + b for a, b in zip(first, item.dest_offsets, strict=True)], item.lengths
+
+
+def _boxes(value: Tensor) -> list[tuple[Sequence[int], Sequence[int]]]:
+    """Return (offsets, sizes) of what of a whole tensor is here."""
+    if isinstance(value, FragmentTensor):
+        return [(piece.offsets, piece.data.shape) for piece in value.pieces]
+    return [((0,) * value.dim(), value.shape)]

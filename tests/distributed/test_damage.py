@@ -18,6 +18,7 @@ import torch.distributed as dist
 from shardfuse import ShardedAdamW, ShardedSGD
 from shardfuse.checkpoint import CheckpointError, Checkpoints, DamagedCheckpoint, load, save, saving
 from shardfuse.checkpoint.index import Manifest
+from shardfuse.checkpoint.source import Source
 from shardfuse.comm.base import PeerError
 from tests.support.checkpoints import Job, assert_same
 from tests.support.harness import run_procs, run_threads
@@ -78,7 +79,8 @@ def damage(path: Path, rng: random.Random) -> Callable[[], None]:
 def test_a_tensor_without_elements(copied: Path) -> None:
     """Nothing of it is read; what was written for it is looked at all the same."""
     folder = copied / "step-3"
-    parts = Manifest.read(folder).parts(folder)
+    with Source(folder) as source:
+        parts = Manifest.read(source).parts(source)
     (item,) = [item for part in parts for item in part.items if item.key == "model.nothing"]
     with (folder / item.file).open("r+b") as file:
         file.seek(item.start + item.length // 2)
@@ -214,8 +216,12 @@ def test_a_damaged_one_is_not_counted(tmp_path: Path) -> None:
 
 def test_killed_between_the_old_and_the_new(copied: Path) -> None:
     """A step that is saved anew: the one is gone, the other has not got its name yet."""
-    (copied / "step-3").rename(copied / ".step-3.unfinished")
-    assert [step for step, _ in run_threads(2, lambda: resume(copied))] == [3, 3]
+    for place in (".step-3.replaced", ".step-3.unfinished"):
+        (copied / "step-3").rename(copied / place)
+        before = sorted(copied.rglob("*"))
+        assert [step for step, _ in run_threads(2, lambda: resume(copied))] == [3, 3]
+        assert sorted(copied.rglob("*")) == before  # who loads renames nothing
+        (copied / place).rename(copied / "step-3")
     (copied / "step-3").rename(copied / ".step-3.unfinished")
     (copied / ".step-3.unfinished" / "manifest.json").unlink()
     assert [step for step, _ in run_threads(2, lambda: resume(copied))] == [2, 2]

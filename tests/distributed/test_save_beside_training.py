@@ -150,14 +150,14 @@ def test_a_commit_that_fails_is_raised(tmp_path: Path, monkeypatch: pytest.Monke
             job.train(1)
         return str(caught.value)
 
-    monkeypatch.setattr(saving_module, "discard", _refuse)
+    monkeypatch.setattr(saving_module, "put_in_place", _refuse)
     (text,) = run_threads(1, train)
     assert "a is not saved" in text
     assert "Not a directory" in text
 
 
-def _refuse(folder: Path) -> None:
-    raise NotADirectoryError(20, "Not a directory", str(folder))
+def _refuse(target: Path) -> None:
+    raise NotADirectoryError(20, "Not a directory", str(target))
 
 
 DIES = """
