@@ -17,7 +17,7 @@ from shardfuse.checkpoint.ranks import Ranks, check_state, tried
 from shardfuse.checkpoint.replacement import clean, foreign_in, remove, remove_files
 from shardfuse.checkpoint.saving import load, save
 from shardfuse.checkpoint.whole import is_whole, odd_names_in, steps_in, told_steps
-from shardfuse.files import is_folder, write_whole
+from shardfuse.files import Folder, is_folder
 
 logger = logging.getLogger("shardfuse")
 
@@ -129,9 +129,8 @@ class Checkpoints:
         if os.path.lexists(latest) and not latest.is_file():
             self._tell_odd([LATEST])
         else:
-            if latest.is_symlink():
-                latest.unlink()
-            write_whole(latest, f"step-{step}".encode())
+            with Folder(self.folder) as folder:
+                folder.write_whole(LATEST, f"step-{step}".encode())
         clean(self.folder)
 
     def _tell_odd(self, names: Sequence[str]) -> None:

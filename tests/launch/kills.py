@@ -21,7 +21,7 @@ MOMENTS = {
     "publishing": ("shardfuse.checkpoint.saving", "_publish"),
     "manifest": ("shardfuse.checkpoint.saving", "_finish"),
     "replacing": ("shardfuse.checkpoint.saving", "put_in_place"),
-    "naming": ("shardfuse.checkpoint.folder", "write_whole"),
+    "naming": ("shardfuse.checkpoint.folder", "clean"),
     "clean-up": ("shardfuse.checkpoint.folder", "_prune"),
     "looking": ("shardfuse.checkpoint.whole", "share_of_faults"),
     "loading": ("shardfuse.checkpoint.saving", "_Loading"),

@@ -75,6 +75,8 @@ EXHAUSTIVE = re.compile(
     "|".join(
         [
             r"test_told_causes\.py::test_saving_on_one_rank\[(?!plain|later)",
+            # Two of nine situations and two of four ends are in the default.
+            r"test_checkpoint_cuts\.py::test_every_call_is_cut\[(?!(Replaced|Run)-(killed|reader))",
             r"test_told_causes\.py::test_a_model_with_other_parameters\[(?!assign|one rank)",
             r"test_told_causes\.py::test_cast_on_one_rank\[.*pairwise",
             # Torch's whole database of ops; readers of each kind are in the default.
