@@ -53,7 +53,7 @@ _LEGIBLE = (
 def _number(value: Any, least: int = 0, most: int = _MOST) -> int:
     """Return an integer of JSON; ValueError where it is something else, or out of bounds."""
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{str(value)[:40]!r} is no whole number of {least:,} or more")
+        raise ValueError(f"{str(value)[:40]!r} is no whole number from {least:,} to {most:,}")
     return value
 
 
