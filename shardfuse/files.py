@@ -244,6 +244,7 @@ class Folder:
 
 def make_folder(path: Path) -> Folder:
     """Create a folder if it is not there, and open it; OSError if something else is there."""
+    os.makedirs(path.parent, exist_ok=True)
     with suppress(FileExistsError):
         os.mkdir(path)
     return Folder(path, follow=False)

@@ -97,7 +97,6 @@ def prepare(target: Path) -> None:
     for path in (new, old):
         if is_folder(path) and (path == old or foreign_in(path, is_ours=True)):
             remove(path)
-    os.makedirs(target.parent, exist_ok=True)
     with make_folder(new) as folder, suppress(FileNotFoundError):
         folder.remove(MANIFEST)  # first of all: what it lists is overwritten
 

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 
 from shardfuse import ShardedAdam
 from shardfuse.checkpoint import CheckpointError, Checkpoints, PerRank, async_save, load, save
+from shardfuse.checkpoint.export import read_model
 from shardfuse.training import Job, StepMonitor
 from tests.support import checkpoints
 from tests.support.harness import STAYING, log_of_shardfuse, run_procs, run_threads
@@ -153,3 +155,31 @@ def test_one_rank_alone_saves_another_step(wrong: Any, is_beside: bool, tmp_path
         assert (steps, loaded) == ([4, 2], 4), text
         assert text.startswith("PeerError")
         assert f"rank 0 has step = 3; rank 1 has step = {wrong!r}. Set it alike" in text
+
+
+class Tied(torch.nn.Module):
+    """Two names for one weight, which no optimizer has, and two for a part of another."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(1000, 32)
+        self.head = torch.nn.Linear(32, 1000, bias=False)
+        torch.nn.init.constant_(self.embedding.weight, value)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("whole", torch.full((4,), value))
+        self.register_buffer("first", self.whole[:2])
+
+
+@pytest.mark.parametrize("how", [save, save_beside])
+def test_a_tied_weight_is_stored_once(how: Any, tmp_path: Path) -> None:
+    """And what shares memory, but is another tensor, by itself."""
+    how({"model": Tied(2.0)}, tmp_path / "a")
+    assert (tmp_path / "a" / "__0_0.distcp").stat().st_size < 1.5 * 1000 * 32 * 4
+    loaded, plain = Tied(0.0), {"model": Tied(0.0)}
+    load({"model": loaded}, tmp_path / "a")
+    torch.distributed.checkpoint.load(plain, checkpoint_id=tmp_path / "a", no_dist=True)
+    for model in (loaded, plain["model"]):
+        for value in model.state_dict().values():
+            assert torch.equal(value, torch.full_like(value, 2.0))
+    exported = read_model(tmp_path / "a")
+    assert torch.equal(exported["head.weight"], exported["embedding.weight"])
