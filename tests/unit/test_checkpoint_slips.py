@@ -170,6 +170,7 @@ class Tied(torch.nn.Module):
         self.register_buffer("first", self.whole[:2])
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("how", [save, save_beside])
 def test_a_tied_weight_is_stored_once(how: Any, tmp_path: Path) -> None:
     """And what shares memory, but is another tensor, by itself."""
