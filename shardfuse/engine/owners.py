@@ -32,10 +32,14 @@ class Owners:
         self._params = params
         fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
         dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-        self._dtensors: list[Any] = [] if dtensor is None else _instances(dtensor)
+        found = _instances(nn.Module, *([] if dtensor is None else [dtensor]))
+        self._dtensors = [one for one in found if dtensor is not None and isinstance(one, dtensor)]
         # A module whose constructor has not finished has no such attributes yet.
-        found = [m for m in _instances(nn.Module) if {"_modules", "_parameters"} <= vars(m).keys()]
-        modules: list[nn.Module] = found
+        modules: list[nn.Module] = [
+            one
+            for one in found
+            if isinstance(one, nn.Module) and {"_modules", "_parameters"} <= vars(one).keys()
+        ]
         self._ddps = [m for m in modules if isinstance(m, DistributedDataParallel)]
         self._fsdps = [m for m in modules if fsdp is not None and isinstance(m, fsdp)]
         self._modules = modules
@@ -125,10 +129,10 @@ def _address(tensor: Any) -> int | None:
         return None
 
 
-def _instances(base: type) -> list[Any]:
-    """Return all objects of ``base`` and its subclasses that the garbage collector knows."""
+def _instances(*bases: type) -> list[Any]:
+    """Return all objects of ``bases`` and their subclasses that the garbage collector knows."""
     kinds: set[type] = set()
-    new: list[type] = [base]
+    new: list[type] = [*bases]
     while new:
         kind = new.pop()
         if kind not in kinds:

@@ -16,6 +16,7 @@ results in rank order and raise `RanksFailedError` when a rank raised or did not
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -240,6 +241,7 @@ def _process_main(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported: no look through all objects takes time for it
     lateness.begin()
     try:
         store = dist.FileStore(store_file, world_size)
