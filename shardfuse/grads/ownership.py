@@ -84,7 +84,9 @@ def _checksums(grads: Iterable[Tensor | None]) -> list[int]:
     """
     storages = {}
     for grad in grads:
-        if grad is not None and grad.device.type == "cpu" and grad.layout == torch.strided:
+        if grad is None or not grad.numel():
+            continue
+        if grad.device.type == "cpu" and grad.layout == torch.strided:
             storage = grad.untyped_storage()
             storages[storage.data_ptr()] = grad, storage
     sums = []

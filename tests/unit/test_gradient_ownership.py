@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfuse import ShardedLamb, ShardedSGD
+from shardfuse.grads.ownership import GradVersions
 from shardfuse.optim.npu import NpuFusedAdam
 from tests.support.harness import everywhere
 
@@ -204,3 +205,11 @@ def test_usual_loops_copy_nothing_out(
     everywhere(loop_as_usual, build, zero, clips)
     with pytest.raises(AssertionError, match="is held"):
         handle_gradients(swap_gradients, (3000,))
+
+
+def test_a_gradient_of_no_elements_has_no_sum() -> None:
+    """Its strides may be any: torch views it as no other type."""
+    param = nn.Parameter(torch.ones(0, dtype=torch.bfloat16))
+    param.grad = torch.zeros(0, dtype=torch.bfloat16)[::2]
+    assert param.grad.stride() == (2,)
+    assert GradVersions([param]) == GradVersions([param])
