@@ -64,6 +64,11 @@ NIGHTLY = re.compile(
     "|".join(
         [
             r"test_bert_kills\.py::test_killed_again_and_again\[[3-9]\]",
+            r"test_ops_in_flight\.py::test_every_op\[[1-7]\]",
+            r"test_readers_over_sockets\.py::test_(.*long|.*2\])",
+            r"test_replaced_ddp\.py::.*(pairwise|native)",
+            r"test_moved_scripts\.py::.*(native|pairwise-3)",
+            r"test_compiled\.py::test_trains_as_eagerly\[(closure|function|update|blocks)",
             r"test_bert_phases\.py::test_killed.*\[0-(?!handing over-moments)",
             r"test_bert_phases\.py::test_killed.*\[1-.*-all\]",
             r"test_bert_data\.py::test_two_gigabytes",
@@ -74,15 +79,17 @@ NIGHTLY = re.compile(
 EXHAUSTIVE = re.compile(
     "|".join(
         [
-            r"test_told_causes\.py::test_saving_on_one_rank\[(?!plain|later)",
-            # Two of nine situations and two of four ends are in the default.
-            r"test_checkpoint_cuts\.py::test_every_call_is_cut\[(?!(Replaced|Run)-(killed|reader))",
+            r"test_told_causes\.py::test_(saving_on_one_rank\[(?!plain)|cast_after_building)",
+            r"test_checkpoint_forged\.py::test_forged\[(?!0\])",
+            # One of nine situations with each of two of four ends is in the default.
+            r"test_checkpoint_cuts\.py::test_every_call_is_cut\[(?!Replaced-killed|Run-reader)",
             r"test_told_causes\.py::test_a_model_with_other_parameters\[(?!assign|one rank)",
             r"test_told_causes\.py::test_cast_on_one_rank\[.*pairwise",
             # Torch's whole database of ops; readers of each kind are in the default.
             r"test_ops_in_flight\.py::test_every_op",
-            r"test_readers_over_sockets\.py::test_.*(long|2\])",
-            r"test_replaced_ddp\.py::.*(pairwise|native)",
+            r"test_readers_over_sockets\.py::test_(layers|collectives|forked|.*(long|2\]))",
+            r"test_replaced_ddp\.py::.*(dropped|handed over|pairwise|native)",
+            r"test_moved_scripts\.py",
             r"test_module_buffers\.py::test_all_tensors_are_equal\[3-",
             r"test_readers_over_sockets\.py::test_threads\[2-5\]",
             # Each kind of mesh, and each way to send under backward, is in the default once.
