@@ -249,7 +249,6 @@ EXHAUSTIVE = re.compile(
             r"test_mlperf_bert\.py::test_params_are_the_same\[(plain|clipped|accumulated)\]",
             r"test_mlperf_bert\.py::test_(params_of_the_fp32|params_under_a).*\[1\]",
             r"test_mlperf_bert\.py::test_(bytes_over_sockets\[3|a_scaler_and)",
-            r"test_moved_scripts\.py::test_(over_other_transports|with_sharded_gradients)",
         ]
     )
 )
