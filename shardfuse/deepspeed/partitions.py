@@ -11,13 +11,14 @@ import functools
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from shardfuse.comm import Communicator, communicator_for
+from shardfuse.engine import state_checks
 from shardfuse.engine.foreign_shards import ForeignShards, Segment
 from shardfuse.engine.kernels import Kernels
 from shardfuse.engine.state_io import merged_groups, packed_groups
@@ -119,6 +120,8 @@ class Partitions:
 
     def _update(self, optimizer: ShardedOptimizer, flat: Tensor, group: dict[str, Any]) -> None:
         rule, state, own = optimizer._rule, self.state[flat], self._partitions[id(flat)]
+        index = next(i for i, own in enumerate(optimizer.param_groups) if own is group)
+        state_checks.check_options(rule, group, f"param_groups[{index}]")
         is_known = not rule.counts_steps or state.get("step", 0) == self._counts.get(flat, 0)
         for name, value in rule.initial_states(group).items():
             if name not in state:
@@ -150,36 +153,61 @@ class Partitions:
         state = {index: self.state[flat] for index, flat in enumerate(flats) if flat in self.state}
         return {"state": state, "param_groups": packed_groups(optimizer.param_groups)}
 
-    def restore(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what collect() gave on this rank. Local.
+    def prepared(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
+        """Check all of what collect() gave on this rank; return what loads it. Local.
 
         Raises:
             ValueError: a hyper-parameter out of range, no step, or states of another partition's
-                size; nothing is loaded then.
+                size.
+            TypeError: something is of another kind.
         """
         optimizer = self._optimizer()
         assert optimizer is not None
         groups, rule = optimizer.param_groups, optimizer._rule
-        merged = merged_groups(groups, state_dict["param_groups"], rule)
-        entries = []
-        for group, own in zip(groups, state_dict["param_groups"], strict=True):
-            entry = {**state_dict["state"].get(own["params"][0], {})}
+        saved = state_checks.saved_groups(state_dict)
+        merged = merged_groups(groups, saved, rule)
+        names = [f"the partition of group {index}" for index in range(len(groups))]
+        entries = [*state_checks.saved_entries(state_dict, saved, names).values()]
+        for name, group, new, own, entry in zip(names, groups, merged, saved, entries, strict=True):
             _check_sizes(entry, group["params"][0])
+            state_checks.check_known(rule, name, entry, {*rule.state_names(new)})
+            for key in entry.keys() - {"step"}:
+                if entry[key] is None:
+                    del entry[key]
+                else:
+                    shape = group["params"][0].shape
+                    state_checks.check_tensor(key, entry[key], name, shape, rule)
             if entry and "step" not in entry and rule.counts_steps:
                 if "step" not in own:
                     raise ValueError("loaded state dict has no step, neither of states nor groups.")
                 entry["step"] = own["step"]  # apex counts there
-            entries.append(entry)
+            if "step" in entry:
+                entry["step"] = state_checks.count(entry["step"], f"step of {name}")
+            lacking = [key for key in rule.state_names(new) if key not in entry]
+            if lacking and entry.get("step", 0) > 0:
+                raise ValueError(
+                    f"loaded state dict has no {lacking[0]} for {name}; it is of another optimizer "
+                    "or of other options."
+                )
+        return functools.partial(self._load, groups, merged, entries)
+
+    def _load(
+        self,
+        groups: list[dict[str, Any]],
+        merged: list[dict[str, Any]],
+        entries: list[dict[str, Any]],
+    ) -> None:
+        """Do what prepared() has checked."""
         for group, new, entry in zip(groups, merged, entries, strict=True):
             group.update(new)
             flat = group["params"][0]
             self.state[flat] = {
                 name: value.to(flat.device, flat.dtype, copy=True)
-                if isinstance(value, Tensor) and name != "step"
+                if isinstance(value, Tensor)
                 else value
                 for name, value in entry.items()
             }
-            self._counts[flat] = int(entry.get("step", 0))
+            self._counts[flat] = entry.get("step", 0)
 
     def refuse(self, what: str) -> NoReturn:
         """Raise RuntimeError: ``what`` is DeepSpeed's, or of buffers that are not there."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfuse.engine import state_checks
 from shardfuse.engine.flat_state import FlatState
 from shardfuse.engine.state_io import (
     Groups,
@@ -110,19 +111,27 @@ def check(held: Held, state_dict: Mapping[str, Any]) -> tuple[Groups, dict[int, 
         ValueError: groups that do not fit, or have other parameters; states of parameters that are
             frozen here.
     """
-    _check_members(held.groups, state_dict["param_groups"])
+    saved = state_checks.saved_groups(state_dict)
+    _check_members(held.groups, saved)
     specs = enumerate(held.layout.specs)
     merged = [
         {key: _as_held(value, group.get(key)) for key, value in new.items()}
         for new, group in zip(
-            merged_groups(held.groups, state_dict["param_groups"], held.rule),
+            merged_groups(held.groups, saved, held.rule),
             held.groups,
             strict=True,
         )
     ]
-    counts = {param: int(state_dict[f"state.{spec.name}.step"]) for param, spec in specs}
+    counts = {param: _count(state_dict, spec.name) for param, spec in specs}
     _check_room(held, merged, counts)
     return merged, counts
+
+
+def _count(state_dict: Mapping[str, Any], name: str) -> int:
+    key = f"state.{name}.step"
+    if key not in state_dict:
+        raise ValueError(f"The loaded state dict has no {key}. Load what sharded_state_dict() has.")
+    return state_checks.count(state_dict[key], key)
 
 
 def _check_members(groups: Groups, saved: Sequence[Mapping[str, Any]]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +12,14 @@ from torch import Tensor
 
 from shardfuse.buffers import ShardArena
 from shardfuse.comm import Communicator
+from shardfuse.engine import state_checks
 from shardfuse.engine.flat_state import FlatState
 from shardfuse.engine.param_wires import ERROR, MASTER
 from shardfuse.fragments import Asked, FragmentTensor, Piece, gather, scatter, shaped_pieces
 from shardfuse.layout import Bucket, FlatLayout, ParamSpec
 from shardfuse.rules import UpdateRule
+
+logger = logging.getLogger("shardfuse")
 
 _BESIDE = {MASTER, ERROR}
 """Keys of what is kept beside parameters; no states of a rule's."""
@@ -194,8 +198,11 @@ def _parts(flats: Sequence[FlatState]) -> Iterator[tuple[int, str, Tensor]]:
 def merged_groups(groups: Groups, saved: Sequence[Mapping[str, Any]], rule: UpdateRule) -> Groups:
     """Return the groups with the hyper-parameters of ``saved``, after checking that they fit.
 
+    A hyper-parameter that a saved group lacks stays as it is, and is named in a warning.
+
     Raises:
         ValueError: other numbers of groups or parameters, or a hyper-parameter out of range.
+        TypeError: a hyper-parameter of another kind.
     """
     if len(saved) != len(groups):
         raise ValueError(
@@ -209,49 +216,75 @@ def merged_groups(groups: Groups, saved: Sequence[Mapping[str, Any]], rule: Upda
                 f"optimizer has {len(group['params'])}"
             )
         options = {
-            # torch.distributed.checkpoint.state_dict makes lists of tuples.
-            key: tuple(value) if isinstance(group.get(key), tuple) and value is not None else value
-            for key, value in deepcopy(other).items()  # a tensor lr is not the caller's
-            if key not in ("params", "param_names")
+            # torch.distributed.checkpoint.state_dict and JSON make lists of tuples.
+            key: tuple(value) if isinstance(value, list) and _is_tuple(group, key) else value
+            for key, value in state_checks.copied(other, index).items()
         }
         merged.append({**group, **options})
-        rule.check(merged[-1])
+        state_checks.check_saved_options(rule, merged[-1], index)
         if reason := rule.mismatch(other, merged[-1]):
             raise ValueError(f"loaded state dict is of another optimizer: {reason}")
     return merged
 
 
-def restore(held: Held, state_dict: Mapping[str, Any]) -> None:
-    """Load torch's state dict: every rank takes its fragments of the full tensors. Local.
+def _is_tuple(group: Mapping[str, Any], key: str) -> bool:
+    return isinstance(group.get(key), tuple) or key == "grad_clip"
+
+
+def prepared(held: Held, state_dict: Mapping[str, Any]) -> Callable[[], None]:
+    """Check all of torch's state dict; return what loads it. Local.
+
+    That has every rank take its fragments of the full tensors, and raises nothing any more.
 
     Raises:
         ValueError: tensors of another shape, groups that do not fit, names of parameters in another
-            order, or a missing state.
+            order, a missing state, or one that would be lost.
+        TypeError: something is of another kind; or a parameter has another device, dtype or shape
+            than the optimizer was built with.
     """
-    _, layout, flats, groups, rule = held
-    merged = merged_groups(groups, state_dict["param_groups"], rule)
-    saved = state_dict["param_groups"]
+    for state in held.flats:
+        if change := state.change():
+            raise TypeError(change)
+    layout, groups, rule = held.layout, held.groups, held.rule
+    saved = state_checks.saved_groups(state_dict)
+    merged = merged_groups(groups, saved, rule)
+    state_checks.check_names(saved)
     _check_order(groups, saved)
-    order = [p for group in saved for p in group["params"]]
-    entries = {i: dict(state_dict["state"].get(key, {})) for i, key in enumerate(order)}
+    entries = state_checks.saved_entries(state_dict, saved, [s.name for s in layout.specs])
+    counts = {}
     for param, spec in enumerate(layout.specs):
         entry, own = entries[param], saved[spec.group]
         if entry and "step" not in entry and "step" in own and rule.counts_steps:
             entry["step"] = own["step"]  # apex counts there
-        _check_entry(spec, entry, rule, rule.state_names(merged[spec.group]))
-    for state in flats:
+        names = rule.state_names(merged[spec.group])
+        _check_entry(spec, entry, rule, names)
+        counts[param] = _step_in(entry, rule, names, spec.name)
+    for state in held.flats:
         _check_parts(state, entries)
-    specs = dict(enumerate(layout.specs))
-    counts = {
-        param: _step_in(entries[param], rule, rule.state_names(merged[spec.group]))
-        for param, spec in specs.items()
-    }
+    _warn_of_masters(held, entries)
+    return functools.partial(_load, held, merged, saved, entries, counts)
+
+
+def _load(
+    held: Held,
+    merged: Groups,
+    saved: Sequence[Mapping[str, Any]],
+    entries: Mapping[int, Mapping[str, Any]],
+    counts: Mapping[int, int],
+) -> None:
+    """Do what prepared() has checked."""
+    rule, specs = held.rule, dict(enumerate(held.layout.specs))
     set_groups(held, merged, saved, counts)
-    for state in flats:
-        steps = {slot.param: counts[slot.param] for slot in state.flat.slots}
+    for state in held.flats:
+        own = [slot.param for slot in state.flat.slots]
+        steps = {param: counts[param] for param in own}
         if state.flat.frozen and not state.states and not any(steps.values()):
             continue
-        state.allocate(rule.initial_states(groups[state.flat.group]))
+        names = rule.state_names(held.groups[state.flat.group])
+        others = {name for param in own for name in entries[param]} & {*rule.optional_states}
+        for name in state.states.keys() - {*names, *others}:
+            del state.states[name]  # of hyper-parameters that are no more
+        state.allocate({name: rule.initial(name) for name in (*names, *sorted(others))})
         for name, arena in arenas_of(state).items():
             if name not in _BESIDE:
                 arena.data.fill_(rule.initial(name))
@@ -261,11 +294,26 @@ def restore(held: Held, state_dict: Mapping[str, Any]) -> None:
         state.set_steps(steps)
 
 
+def _warn_of_masters(held: Held, entries: Mapping[int, Mapping[str, Any]]) -> None:
+    """Say on the first rank that what is saved beside a parameter has no place here."""
+    for state in held.flats if held.comm.everyone.rank == 0 else ():
+        beside = {key for slot in state.flat.slots for key in entries[slot.param]} & _BESIDE
+        if beside - {state.wire.key}:
+            logger.warning(
+                "States %s in the loaded state dict, of %s and others, are left out: parameters "
+                "have another dtype here, or are sent in another one.",
+                " and ".join(sorted(beside)),
+                state.specs[-1].name,
+            )
+            return
+
+
 def _check_order(groups: Groups, saved: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError if states, which are numbered, are of the same names in another order."""
-    if not all(isinstance(number, int) for group in saved for number in group["params"]):
-        return  # names stand for the numbers
     now, then = ([n for group in g for n in group.get("param_names", ())] for g in (groups, saved))
+    numbers = [number for group in saved for number in group["params"]]
+    if not all(isinstance(number, int) for number in numbers):
+        then = numbers if all(isinstance(number, str) for number in numbers) else []
     if now != then and sorted(now) == sorted(then):
         found = next((a, b) for a, b in zip(then, now, strict=True) if a != b)
         raise ValueError(
@@ -313,15 +361,14 @@ def _check_parts(state: FlatState, entries: Mapping[int, Mapping[str, Any]]) -> 
 def _check_entry(
     spec: ParamSpec, entry: Mapping[str, Any], rule: UpdateRule, names: Sequence[str]
 ) -> None:
-    """Raise ValueError unless a parameter's saved state is whole and of its shape."""
+    """Raise unless a parameter's saved state is whole, of its shape, and of this rule."""
+    state_checks.check_known(rule, spec.name, entry, {*names, *_BESIDE})
     for name, value in entry.items():
-        if isinstance(value, Tensor) and name != "step" and value.shape != spec.shape:
-            raise ValueError(
-                f"State {name} of {spec.name} has shape {tuple(value.shape)}, the parameter has "
-                f"{spec.shape}."
-            )
+        if name != "step" and value is not None:
+            state_checks.check_tensor(name, value, spec.name, spec.shape, rule)
     lacking = [name for name in names if entry.get(name) is None]
-    if lacking and _step_in(entry, rule, names) > 0:
+    num_steps = _step_in(entry, rule, names, spec.name)
+    if lacking and num_steps > 0:
         raise ValueError(
             f"loaded state dict has no {lacking[0]} for {spec.name}; it is of another optimizer or "
             "of other options."
@@ -331,6 +378,12 @@ def _check_entry(
             f"loaded state dict has no step for {spec.name}, neither with its states nor in its "
             "group, so the number of its updates is unknown. Add it to the dict."
         )
+    for name in entry.keys() - _BESIDE - {"step"} if num_steps == 0 else ():
+        if not state_checks.is_untouched(entry[name], rule.initial(name)):
+            raise ValueError(
+                f"State {name} of {spec.name} has had updates, and its step in the loaded state "
+                "dict is 0. Correct the step, or remove the states of the parameter."
+            )
 
 
 def set_groups(
@@ -344,15 +397,15 @@ def set_groups(
     for group, new, other in zip(held.groups, merged, saved, strict=True):
         group.update(new)
         if held.rule.counts_in_groups:
-            group["step"] = int(other.get("step", most))
+            group["step"] = state_checks.count(other["step"], "step") if "step" in other else most
             if not group["step"]:
                 del group["step"]
 
 
-def _step_in(entry: Mapping[str, Any], rule: UpdateRule, names: Sequence[str]) -> int:
-    """Return the update count of a parameter's saved state."""
+def _step_in(entry: Mapping[str, Any], rule: UpdateRule, names: Sequence[str], owner: str) -> int:
+    """Return the update count of the saved state of the parameter ``owner``."""
     if "step" in entry:
-        return int(entry["step"])
+        return state_checks.count(entry["step"], f"step of {owner}")
     # Where there are states, a master alone is none of them: a momentum was set after the updates.
     held = [name for name, value in entry.items() if value is not None]
     is_updated = not set(held) <= _BESIDE if names else bool(held)

@@ -35,6 +35,7 @@ from shardfuse.engine.own_shards import OwnShards
 from shardfuse.engine.owners import Owners, unwrapped
 from shardfuse.engine.param_wires import ParamWireChoice
 from shardfuse.engine.replaced_ddp import RestOfModel, WrittenGrads
+from shardfuse.engine.state_checks import check_options
 from shardfuse.engine.step import StepEngine
 from shardfuse.engine.terms import Terms
 from shardfuse.grads.full import GradSync
@@ -635,6 +636,8 @@ class ShardedOptimizer(Watched):
         self._gather.finish()
         prefix = f"{on_rank(self.communicator)}{type(self).__name__}: "
         check_params(self.param_groups, self._params, self._flats, prefix)
+        for index, group in enumerate(self.param_groups):  # they may have been edited
+            check_options(self._rule, group, f"{on_rank(self.communicator)}param_groups[{index}]")
         awake = [state for state in self._flats if self._grads.has(state.flat)]
         for state in awake:
             values = self._rule.initial_states(self.param_groups[state.flat.group])

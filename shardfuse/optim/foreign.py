@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -26,8 +26,8 @@ class Foreign(Protocol):
     def collect(self) -> dict[str, Any]:
         """Return what state_dict() does."""
 
-    def restore(self, state_dict: Mapping[str, Any]) -> None:
-        """Do what load_state_dict() does."""
+    def prepared(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
+        """Check what load_state_dict() got; return what loads it."""
 
     def refuse(self, what: str) -> NoReturn:
         """Raise RuntimeError: ``what`` is not there."""

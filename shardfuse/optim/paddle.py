@@ -7,6 +7,7 @@ Nothing here imports paddle; checked against paddlepaddle 3.3.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -17,6 +18,7 @@ from torch import Tensor
 from shardfuse.config import ShardConfig
 from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.rules import PaddleLambRule
+from shardfuse.rules.base import check_lr, number
 from shardfuse.rules.paddle import GroupClip
 from shardfuse.untraced import untraced
 
@@ -42,7 +44,7 @@ class _ClipByNorm:
     clip_norm: float
 
     def __post_init__(self) -> None:
-        if not self.clip_norm > 0:
+        if not number(self.clip_norm, "clip_norm") > 0:
             raise ValueError(f"Invalid clip_norm: {self.clip_norm}. Must be > 0.")
 
 
@@ -85,10 +87,12 @@ class ClipGradByValue:
     min: float | None = None
 
     def __post_init__(self) -> None:
+        upper = number(self.max, "max")
         if self.min is None:
             object.__setattr__(self, "min", -self.max)
         assert self.min is not None
-        if not self.min <= 0 <= self.max or self.min == self.max:
+        lower = number(self.min, "min")
+        if not lower <= 0 <= upper or lower == upper:
             raise ValueError(f"Invalid bounds: [{self.min}, {self.max}]. 0 must lie between them.")
 
 
@@ -310,9 +314,9 @@ class Lamb(ShardedOptimizer):
                 "optimizer's learning rate can't be LRScheduler when invoke this API, because this "
                 "will lead to conflict. Call set_lr_scheduler() with another one."
             )
-        if not _number(value) >= 0:
-            raise ValueError(f"Invalid learning rate: {value}")
-        self._write_lr(_number(value))
+        rate = _number(value)
+        check_lr({"lr": rate})
+        self._write_lr(rate)
 
     @untraced
     def set_lr_scheduler(self, scheduler: LRScheduler) -> None:
@@ -348,14 +352,24 @@ class Lamb(ShardedOptimizer):
         """Return the scheduler, if its state can be loaded. Local."""
         return {"LR_Scheduler": s} if hasattr(s := self._scheduler, "set_state_dict") else {}
 
-    def _restore(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the scheduler's state, too; ValueError if there is none for the one attached."""
-        load = getattr(self._scheduler, "set_state_dict", None)
-        if load is not None and "LR_Scheduler" not in state_dict:
+    def _loaded_keys(self) -> set[str]:
+        return super()._loaded_keys() | self.companions().keys()
+
+    def _prepared(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
+        """Check the scheduler's state, too; ValueError if there is none for the one attached."""
+        scheduler: Any = self.companions().get("LR_Scheduler")
+        if scheduler is not None and "LR_Scheduler" not in state_dict:
             raise ValueError("LR_Scheduler state must be included in the state dict.")
-        super()._restore(state_dict)
-        if load is not None:
-            load(state_dict["LR_Scheduler"])
+        load = super()._prepared(state_dict)
+        if scheduler is None:
+            return load
+        _try(scheduler, state_dict["LR_Scheduler"])
+
+        def load_both() -> None:
+            scheduler.set_state_dict(state_dict["LR_Scheduler"])
+            load()
+
+        return load_both
 
     set_state_dict = ShardedOptimizer.load_state_dict
 
@@ -378,7 +392,7 @@ def _plain(clip: GradClip | None) -> GroupClip | None:
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
         raise TypeError(f"Expected a number, or for the learning rate a scheduler, got {value!r}.")
-    return float(value)
+    return number(value, "a hyper-parameter")
 
 
 def _checked_scheduler(scheduler: Any) -> LRScheduler:
@@ -388,6 +402,25 @@ def _checked_scheduler(scheduler: Any) -> LRScheduler:
             f"{type(scheduler)}. Build torch's own schedulers over the optimizer instead."
         )
     return scheduler  # type: ignore[no-any-return]
+
+
+def _try(scheduler: Any, state: Any) -> None:
+    """Raise ValueError if a copy of ``scheduler`` cannot load ``state``, or has no rate then.
+
+    One that cannot be copied is not tried.
+    """
+    try:
+        trial = copy.deepcopy(scheduler)
+    except Exception:
+        return
+    try:
+        trial.set_state_dict(copy.deepcopy(state))
+        check_lr({"lr": trial()})
+    except Exception as error:
+        raise ValueError(
+            f"LR_Scheduler of the loaded state dict does not fit {type(scheduler).__name__}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _named(params: Sequence[Any], group: int) -> Iterator[tuple[str, Tensor]]:

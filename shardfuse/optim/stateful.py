@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from shardfuse.agreement import agree
 from shardfuse.comm import Communicator
 from shardfuse.config import ShardConfig
 from shardfuse.engine import sharded_io, state_io
@@ -16,6 +17,7 @@ from shardfuse.engine.parts import Parts
 from shardfuse.engine.state_view import StateView
 from shardfuse.engine.terms import Terms
 from shardfuse.fragments import FragmentTensor, asked_by_torch, is_stateful_of_torch
+from shardfuse.grads.protocol import GradShards
 from shardfuse.layout import FlatLayout
 from shardfuse.optim.foreign import Foreign
 from shardfuse.optim.saving_words import is_arranged, remedy
@@ -33,6 +35,12 @@ def no_word_of_saves() -> None:
     _said.add("rank 0")
 
 
+def _has_fragments(state_dict: Any) -> bool:
+    """Return whether this is a sharded_state_dict(), which loads by itself."""
+    is_dict = isinstance(state_dict, Mapping)
+    return is_dict and any(isinstance(value, FragmentTensor) for value in state_dict.values())
+
+
 class StatefulOptimizer(torch.optim.Optimizer):
     """Saving and loading, with the layout and states of ShardedOptimizer."""
 
@@ -45,7 +53,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
     _config: ShardConfig
     _rule: UpdateRule
     _built: bool = False
+    _device: torch.device
     _flats: list[FlatState]
+    _grads: GradShards
     _terms: Terms
     _foreign: Foreign | None = None
     _consolidated: dict[int, dict[str, Any]] | None  # the full state, until the next step
@@ -201,7 +211,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     @untraced
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load torch's ordinary state dict, saved at any world size. Local: on every rank.
+        """Load torch's ordinary state dict, saved at any world size. Collective.
 
         Loads hyper-parameters, steps and this rank's part of the states, without casting them to
         the parameters' dtype. Also accepts dicts of the torch optimizer of the same name, and those
@@ -210,37 +220,93 @@ class StatefulOptimizer(torch.optim.Optimizer):
         LAMB in silence; shardfuse.checkpoint.load() warns of that. Re-allocated parameters are
         moved back into the buffers first, as by rebind().
 
+        Everything is checked before anything is changed. If a check fails on one rank, all ranks
+        raise, and nothing is loaded on any. Keys of ``state`` may be numbers as text, as in JSON.
+
         Hooks of register_load_state_dict_pre_hook() and _post_hook() are called as by torch.
 
+        Args:
+            state_dict: the same on all ranks; of a sharded state, this rank's part.
+
         Raises:
-            ValueError: groups, shapes or states do not fit; nothing is loaded.
-            TypeError: a parameter has another device, dtype or shape now; nothing is loaded.
+            ValueError: groups, shapes, numbers or states do not fit.
+            TypeError: something in the dict is of another kind; or a parameter has another device,
+                dtype or shape now.
+            RuntimeError: another rank could not load its dict.
         """
-        state_dict = dict(state_dict)
-        if any(isinstance(value, FragmentTensor) for value in state_dict.values()):
+        if _has_fragments(state_dict):
             self.load_sharded_state_dict(state_dict)
             return
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = pre_hook(self, state_dict)
-            if changed is not None:
-                state_dict = changed
-        self._restore(state_dict)
+        load: Callable[[], None] | None = None
+        error: Exception | None = None
+        with self.communicator.call("load_state_dict()"):
+            try:
+                if self._foreign is None:
+                    self._refuse_in_join("load_state_dict()")
+                    self._grads.under_backward.end()
+                load = self._prepared(self._hooked(state_dict))
+            except Exception as failure:
+                error = failure
+            agree(self.communicator, self._device, [], error, to="load the state dict")
+            assert load is not None
+            load()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _restore(self, state_dict: Mapping[str, Any]) -> None:
-        """Do what load_state_dict() does, between its hooks."""
+    def _hooked(self, state_dict: Any) -> Mapping[str, Any]:
+        """Return a state dict as the pre-hooks have it; TypeError if it is none."""
+        if not isinstance(state_dict, Mapping):
+            kind = type(state_dict).__name__
+            raise TypeError(f"state_dict must be a dict as state_dict() returns it, got {kind}.")
+        hooked: dict[str, Any] = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, hooked)
+            if changed is not None:
+                hooked = changed
+        return hooked
+
+    def _prepared(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
+        """Check all of a state dict, between the hooks; return what loads it, and does not fail."""
         if self._foreign is not None:
-            self._foreign.restore(state_dict)
+            return self._foreign.prepared(state_dict)
+        load_states = state_io.prepared(self._held(), state_dict)
+        self._tell_of_gaps(state_dict)
+        is_fresh = not state_dict["state"]
+
+        def load() -> None:
+            # torch's own moves states to where their parameters are by now. Accelerate leans on
+            # that: it moves the model, even from "cpu" to "cpu:0", and then loads the optimizer's
+            # own state.
+            rebind(self._flats)
+            load_states()
+            self._consolidated = None
+            self._is_fresh = is_fresh
+            self._num_calls = 0
+            self._terms.loaded(max((state.most_steps for state in self._flats), default=0))
+
+        return load
+
+    def _loaded_keys(self) -> set[str]:
+        """Return what of a state dict is loaded."""
+        return {"state", "param_groups"}
+
+    def _tell_of_gaps(self, state_dict: Mapping[str, Any]) -> None:
+        """Say on the first rank what of a state dict is left out, and what it lacks."""
+        if self.communicator.everyone.rank != 0:
             return
-        # torch's own moves states to where their parameters are by now. Accelerate leans on that:
-        # it moves the model, even from "cpu" to "cpu:0", and then loads the optimizer's own state.
-        rebind(self._flats)
-        state_io.restore(self._held(), state_dict)
-        self._consolidated = None
-        self._is_fresh = not state_dict["state"]
-        self._num_calls = 0
-        self._terms.loaded(max((state.most_steps for state in self._flats), default=0))
+        others = sorted(str(key) for key in state_dict.keys() - self._loaded_keys())
+        if others:
+            logger.warning("Of the loaded state dict, %s is left out.", ", ".join(others))
+        rates = [k for k, v in self.defaults.items() if not isinstance(v, bool | str | None)]
+        for index, group in enumerate(state_dict["param_groups"]):
+            lacking = [key for key in rates if key not in group]
+            if lacking:
+                logger.warning(
+                    "param_groups[%d] of the loaded state dict has no %s: the optimizer's own "
+                    "stays.",
+                    index,
+                    ", ".join(lacking),
+                )
 
     @untraced
     def sharded_state_dict(self) -> dict[str, Any]:

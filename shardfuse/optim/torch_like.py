@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from shardfuse.grads.protocol import GradShards
 from shardfuse.optim.stateful import StatefulOptimizer
 from shardfuse.untraced import untraced
 
@@ -74,10 +73,8 @@ class _HandlesUnscaling:
 class TorchLike(StatefulOptimizer, Joinable):
     """What torch's optimizers have; ShardedOptimizer adds the step."""
 
-    _device: torch.device
     _step_supports_amp_scaling: Any = _HandlesUnscaling()
     _params: list[Tensor]
-    _grads: GradShards
     _clip_coefficient: Tensor | None = None  # () scales the mean gradient of the next step
     _has_unscaled = False  # whether a scaler has reached gradients that have left
     _is_shadow = False  # this rank has joined and only takes part in the others' steps

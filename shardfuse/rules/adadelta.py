@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from shardfuse.rules.base import (
     Group,
     Settings,
     check_at_least_zero,
+    check_lr,
     divide,
     number,
     vanishes,
@@ -36,8 +37,10 @@ class AdadeltaRule(ElementwiseRule):
     g has weight_decay * p added; acc is the one before the step.
     """
 
+    squares: ClassVar[frozenset[str]] = frozenset({"square_avg", "acc_delta"})
+
     def check_values(self, group: Group) -> None:
-        check_at_least_zero(group, "lr", "Invalid learning rate: {}")
+        check_lr(group)
         if not 0.0 <= number(group["rho"], "rho") <= 1.0:
             raise ValueError(f"Invalid rho value: {group['rho']}")
         check_at_least_zero(group, "eps", "Invalid epsilon value: {}")

@@ -13,6 +13,7 @@ from shardfuse.rules.base import (
     Settings,
     check_at_least_zero,
     check_betas,
+    check_lr,
     divide,
     update_moments,
     vanishes,
@@ -48,9 +49,11 @@ class AdamRule(ElementwiseRule):
     """
 
     torch_keys: ClassVar[frozenset[str]] = frozenset({"amsgrad", "decoupled_weight_decay"})
+    optional_states: ClassVar[tuple[str, ...]] = ("max_exp_avg_sq",)
+    squares: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
 
     def check_values(self, group: Group) -> None:
-        check_at_least_zero(group, "lr", "Invalid learning rate: {}")
+        check_lr(group)
         check_at_least_zero(group, "eps", "Invalid epsilon value: {}")
         check_betas(group)
         check_at_least_zero(group, "weight_decay", "Invalid weight_decay value: {}")

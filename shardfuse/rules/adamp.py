@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from shardfuse.rules.base import (
     Settings,
     check_at_least_zero,
     check_betas,
+    check_lr,
     divide,
     update_moments,
     vanishes,
@@ -47,15 +49,16 @@ class AdamPRule(RowRule):
     """
 
     torch_keys: ClassVar[frozenset[str]] = frozenset({"nesterov", "decoupled_weight_decay"})
+    squares: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq"})
     num_sums: ClassVar[int] = 4
     neutral: ClassVar[tuple[float, ...]] = (0.0, 1.0)
 
     def check_values(self, group: Group) -> None:
-        check_at_least_zero(group, "lr", "Invalid learning rate: {}")
+        check_lr(group)
         check_betas(group)
         check_at_least_zero(group, "eps", "Invalid epsilon value: {}")
         check_at_least_zero(group, "weight_decay", "Invalid weight_decay value: {}")
-        check_at_least_zero(group, "delta", "Invalid delta value: {}")
+        check_at_least_zero(group, "delta", "Invalid delta value: {}", at_most=math.inf)
         check_at_least_zero(group, "wd_ratio", "Invalid wd_ratio value: {}")
 
     def state_names(self, group: Group) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ Rules import torch and nothing of shardfuse: they see no buffer and no process g
 from __future__ import annotations
 
 import math
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,6 +113,12 @@ class UpdateRule(ABC):
     @abstractmethod
     def state_names(self, group: Group) -> tuple[str, ...]:
         """Return the names of the fp32 states, in the order in which the math takes them."""
+
+    optional_states: ClassVar[tuple[str, ...]] = ()
+    """States that only some hyper-parameters need; where not, loaded ones are kept as they are."""
+
+    squares: ClassVar[frozenset[str]] = frozenset()
+    """States that are averages of squares, never below 0."""
 
     def initial(self, name: str) -> float:
         """Return the value of every element of the state ``name`` before the first update."""
@@ -222,8 +229,17 @@ class RowRule(ReducingRule):
         """Return (num_factors, rows of parameters) from their ``sums`` (num_sums, the same)."""
 
 
+LARGEST = torch.finfo(torch.float32).max
+"""Hyper-parameters beyond this are infinite where the math runs, which is in fp32."""
+
+ROUNDING = 1e-12
+"""How far below 0 a learning rate may be: torch's LinearLR ends there, by a schedule's rounding."""
+
+
 def number(value: Any, name: str) -> float:
     """Return the hyper-parameter ``name``, a number or a one-element tensor, as a float.
+
+    An int that no float holds is infinite.
 
     Raises:
         TypeError: it is something else; a number written as a string, too.
@@ -235,34 +251,70 @@ def number(value: Any, name: str) -> float:
         if isinstance(value, str | bytes):
             raise TypeError
         return float(value)
-    except TypeError:
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+    except (TypeError, ValueError, RuntimeError):  # of complex and meta tensors, too
+        kind = type(value).__name__
         raise TypeError(
-            f"{name} must be a number, got {value!r}, which is of type {type(value).__name__}."
+            f"{name} must be a number, got {reprlib.repr(value)}, which is of type {kind}."
         ) from None
 
 
-def check_at_least_zero(group: Group, name: str, message: str) -> None:
-    """Raise ValueError(message.format(value)) unless ``group[name] >= 0`` (NaN is refused)."""
-    if not number(group[name], name) >= 0.0:
-        raise ValueError(message.format(group[name]))
+def _shown(value: Any) -> str:
+    """Return a value for a message; an int may have hundreds of digits."""
+    return reprlib.repr(value) if isinstance(value, int) else f"{value}"
+
+
+def check_at_least_zero(
+    group: Group, name: str, message: str, *, at_most: float = LARGEST, rounding: float = 0.0
+) -> None:
+    """Raise ValueError(message.format(value)) unless ``group[name]`` is in [0, at_most].
+
+    NaN is refused. A value above ``-rounding`` counts as 0.
+    """
+    if not -rounding <= number(group[name], name) <= at_most:
+        raise ValueError(message.format(_shown(group[name])))
+
+
+def check_lr(group: Group) -> None:
+    """Raise unless ``group["lr"]`` is a finite number of at least 0."""
+    message = "Invalid learning rate: {}"
+    check_at_least_zero(group, "lr", message, rounding=ROUNDING)
 
 
 def check_betas(group: Group) -> None:
     """Raise unless ``group["betas"]`` are two numbers in [0, 1)."""
     betas = group["betas"]
-    if isinstance(betas, str | float | int) or not hasattr(betas, "__len__"):
-        raise TypeError(f"betas must be two numbers, (beta1, beta2), got {betas!r}.")
-    if len(betas) != 2:
+    is_sequence = hasattr(betas, "__len__") and hasattr(betas, "__getitem__")
+    if isinstance(betas, str | bytes | Mapping) or not is_sequence:
+        raise TypeError(f"betas must be two numbers, (beta1, beta2), got {reprlib.repr(betas)}.")
+    if (isinstance(betas, Tensor) and betas.dim() == 0) or len(betas) != 2:
         raise ValueError(f"Invalid betas: {betas}. Give two values, (beta1, beta2).")
     for index, beta in enumerate(betas):
         if not 0.0 <= number(beta, f"betas[{index}]") < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+            raise ValueError(f"Invalid beta parameter at index {index}: {_shown(beta)}")
 
 
-def check_number(group: Group, name: str, message: str) -> None:
-    """Raise ValueError(message.format(value)) if ``group[name]`` is NaN."""
-    if math.isnan(number(group[name], name)):
-        raise ValueError(message.format(group[name]))
+def check_number(group: Group, name: str, message: str, *, at_most: float = LARGEST) -> None:
+    """Raise ValueError(message.format(value)) unless ``group[name]`` is in [-at_most, at_most].
+
+    NaN is refused.
+    """
+    if not -at_most <= number(group[name], name) <= at_most:
+        raise ValueError(message.format(_shown(group[name])))
+
+
+def check_switch(value: Any, name: str) -> None:
+    """Raise TypeError unless ``value`` is True, False, or what equals one of them; None is False.
+
+    Any text would be true, "False", too.
+    """
+    try:
+        is_known = value is None or (not isinstance(value, complex) and value in (0, 1))
+    except (TypeError, ValueError, RuntimeError):  # a comparison of several elements
+        is_known = False
+    if not is_known:
+        raise TypeError(f"{name} must be True or False, got {reprlib.repr(value)}.")
 
 
 _CHANGES_MATH = (
@@ -271,6 +323,15 @@ _CHANGES_MATH = (
     "dampening",
     "decoupled_weight_decay",
     "momentum",
+    "nesterov",
+)
+
+_SWITCHES = (
+    "amsgrad",
+    "centered",
+    "decoupled_decay",
+    "decoupled_weight_decay",
+    "lr_in_momentum",
     "nesterov",
 )
 
@@ -288,17 +349,20 @@ def check_torch_keys(group: Group, honoured: frozenset[str], name: str) -> None:
     comes from, another optimizer's state dict included. Keys that torch does not know belong to
     schedulers and to users, and are kept; but not all of those of Paddle's Lamb together.
     """
-    if group.get("differentiable"):
+    if _is_set(group, "differentiable"):
         raise ValueError(
             f"{name} does not support differentiable=True: its step() records no graph to "
             "differentiate through. Use torch.optim's class for that, or leave the key out."
         )
     for key in _CHANGES_MATH:
-        if key not in honoured and group.get(key):
+        if key not in honoured and _is_set(group, key):
             raise ValueError(
                 f"Invalid {key}={group[key]!r} in a parameter group: {name} has no {key} and would "
                 "ignore it. Remove the key, or use an optimizer that has it."
             )
+    for key in ("maximize", *_SWITCHES):
+        if key in group and (key in honoured or key == "maximize"):
+            check_switch(group[key], key)
     if group.keys() >= _OF_PADDLE.keys() and not honoured >= _OF_PADDLE.keys():
         for key, without_effect in _OF_PADDLE.items():
             if group[key] != without_effect:
@@ -307,6 +371,14 @@ def check_torch_keys(group: Group, honoured: frozenset[str], name: str) -> None:
                     "has no such key and would ignore it. Use shardfuse.optim.paddle.Lamb, or "
                     "remove the key."
                 )
+
+
+def _is_set(group: Group, key: str) -> bool:
+    """Return whether ``group`` has something true as ``key``, or what is neither true nor false."""
+    try:
+        return bool(group.get(key))
+    except (TypeError, ValueError, RuntimeError):
+        return True
 
 
 def with_takes(beta1: float, beta2: float) -> tuple[float, float, float, float]:

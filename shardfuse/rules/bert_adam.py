@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
 from shardfuse.rules.base import (
+    LARGEST,
     Clip,
     ElementwiseRule,
     Group,
     Settings,
     check_at_least_zero,
+    check_lr,
     check_number,
     divide,
     number,
@@ -46,22 +49,25 @@ class BertAdamRule(ElementwiseRule):
     """
 
     torch_keys: ClassVar[frozenset[str]] = frozenset({"decoupled_weight_decay"})
+    squares: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq"})
 
     def check_values(self, group: Group) -> None:
-        check_at_least_zero(group, "lr", "Invalid learning rate: {}")
+        check_lr(group)
         warmup = number(group["warmup"], "warmup")
         if not (warmup == -1 or 0.0 <= warmup < 1.0):
             raise ValueError(f"Invalid warmup: {group['warmup']}")
-        if group["schedule"] not in SCHEDULES:
-            raise ValueError(f"Invalid schedule parameter: {group['schedule']}")
+        schedule = group["schedule"]
+        if not isinstance(schedule, str) or schedule not in SCHEDULES:
+            raise ValueError(f"Invalid schedule parameter: {schedule}")
         for name in ("b1", "b2"):
             if not 0.0 <= number(group[name], name) < 1.0:
                 raise ValueError(f"Invalid {name} parameter: {group[name]}")
         check_at_least_zero(group, "e", "Invalid epsilon value: {}")
         check_number(group, "weight_decay", "Invalid weight_decay value: {}")
-        check_number(group, "max_grad_norm", "Invalid max_grad_norm value: {}")
+        message = "Invalid max_grad_norm value: {}"
+        check_number(group, "max_grad_norm", message, at_most=math.inf)
         t_total = number(group["t_total"], "t_total")
-        if not (t_total == -1 or t_total > 0):
+        if not (t_total == -1 or 0 < t_total <= LARGEST):
             raise ValueError(f"Invalid t_total: {group['t_total']}. Must be > 0 steps, or -1.")
 
     def state_names(self, group: Group) -> tuple[str, ...]:

@@ -19,7 +19,9 @@ from shardfuse.rules.base import (
     Settings,
     check_at_least_zero,
     check_betas,
+    check_lr,
     check_number,
+    check_switch,
     divide,
     number,
     update_moments,
@@ -114,10 +116,15 @@ def switches_for(variant: str, **overrides: object) -> LambSwitches:
             except re.error as error:
                 raise ValueError(f"Invalid pattern in {name}: {pattern!r} ({error}).") from error
         given[name] = tuple(patterns)
+    for name in ("clamp_value", "min_coeff", "max_coeff"):
+        if name in given:
+            given[name] = number(given[name], name)
+    check_switch(given.get("always_adapt"), "always_adapt")
     switches = replace(PRESETS[variant], **given)  # type: ignore[arg-type]
     if not switches.clamp_value > 0:
         raise ValueError(f"Invalid clamp_value: {switches.clamp_value}. Must be > 0, or inf.")
-    if switches.bias_correction not in (False, True, "outside"):
+    corrects = switches.bias_correction
+    if not isinstance(corrects, bool) and not (isinstance(corrects, str) and corrects == "outside"):
         raise ValueError(
             f"Invalid bias_correction: {switches.bias_correction!r}. Use True, False or 'outside'."
         )
@@ -168,6 +175,7 @@ class LambRule(NormRule):
 
     counts_in_groups: ClassVar[bool] = True
     torch_keys: ClassVar[frozenset[str]] = frozenset({"decoupled_weight_decay"})
+    squares: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq"})
     num_sums: ClassVar[int] = 2
 
     # The remedies that warnings() names, in terms of the class whose rule this is.
@@ -188,7 +196,9 @@ class LambRule(NormRule):
         max_grad_norm: float | None = None,
     ) -> None:
         bound = 1.0 if max_grad_norm is None else number(max_grad_norm, "max_grad_norm")
-        if use_global_grad_norm and not bound > 0:
+        check_switch(adam, "adam")
+        check_switch(use_global_grad_norm, "use_global_grad_norm")
+        if math.isnan(bound) or (use_global_grad_norm and not bound > 0):
             raise ValueError(f"Invalid max_grad_norm: {max_grad_norm}. Must be > 0.")
         self.switches = switches
         self.adam = adam
@@ -197,7 +207,7 @@ class LambRule(NormRule):
         self._has_idle_bound = max_grad_norm is not None and not use_global_grad_norm
 
     def check_values(self, group: Group) -> None:
-        check_at_least_zero(group, "lr", "Invalid learning rate: {}")
+        check_lr(group)
         check_betas(group)
         check_at_least_zero(group, "eps", "Invalid epsilon value: {}")
         check_number(group, "weight_decay", "Invalid weight_decay value: {}")

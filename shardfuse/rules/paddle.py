@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+import reprlib
+from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
 
-from shardfuse.rules.base import Clip, Group, Settings, check_at_least_zero, check_number
+from shardfuse.rules.base import (
+    Clip,
+    Group,
+    Settings,
+    check_at_least_zero,
+    check_number,
+    number,
+)
 from shardfuse.rules.lamb import NO_DECAY, LambFlags, LambRule, LambScalars, switches_for
 
 ClipKind = Literal["global_norm", "norm", "value"]
 GroupClip = tuple[ClipKind, float, float]
 """A group's clip in plain values, as state dicts hold it: (kind, bound, lower bound of values)."""
+
+
+def _check_clip(clip: Any) -> None:
+    """Raise unless ``clip`` is a GroupClip that a clip of Paddle's may have become, or None."""
+    if clip is None:
+        return
+    if not isinstance(clip, tuple) or len(clip) != 3 or clip[0] not in get_args(ClipKind):
+        raise ValueError(
+            f"Invalid grad_clip: {reprlib.repr(clip)}. Must be (kind, bound, lower bound), with "
+            f"one of {get_args(ClipKind)}, or None."
+        )
+    kind, upper, lower = clip[0], number(clip[1], "grad_clip"), number(clip[2], "grad_clip")
+    if not (lower <= 0 <= upper and lower < upper) or (kind != "value" and lower != 0):
+        raise ValueError(f"Invalid bounds of grad_clip: [{lower}, {upper}]. 0 must lie between.")
 
 
 class PaddleLambRule(LambRule):
@@ -45,6 +67,7 @@ class PaddleLambRule(LambRule):
             )
         check_at_least_zero(group, "lr_scale", "Invalid learning_rate of a group: {}")
         check_number(group, "l2", "Invalid weight_decay value: {}")
+        _check_clip(group["grad_clip"])
 
     def policy(self, name: str, named: bool, group: Group) -> str:
         return NO_DECAY if name in self.undecayed else ""

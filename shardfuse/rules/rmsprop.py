@@ -11,6 +11,7 @@ from shardfuse.rules.base import (
     Group,
     Settings,
     check_at_least_zero,
+    check_lr,
     divide,
     vanishes,
 )
@@ -41,9 +42,11 @@ class RMSpropRule(ElementwiseRule):
     """
 
     torch_keys: ClassVar[frozenset[str]] = frozenset({"momentum", "centered"})
+    optional_states: ClassVar[tuple[str, ...]] = ("momentum_buffer", "grad_avg")
+    squares: ClassVar[frozenset[str]] = frozenset({"square_avg"})
 
     def check_values(self, group: Group) -> None:
-        check_at_least_zero(group, "lr", "Invalid learning rate: {}")
+        check_lr(group)
         check_at_least_zero(group, "eps", "Invalid epsilon value: {}")
         check_at_least_zero(group, "momentum", "Invalid momentum value: {}")
         check_at_least_zero(group, "weight_decay", "Invalid weight_decay value: {}")

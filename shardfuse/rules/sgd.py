@@ -7,7 +7,15 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from shardfuse.rules.base import ElementwiseRule, Group, Settings, check_at_least_zero, check_number
+from shardfuse.rules.base import (
+    ElementwiseRule,
+    Group,
+    Settings,
+    check_at_least_zero,
+    check_lr,
+    check_number,
+    number,
+)
 
 
 class _Flags(NamedTuple):
@@ -29,13 +37,14 @@ class SGDRule(ElementwiseRule):
 
     counts_steps: ClassVar[bool] = False
     torch_keys: ClassVar[frozenset[str]] = frozenset({"momentum", "dampening", "nesterov"})
+    optional_states: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
 
     def check_values(self, group: Group) -> None:
-        check_at_least_zero(group, "lr", "Invalid learning rate: {}")
+        check_lr(group)
         check_at_least_zero(group, "momentum", "Invalid momentum value: {}")
         check_at_least_zero(group, "weight_decay", "Invalid weight_decay value: {}")
         check_number(group, "dampening", "Invalid dampening value: {}")
-        undamped = math.isclose(group["dampening"], 0.0, abs_tol=1e-15)
+        undamped = math.isclose(number(group["dampening"], "dampening"), 0.0, abs_tol=1e-15)
         if group["nesterov"] and (group["momentum"] <= 0 or not undamped):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 
