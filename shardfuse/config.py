@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -190,7 +191,8 @@ class ShardConfig:
         bound = self.clip_grad_norm
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float)):
             raise TypeError(f"clip_grad_norm must be a number or None, got {bound!r}.")
-        if bound is not None and not bound > 0:
+        is_bound = bound is None or (0 < bound <= sys.float_info.max or bound == float("inf"))
+        if not is_bound:
             raise ValueError(f"Invalid clip_grad_norm: {bound}. Must be > 0, or None for no clip.")
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):

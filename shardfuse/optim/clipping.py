@@ -13,6 +13,7 @@ from shardfuse.engine.step import StepEngine
 from shardfuse.grads.protocol import GradPhase
 from shardfuse.layout import BLOCK
 from shardfuse.optim.torch_like import TorchLike
+from shardfuse.rules.base import number
 from shardfuse.untraced import untraced
 
 
@@ -114,6 +115,7 @@ class Clipped(TorchLike):
         """
         self._refuse_if_foreign("clip_grad_norm()")
         with self.communicator.call("clip_grad_norm()"):
+            max_norm = number(max_norm, "max_norm")
             if not max_norm > 0:
                 raise ValueError(f"Invalid max_norm: {max_norm}. Must be > 0.")
             norm = self._grad_norm(max_norm)

@@ -10,6 +10,7 @@ import torch
 
 from shardfuse.agreement import agree
 from shardfuse.comm import Communicator
+from shardfuse.comm.base import PeerError
 from shardfuse.config import ShardConfig
 from shardfuse.engine import sharded_io, state_io
 from shardfuse.engine.flat_state import FlatState, rebind
@@ -247,11 +248,28 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 load = self._prepared(self._hooked(state_dict))
             except Exception as failure:
                 error = failure
-            agree(self.communicator, self._device, [], error, to="load the state dict")
-            assert load is not None
-            load()
+            refusal = self._refusal(error)
+            if refusal is None:
+                assert load is not None
+                load()
+        if refusal is not None:  # by now, all ranks know: their calls have not come apart
+            raise refusal
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _refusal(self, error: Exception | None) -> Exception | None:
+        """Return ``error``, or that another rank has one, or None. Collective.
+
+        Raises:
+            PeerError: the ranks could not tell each other.
+        """
+        try:
+            agree(self.communicator, self._device, [], error, to="load the state dict")
+        except PeerError:
+            raise
+        except Exception as failure:
+            return failure
+        return None
 
     def _hooked(self, state_dict: Any) -> Mapping[str, Any]:
         """Return a state dict as the pre-hooks have it; TypeError if it is none."""

@@ -239,7 +239,7 @@ ROUNDING = 1e-12
 def number(value: Any, name: str) -> float:
     """Return the hyper-parameter ``name``, a number or a one-element tensor, as a float.
 
-    An int that no float holds is infinite.
+    An int that no float holds is NaN, which no check takes.
 
     Raises:
         TypeError: it is something else; a number written as a string, too.
@@ -252,7 +252,7 @@ def number(value: Any, name: str) -> float:
             raise TypeError
         return float(value)
     except OverflowError:
-        return math.inf if value > 0 else -math.inf
+        return math.nan
     except (TypeError, ValueError, RuntimeError):  # of complex and meta tensors, too
         kind = type(value).__name__
         raise TypeError(

@@ -100,7 +100,7 @@ def switches_for(variant: str, **overrides: object) -> LambSwitches:
         ValueError: an unknown variant, a bound out of range, or a bad pattern.
         TypeError: patterns that are not a sequence.
     """
-    if variant not in PRESETS:
+    if not isinstance(variant, str) or variant not in PRESETS:
         raise ValueError(f"Invalid variant: {variant!r}. Use one of {get_args(LambVariant)}.")
     given = {name: value for name, value in overrides.items() if value is not None}
     given["variant"] = variant
@@ -128,7 +128,7 @@ def switches_for(variant: str, **overrides: object) -> LambSwitches:
         raise ValueError(
             f"Invalid bias_correction: {switches.bias_correction!r}. Use True, False or 'outside'."
         )
-    if not 0 <= switches.min_coeff <= switches.max_coeff:
+    if not (0 <= switches.min_coeff <= switches.max_coeff and switches.min_coeff < math.inf):
         raise ValueError(
             f"Invalid min_coeff, max_coeff: {switches.min_coeff}, {switches.max_coeff}. Must be "
             "0 <= min_coeff <= max_coeff."

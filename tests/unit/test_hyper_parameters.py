@@ -1,0 +1,208 @@
+"""Every hyper-parameter of every class, as what it cannot be, wherever it is given."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardfuse import ShardConfig, ShardedAdamW, ShardedLamb
+from shardfuse.optim import paddle
+from tests.support.edited_dicts import KINDS, Kind, bits, build, train
+
+NAN, INF = float("nan"), float("inf")
+HUGE = 10**400
+
+VALUES: dict[str, Any] = {
+    "nan": NAN,
+    "inf": INF,
+    "-inf": -INF,
+    "-1": -1,
+    "text": "0.1",
+    "None": None,
+    "True": True,
+    "huge": HUGE,
+    "1e300": 1e300,
+    "two": torch.ones(2),
+    "complex": 1j,
+    "list": [0.5],
+    "dict": {},
+}
+
+SWITCHES = {
+    "amsgrad", "nesterov", "centered", "decoupled_decay", "lr_in_momentum", "maximize",
+}  # fmt: skip
+OF_TORCH = {"foreach", "fused", "capturable", "differentiable"}  # the last one: test_torch_keys.py
+SIGNED = {"dampening"}  # torch.optim.SGD takes any
+DECAYS_OF_ANY_SIGN = ("BertAdam", "Lamb")  # torch_npu and Paddle take any
+
+
+def takes(kind: Kind, key: str, value: str) -> bool:
+    """Return whether upstream gives this value a meaning: see the table in optim/README.md."""
+    if key in SWITCHES:
+        # Nesterov's needs a momentum and no dampening, which KINDS has; Paddle has no maximize.
+        return value == "None" or (value == "True" and kind.cls is not paddle.Lamb)
+    if value == "True":  # the number 1
+        return key not in ("b1", "b2", "beta1", "beta2", "betas", "warmup", "schedule", "grad_clip")
+    if value == "-1":
+        is_decay = key in ("weight_decay", "lamb_weight_decay", "l2")
+        any_sign = is_decay and kind.cls.__name__.endswith(DECAYS_OF_ANY_SIGN)
+        return key in {*SIGNED, "warmup", "t_total", "max_grad_norm"} or any_sign
+    if key == "grad_clip":
+        return value == "None"
+    if value == "inf":
+        return key in ("max_grad_norm", "delta")
+    # BertAdam's bound is none where it is not above 0.
+    return value == "-inf" and key == "max_grad_norm"
+
+
+def keys_of(kind: Kind) -> list[str]:
+    own = {"params", "param_names", "step", *OF_TORCH}
+    return [key for key in build(kind, 0).param_groups[0] if key not in own]
+
+
+def refusal(act: Any) -> str:
+    try:
+        act()
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def of_paddle(key: str) -> str | None:
+    """Return the key in a group dict of Paddle's for one of the rule's."""
+    names = {"eps": "epsilon", "weight_decay": "lamb_weight_decay", "lr_scale": "learning_rate"}
+    names |= {"l2": "weight_decay", "lr": "", "betas": "", "grad_clip": ""}
+    return names.get(key, key) or None
+
+
+def one() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(2))]
+
+
+@pytest.mark.parametrize("place", ["constructor", "late group", "edit", "state dict"])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_value_of_every_key(name: str, place: str) -> None:
+    """It is refused at once, by an error with its name, and nothing changes; or it has a meaning."""
+    kind = KINDS[name]
+    optimizer = build(kind, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    wrong = []
+    for key in keys_of(kind):
+        for text, value in VALUES.items():
+            before = bits(optimizer)
+            given = of_paddle(key) if kind.cls is paddle.Lamb else key
+            own = optimizer.param_groups[0][key]
+            if place == "constructor":
+                options = {**kind.options, "lr": 0.1, given: value}
+                if kind.cls is paddle.Lamb or given is None:
+                    continue
+                said = refusal(lambda: kind.cls(one(), **options))  # noqa: B023
+            elif place == "late group":
+                if given is None or (given == "learning_rate" and value is None):
+                    continue
+                group = {"params": one(), given: value}
+                adding = build(kind, 0)
+                said = refusal(lambda: adding.add_param_group(group))  # noqa: B023
+                assert not said or len(adding.param_groups) == 2
+            elif place == "edit":
+                optimizer.param_groups[0][key] = value
+                changed = bits(optimizer)
+                said = refusal(lambda: train(optimizer, 1))
+                if said and bits(optimizer) != changed:
+                    wrong.append(f"{key} = {text} has changed something: {said}")
+                optimizer.param_groups[0][key] = own
+            else:
+                told = copy.deepcopy(saved)
+                told["param_groups"][0][key] = value
+                said = refusal(lambda: optimizer.load_state_dict(told))  # noqa: B023
+                if said and bits(optimizer) != before:
+                    wrong.append(f"{key} = {text} has changed something: {said}")
+                optimizer.load_state_dict(copy.deepcopy(saved))
+            paddles = kind.cls is paddle.Lamb and place == "late group"
+            if paddles and text in ("True", "None"):  # Paddle takes no bool; None may be left out
+                continue
+            if bool(said) is takes(kind, key, text):
+                wrong.append(f"{key} = {text}: {said or 'taken'}")
+            elif said and not _names(said, key):
+                wrong.append(f"{key} = {text} is not named: {said}")
+    assert wrong == []
+
+
+WORDS = {"lr": "learning rate", "eps": "epsilon", "e": "epsilon", "l2": "weight_decay"}
+WORDS |= {"betas": "beta", "lr_scale": "learning_rate", "nesterov": "Nesterov|nesterov"}
+
+
+def _names(said: str, key: str) -> bool:
+    """Return whether an error has the name of a key, or upstream's words for it."""
+    return re.search(rf"{WORDS.get(key, key)}|\b{key}\b|hyper-parameter", said) is not None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"variant": []},
+        {"adam": "no"},
+        {"use_global_grad_norm": NAN},
+        {"max_grad_norm": NAN},
+        {"max_grad_norm": "1"},
+        {"clamp_value": "10"},
+        {"clamp_value": -HUGE},
+        {"min_coeff": INF},
+        {"max_coeff": 1j},
+        {"bias_correction": 1},
+        {"always_adapt": "False"},
+    ],
+    ids=str,
+)
+def test_what_lamb_has_beside_groups(options: dict[str, Any]) -> None:
+    """Its switches and bounds, which the constructor alone takes, are named, too."""
+    with pytest.raises((TypeError, ValueError), match=next(iter(options))):
+        ShardedLamb([("w", one()[0])], **options)
+
+
+@pytest.mark.parametrize("value", [NAN, -INF, -1, "0.1", None, torch.ones(2), 1j, -HUGE], ids=str)
+def test_bounds_of_clips(value: Any) -> None:
+    """A bound that is no number above 0 is refused where it is given."""
+    for make in (paddle.ClipGradByNorm, paddle.ClipGradByGlobalNorm, paddle.ClipGradByValue):
+        with pytest.raises((TypeError, ValueError), match=r"clip_norm|max|bounds"):
+            make(value)
+    with pytest.raises((TypeError, ValueError), match="max_norm"):
+        ShardedAdamW(one(), lr=0.1).clip_grad_norm(value)
+    if value is not None:
+        with pytest.raises((TypeError, ValueError), match="clip_grad_norm"):
+            ShardConfig(clip_grad_norm=value)
+
+
+@pytest.mark.parametrize(
+    "value", [NAN, INF, -1, "0.1", None, True, HUGE, torch.ones(2), 1j], ids=str
+)
+def test_rates_of_paddle(value: Any) -> None:
+    """Its constructor and set_lr() take no bool, as Paddle's own."""
+    with pytest.raises((TypeError, ValueError), match=r"learning rate|hyper-parameter"):
+        paddle.Lamb(learning_rate=value, parameters=one())
+    optimizer = paddle.Lamb(parameters=one())
+    with pytest.raises((TypeError, ValueError), match=r"learning rate|hyper-parameter"):
+        optimizer.set_lr(value)
+    for name in ("beta1", "beta2", "epsilon", "lamb_weight_decay"):
+        if (name, value) not in [("epsilon", True), ("lamb_weight_decay", True)] and not (
+            name == "lamb_weight_decay" and isinstance(value, int) and value == -1
+        ):
+            with pytest.raises((TypeError, ValueError), match=r"beta|epsilon|weight_decay|eps"):
+                paddle.Lamb(parameters=one(), **{name: value})
+
+
+def test_a_schedule_may_end_below_zero_by_rounding() -> None:
+    """torch's LinearLR does: the last steps of a run, and its checkpoint, go on."""
+    optimizer = ShardedAdamW(one(), lr=1 / 3)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 3, 0.0, total_iters=97)
+    for _ in range(97):
+        train(optimizer, 1)
+        schedule.step()
+    assert -1e-12 < optimizer.param_groups[0]["lr"] < 0
+    train(optimizer, 1)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
