@@ -210,7 +210,7 @@ class Lamb(ShardedOptimizer):
             "eps": options.pop("epsilon"),
             "weight_decay": options.pop("lamb_weight_decay"),
             "lr_scale": options.pop("learning_rate", 1.0),
-            "l2": 0.0 if decay is None else _number(decay),
+            "l2": 0.0 if decay is None else _number(decay, "weight_decay"),
             "grad_clip": _plain(options.pop("grad_clip")),
             **options,
         }
@@ -389,10 +389,11 @@ def _plain(clip: GradClip | None) -> GroupClip | None:
     )
 
 
-def _number(value: Any) -> float:
+def _number(value: Any, name: str = "learning_rate") -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
-        raise TypeError(f"Expected a number, or for the learning rate a scheduler, got {value!r}.")
-    return number(value, "a hyper-parameter")
+        kinds = "Expected a number, or for the learning rate a scheduler"
+        raise TypeError(f"{kinds}, as {name}, got {value!r}.")
+    return number(value, name)
 
 
 def _checked_scheduler(scheduler: Any) -> LRScheduler:

@@ -45,7 +45,8 @@ def takes(kind: Kind, key: str, value: str) -> bool:
     """Return whether upstream gives this value a meaning: see the table in optim/README.md."""
     if key in SWITCHES:
         # Nesterov's needs a momentum and no dampening, which KINDS has; Paddle has no maximize.
-        return value == "None" or (value == "True" and kind.cls is not paddle.Lamb)
+        may_be = kind.cls is not paddle.Lamb and kind is not KINDS["ShardedSGD plain"]
+        return value == "None" or (value == "True" and may_be)
     if value == "True":  # the number 1
         return key not in ("b1", "b2", "beta1", "beta2", "betas", "warmup", "schedule", "grad_clip")
     if value == "-1":
@@ -54,7 +55,7 @@ def takes(kind: Kind, key: str, value: str) -> bool:
         return key in {*SIGNED, "warmup", "t_total", "max_grad_norm"} or any_sign
     if key == "grad_clip":
         return value == "None"
-    if value == "inf":
+    if value in ("inf", "1e300"):
         return key in ("max_grad_norm", "delta")
     # BertAdam's bound is none where it is not above 0.
     return value == "-inf" and key == "max_grad_norm"
@@ -87,7 +88,7 @@ def one() -> list[nn.Parameter]:
 @pytest.mark.parametrize("place", ["constructor", "late group", "edit", "state dict"])
 @pytest.mark.parametrize("name", KINDS)
 def test_every_value_of_every_key(name: str, place: str) -> None:
-    """It is refused at once, by an error with its name, and nothing changes; or it has a meaning."""
+    """It is refused at once, by name, and nothing changes; or upstream gives it a meaning."""
     kind = KINDS[name]
     optimizer = build(kind, 1)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -105,7 +106,7 @@ def test_every_value_of_every_key(name: str, place: str) -> None:
             elif place == "late group":
                 if given is None or (given == "learning_rate" and value is None):
                     continue
-                group = {"params": one(), given: value}
+                group = {"params": [("late", one()[0])], given: value}
                 adding = build(kind, 0)
                 said = refusal(lambda: adding.add_param_group(group))  # noqa: B023
                 assert not said or len(adding.param_groups) == 2
@@ -126,6 +127,8 @@ def test_every_value_of_every_key(name: str, place: str) -> None:
             paddles = kind.cls is paddle.Lamb and place == "late group"
             if paddles and text in ("True", "None"):  # Paddle takes no bool; None may be left out
                 continue
+            if "loaded state dict has no" in said:  # a state that the switch needs
+                continue
             if bool(said) is takes(kind, key, text):
                 wrong.append(f"{key} = {text}: {said or 'taken'}")
             elif said and not _names(said, key):
@@ -139,7 +142,7 @@ WORDS |= {"betas": "beta", "lr_scale": "learning_rate", "nesterov": "Nesterov|ne
 
 def _names(said: str, key: str) -> bool:
     """Return whether an error has the name of a key, or upstream's words for it."""
-    return re.search(rf"{WORDS.get(key, key)}|\b{key}\b|hyper-parameter", said) is not None
+    return re.search(rf"{WORDS.get(key, key)}|\b{key}\b", said) is not None
 
 
 @pytest.mark.parametrize(
@@ -179,21 +182,20 @@ def test_bounds_of_clips(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [NAN, INF, -1, "0.1", None, True, HUGE, torch.ones(2), 1j], ids=str
+    "value", [NAN, INF, -1, "0.1", None, True, HUGE, torch.ones(2), 1j], ids=lambda v: str(v)[:9]
 )
 def test_rates_of_paddle(value: Any) -> None:
     """Its constructor and set_lr() take no bool, as Paddle's own."""
-    with pytest.raises((TypeError, ValueError), match=r"learning rate|hyper-parameter"):
-        paddle.Lamb(learning_rate=value, parameters=one())
+    words = r"learning.rate"
     optimizer = paddle.Lamb(parameters=one())
-    with pytest.raises((TypeError, ValueError), match=r"learning rate|hyper-parameter"):
+    with pytest.raises((TypeError, ValueError), match=words):
+        paddle.Lamb(learning_rate=value, parameters=one())
+    with pytest.raises((TypeError, ValueError), match=words):
         optimizer.set_lr(value)
-    for name in ("beta1", "beta2", "epsilon", "lamb_weight_decay"):
-        if (name, value) not in [("epsilon", True), ("lamb_weight_decay", True)] and not (
-            name == "lamb_weight_decay" and isinstance(value, int) and value == -1
-        ):
-            with pytest.raises((TypeError, ValueError), match=r"beta|epsilon|weight_decay|eps"):
-                paddle.Lamb(parameters=one(), **{name: value})
+    assert optimizer.get_lr() == 0.001
+    for name in ("beta1", "beta2"):
+        with pytest.raises((TypeError, ValueError), match="beta"):
+            paddle.Lamb(parameters=one(), **{name: value})
 
 
 def test_a_schedule_may_end_below_zero_by_rounding() -> None:
