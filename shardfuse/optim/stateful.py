@@ -370,7 +370,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
             state_dict: the result of sharded_state_dict(), filled in place.
 
         Raises:
-            ValueError: a state is missing, or is another rank's part.
+            ValueError: a state is missing, is another rank's part, or has no valid step.
+            TypeError: groups or steps are of another kind.
         """
         self._refuse_if_foreign("load_sharded_state_dict()")
         sharded_io.load_sharded(self._held(), state_dict)

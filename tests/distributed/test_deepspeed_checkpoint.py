@@ -231,6 +231,46 @@ def states_of_other_sizes() -> tuple[str, bool]:
     return "no error", False
 
 
+def one_rank_has_a_bad_dict() -> list[tuple[str, bool]]:
+    """Return the error for each of some edits on rank 1, and whether anything has changed."""
+    job = job_of("ShardedAdamW", 2, "fp32")
+    engine, _ = runs.build(job)
+    runs.train(job, engine, 0, 2)
+    optimizer = engine.basic_optimizer
+    found = []
+    for edits in (
+        {"step": -1},
+        {"exp_avg": None},
+        {"exp_avg": [0.0]},
+        {"foo": torch.ones(3)},
+        {"exp_avg": optimizer.state_dict()["state"][0]["exp_avg"] * 1j},
+    ):
+        before = [dict(state) for state in optimizer.state.values()]
+        saved = optimizer.state_dict()
+        if dist.get_rank() == 1:
+            saved["state"][0] = {**saved["state"][0], **edits}
+        try:
+            optimizer.load_state_dict(saved)
+            text = "no error"
+        except (TypeError, ValueError, RuntimeError) as error:
+            text = str(error)
+        pairs = zip(before, optimizer.state.values(), strict=True)
+        found.append((text, all(a[name] is b[name] for a, b in pairs for name in a)))
+    runs.train(job, engine, 2, 3)
+    return found
+
+
+def test_one_rank_has_a_bad_dict() -> None:
+    """Every rank raises, nothing has changed on any, and training goes on."""
+    first, second = run_procs(2, one_rank_has_a_bad_dict, timeout=TIMEOUT)
+    words = ["whole number", "no exp_avg", "must be a tensor", "none of AdamW's", "complex64"]
+    for (others, is_same), (text, is_same_there), word in zip(first, second, words, strict=True):
+        assert is_same and is_same_there
+        assert word in text
+        assert word in others
+        assert "Another rank failed to load the state dict. rank 1" in others
+
+
 def test_states_of_other_sizes() -> None:
     """As of one rank's checkpoint on two: each would go on with the first half of them."""
     for error, is_changed in run_procs(2, states_of_other_sizes, timeout=TIMEOUT):

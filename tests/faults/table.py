@@ -41,7 +41,7 @@ FAULTS = {
         Fault(
             programs.model_loaded_on_one, ("params from layer0.weight to layer0.bias, by a sample",)
         ),
-        Fault(programs.state_loaded_on_one, ("loaded a state of step 2",)),
+        Fault(programs.state_loaded_on_one, ("load_state_dict()", "step()")),
         Fault(programs.another_checkpoint, ("a state of step 2", "a state of step 3")),
         Fault(programs.sparse_gradient, ("layer0.weight is sparse", "sparse=False")),
         Fault(programs.gradient_of_another_size, ("layer0.weight", "9 elements")),
