@@ -169,8 +169,8 @@ class Partitions:
         names = [f"the partition of group {index}" for index in range(len(groups))]
         entries = [*state_checks.saved_entries(state_dict, saved, names).values()]
         for name, group, new, own, entry in zip(names, groups, merged, saved, entries, strict=True):
-            _check_sizes(entry, group["params"][0])
             state_checks.check_known(rule, name, entry, {*rule.state_names(new)})
+            _check_sizes(entry, group["params"][0])
             for key in entry.keys() - {"step"}:
                 if entry[key] is None:
                     del entry[key]

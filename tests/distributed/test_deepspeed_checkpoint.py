@@ -265,7 +265,8 @@ def test_one_rank_has_a_bad_dict() -> None:
     first, second = run_procs(2, one_rank_has_a_bad_dict, timeout=TIMEOUT)
     words = ["whole number", "no exp_avg", "must be a tensor", "none of AdamW's", "complex64"]
     for (others, is_same), (text, is_same_there), word in zip(first, second, words, strict=True):
-        assert is_same and is_same_there
+        assert is_same
+        assert is_same_there
         assert word in text
         assert word in others
         assert "Another rank failed to load the state dict. rank 1" in others
