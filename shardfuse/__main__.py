@@ -44,8 +44,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def console() -> int:
     """Run a command as the console script ``shardfuse``."""
-    # As python -m has it: models by import path are looked for in the working directory.
-    sys.path.insert(0, "")
+    return main()
+
+
+def _module() -> int:
+    """Run a command as ``python -m shardfuse``.
+
+    Python has put the working directory first in sys.path. A command that reads a checkpoint there
+    must not run a safetensors.py that lies beside it. Before this, torch was imported, and what is
+    named as a module that torch imports has run: only the console script, or ``python -P``, keeps
+    Python from that.
+    """
+    if not getattr(sys.flags, "safe_path", False) and sys.path[:1] in ([""], [os.getcwd()]):
+        del sys.path[0]
     return main()
 
 
@@ -194,6 +205,9 @@ _PROG = "shardfuse" if Path(sys.argv[0]).name == "shardfuse" else "python -m sha
 
 def _with_options(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     """Return 2 for options that cannot be planned or compared, or a file not to be written."""
+    # Last, so that no file there is taken for a module of a library.
+    if ":" in arguments.model and not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
     try:
         return run(arguments)
     except (ValueError, TypeError, OSError) as error:
@@ -299,4 +313,4 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_module())

@@ -50,7 +50,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--model",
         required=True,
-        help="bert-tiny to bert-large; a number of elements, such as 10b; package.module:callable",
+        help="bert-tiny to bert-large; a number of elements, such as 10b; package.module:callable, "
+        "whose code is run, of an installed package or, looked for last, in the working directory",
     )
     command.add_argument("--world-size", type=int, required=True, help="ranks in all")
     command.add_argument(

@@ -29,7 +29,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--model",
         required=True,
         help="package.module:callable, called without arguments, whose module's weights are "
-        "compared on; bert-tiny to bert-large, or a number of elements, such as 10m, with weights "
+        "compared on, of an installed package or, looked for last, in the working directory; "
+        "bert-tiny to bert-large, or a number of elements, such as 10m, with weights "
         "drawn as BERT's are",
     )
     command.add_argument(

@@ -117,7 +117,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_console_script_is_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It finds models in the working directory, too, as ``python -m`` does."""
+    """It finds models in the working directory, too."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     script = config["options.entry_points"]["console_scripts"].strip()
