@@ -1,4 +1,14 @@
-"""A lock on a folder, for as long as the process that has it lives."""
+"""A lock on a folder, for as long as the process that has it lives.
+
+[Note: who has the lock] flock() belongs to an open file, which a forked child shares: workers of a
+DataLoader that outlive a trainer would keep its lock. So a child closes its copy as the first thing
+after fork(); what it execs never has one (O_CLOEXEC). Locks of fcntl() are not shared with
+children, but a process loses them as soon as it closes any descriptor of the file, which whoever
+copies or searches the folder does, and they do not keep two jobs of one process apart. Locks of
+open files (F_OFD_SETLK) are shared with children as well, and NFS does not have them. Linux turns
+flock() on NFS into a lock of the server's, which is released with the last copy of the descriptor,
+not the first, so closing the child's leaves it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +18,10 @@ import json
 import logging
 import os
 import socket
+import stat
 import time
+import weakref
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -30,11 +43,13 @@ class FolderLock:
     """A lock that keeps a second job out of a folder; also a context manager, which releases it.
 
     The operating system releases the lock when the process ends for any reason, so it is never
-    stale. Over NFS it also works between hosts.
+    stale. A child that is forked does not have it: see [Note: who has the lock]. Over NFS it also
+    works between hosts.
     """
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
+        _locks.add(self)
 
     def __enter__(self) -> FolderLock:
         return self
@@ -62,7 +77,9 @@ class FolderLock:
 
         Raises:
             FolderInUse: another process holds the lock.
-            OSError: the folder cannot be written to.
+            OSError: the folder cannot be written to; or what has the name of the lock file is a
+                link, a FIFO, a device or a folder, or holds something else. None of these is
+                followed or changed.
         """
         deadline = time.monotonic() + patience_s
         while True:
@@ -75,6 +92,7 @@ class FolderLock:
                 self.release()
                 time.sleep(_POLL_S)
         assert self._descriptor is not None
+        _check_content(self._descriptor, folder / LOCK_FILE)
         owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, json.dumps(owner).encode(), 0)
@@ -88,7 +106,8 @@ class FolderLock:
         Raises:
             FolderInUse, OSError: as for take().
         """
-        self._descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        self.release()
+        self._descriptor = _open(folder / LOCK_FILE)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -102,6 +121,70 @@ class FolderLock:
                 folder,
                 error.strerror,
             )
+
+
+_locks: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for lock in list(_locks):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link, which is not followed",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def _open(path: Path) -> int:
+    """Return a descriptor of the lock file, which is made if there is none."""
+    with suppress(FileNotFoundError):
+        _check_kind(os.lstat(path), path)  # opening a device may do something
+    try:
+        descriptor = os.open(path, _FLAGS, 0o644)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK):  # a link since then
+            raise _not_ours(path, _KINDS[stat.S_IFLNK]) from error
+        raise
+    try:
+        _check_kind(os.fstat(descriptor), path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+# A FIFO that nobody reads must not block, and a terminal must not become this process's.
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+
+def _check_kind(found: os.stat_result, path: Path) -> None:
+    kind = stat.S_IFMT(found.st_mode)
+    if kind != stat.S_IFREG:
+        raise _not_ours(path, _KINDS.get(kind, "no file"))
+
+
+def _check_content(descriptor: int, path: Path) -> None:
+    """Raise OSError where a file holds what no lock has written, such as a link's other name.
+
+    A host that lost its power may leave zeros.
+    """
+    start = os.pread(descriptor, 4096, 0)
+    if start.strip(b"\0") and not start.startswith(b'{"pid"'):
+        raise _not_ours(path, "a file with something else in it")
+
+
+def _not_ours(path: Path, what: str) -> OSError:
+    text = f"the name of the lock file is that of {what}: remove it, or name another folder"
+    return OSError(errno.EINVAL, text, str(path))
 
 
 def _owner(descriptor: int) -> str:
