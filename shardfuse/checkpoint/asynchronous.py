@@ -3,7 +3,8 @@
 [Note: no collective in a thread] Collectives of a thread could cross those of training. So ranks
 tell each other through the process group's key-value store: each the word of its part, and the
 first rank, once it has all of them, what came of it. wait() is collective, and made by the thread
-that trains: it notices a rank that has died, too.
+that trains: it notices a rank that has died, too. If the store is gone, as after the death of
+torchrun's agent, wait() collects the words.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from shardfuse.checkpoint.errors import CheckpointError
 from shardfuse.checkpoint.ranks import next_number
 from shardfuse.checkpoint.saving import Save
 from shardfuse.checkpoint.storage import Copies
+from shardfuse.comm.base import PeerError, unreadable
 from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.streams import current_stream
 
@@ -47,6 +49,8 @@ class AsyncSave:
         self._begin = _now(one.ranks.device)
         self._error: Exception | None = None
         self._written = threading.Event()
+        self._word = 0
+        self._is_unheard = False  # the first rank's: the store has not brought all words
         self._is_abandoned = False
         self._is_over = False
         self._topic = f"saves/{next_number(self._ranks.comm)}"
@@ -74,8 +78,10 @@ class AsyncSave:
         try:
             with self._ranks.call("checkpoint.wait()"):
                 self._written.wait()
-                self._ranks.agree(self._error)
+                words = self._ranks.agree(self._error, self._word)
                 self._thread.join()
+                if self._is_unheard:
+                    self._publish(words)
                 self._ranks.agree(self._error)
         finally:
             self._is_abandoned = True
@@ -108,34 +114,54 @@ class AsyncSave:
 
     def _run(self) -> None:
         with _beside(self._ranks.device, self._begin):
-            word, self._error = self._save.write()
+            self._word, self._error = self._save.write()
             self._copies.freeze()
         comm = self._ranks.comm
         text = "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
         if comm.world_size > 1:
-            comm.tell(self._topic, json.dumps([word, text]))
+            comm.tell(self._topic, json.dumps([self._word, text]))
         self._written.set()
         if comm.rank == 0 and self._error is None:
-            self._commit(word)
+            try:
+                self._commit()
+            except PeerError as error:
+                self._error = error
 
-    def _commit(self, word: int) -> None:
+    def _commit(self) -> None:
         """Publish once all parts are written; the first rank's."""
-        words = self._await_words() if self._ranks.comm.world_size > 1 else [word]
-        if not all(words):
+        words = self._await_words() if self._ranks.comm.world_size > 1 else [self._word]
+        if words is None:
+            self._is_unheard = True
+        elif all(words):
+            self._publish(words)
+        else:
             self._save.clear()
-            return
+
+    def _publish(self, words: list[int]) -> None:
         self._error = self._save.publish(words, self._then)
         if self._error is not None:
             logger.error("%s is not saved: %s", self._save.target, self._error)
 
-    def _await_words(self) -> list[int]:
-        """Return every rank's word; a 0 among them as soon as there is one."""
+    def _await_words(self) -> list[int] | None:
+        """Return every rank's word; a 0 among them as soon as there is one; None: no store."""
         while not self._is_abandoned:
-            told = [json.loads(text)[0] for text in self._ranks.comm.told(self._topic) if text]
+            texts = self._ranks.comm.told(self._topic)
+            told = [_word_in(text, self._topic) for text in texts if text is not None]
             if len(told) == self._ranks.comm.world_size or 0 in told:
                 return told
+            if self._ranks.comm.is_store_gone:
+                return None
             time.sleep(_POLL_S)
         return [0]
+
+
+def _word_in(text: str, key: str) -> int:
+    """Return the word of a rank from what it told."""
+    with suppress(ValueError, TypeError, RecursionError):
+        word, reason = json.loads(text)
+        if type(word) is int and 0 <= word < 1 << 24 and isinstance(reason, str):
+            return word
+    raise unreadable(key, text)
 
 
 def _now(device: torch.device) -> Any:

@@ -44,6 +44,15 @@ class PeerError(RuntimeError):
     """Another rank failed, or does something else than this one; raised on all of them."""
 
 
+def unreadable(key: str, text: str) -> PeerError:
+    """Return the error to raise where ``key`` of the group's store has what no rank writes."""
+    return PeerError(
+        f"The process group's store has {text[:80]!r} under {key!r}, which is nothing that a rank "
+        "of this version of shardfuse writes. Is another program using the store (MASTER_ADDR and "
+        "MASTER_PORT), or do ranks have different versions?"
+    )
+
+
 class Handle(Protocol):
     """A collective in flight."""
 
@@ -106,6 +115,13 @@ class Communicator(Protocol):
 
     def told(self, topic: str) -> list[str | None]:
         """Return what each rank has told of ``topic`` so far; None where nothing. Local."""
+
+    @property
+    def is_store_gone(self) -> bool:
+        """Whether tell() or told() found the group's store gone, which then stays so. Local.
+
+        Whoever keeps it may end before the ranks do, as torchrun's agent.
+        """
 
     @property
     def staging_nbytes(self) -> int:
@@ -188,6 +204,7 @@ class SingleRank:
     staging_nbytes = 0
     progress: Progress = "when waited for"
     epoch = 0
+    is_store_gone = False
 
     @property
     def everyone(self) -> Communicator:

@@ -61,6 +61,7 @@ class Board:
     _num_communicators: int = 0
     _numbered: Any = field(default_factory=weakref.WeakKeyDictionary)  # each: in which call
     _sent: Sent = field(default_factory=Sent)
+    is_store_gone: bool = False
     epoch: int = 0  # how often the ranks have met again after an error
     _error: str | None = None  # what the last call that failed died of
     _closed: str | None = None  # why no call can be made any more
@@ -173,9 +174,13 @@ class Board:
 
     def tell(self, topic: str, text: str) -> None:
         """Leave a text for the other ranks; they can read it from when this returns."""
-        with suppress(RuntimeError):
+        if self.is_store_gone:
+            return
+        try:
             self.store.set(f"told/{topic}/{self.rank}", text)
             self.store.add(f"told/{topic}", 1)  # unlike set(), it waits for an answer
+        except RuntimeError:
+            self.is_store_gone = True
 
     def told(self, topic: str) -> list[str | None]:
         """Return what each rank has told of ``topic``; None where nothing.
@@ -183,11 +188,14 @@ class Board:
         While nobody has told anything, that is one question to the store.
         """
         keys = [f"told/{topic}/{rank}" for rank in range(self.world_size)]
+        if self.is_store_gone:  # each question to it prints a trace of C++
+            return [None] * self.world_size
         try:
             if not self.store.check([f"told/{topic}"]):
                 return [None] * self.world_size
             return [_text(self.store.get(k)) if self.store.check([k]) else None for k in keys]
         except RuntimeError:
+            self.is_store_gone = True
             return [None] * self.world_size
 
     # What others do

@@ -91,6 +91,11 @@ class MeshCommunicator:
     def told(self, topic: str) -> list[str | None]:
         return self._everyone.told(topic)
 
+    @property
+    def is_store_gone(self) -> bool:
+        """Whether the store of all ranks is."""
+        return self._everyone.is_store_gone
+
     def reduce_scatter(
         self,
         input: torch.Tensor,

@@ -189,6 +189,11 @@ class ProcessGroupCommunicator:
     def told(self, topic: str) -> list[str | None]:
         return self._board.told(f"{self.number}/{topic}")
 
+    @property
+    def is_store_gone(self) -> bool:
+        """Whether the board has found it gone."""
+        return self._board.is_store_gone
+
     def _confirm(self) -> None:
         """Have the ranks compare what they declared, where messages cannot tell."""
         if self._traits.aborts_on_mismatch:

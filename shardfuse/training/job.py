@@ -1,38 +1,31 @@
-"""A loop over steps that saves, stops when told to, and goes on where it was when started again.
-
-[Note: one step to save after] Ranks are told to stop at different moments, some never. They agree
-without a collective: a rank that is told after step s leaves word in the store, "after step s + 2",
-before it begins the next. Everyone looks there after each step, and finds it in time: whoever has
-finished step s + 2 has used gradients of that rank's step s + 1 at least, which came after the
-word. On accelerators a host runs ahead of its device, and waits here for the step before the last.
-"""
+"""A loop over steps that saves, stops when told to, and goes on where it was when started again."""
 
 from __future__ import annotations
 
 import logging
-import signal
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from shardfuse.checkpoint import CheckpointError, Checkpoints, PerRank
-from shardfuse.checkpoint.ranks import Ranks, check_state, next_number, tried
+from shardfuse.checkpoint.ranks import Ranks, check_state, tried
 from shardfuse.comm import Communicator
 from shardfuse.optim.stateful import StatefulOptimizer
 from shardfuse.training.lock import FolderInUse, FolderLock
 from shardfuse.training.random_state import RandomState
+from shardfuse.training.signals import DEFAULT, Signals
+from shardfuse.training.stop import StopTogether, remove_old_words
 
 logger = logging.getLogger("shardfuse")
 
 _PATIENCE_S = 20.0
 """How long a job before this one has to end."""
 
-_LEAD = 2
 _RANDOM = "random"
 
 
@@ -44,6 +37,7 @@ class Job:
 
     * It saves every ``save_every`` steps, after the last step, and when it is told to stop.
     * A signal of ``signals`` to any rank stops all ranks two steps later, after the same step.
+    * If torchrun is killed, the ranks that it has started stop in the same way.
     * Every rank's random state is restored. With another number of ranks the generators start
       afresh, and a warning says so.
     * Leaving waits for a save beside training, on all ranks.
@@ -57,15 +51,16 @@ class Job:
         save_every: finished steps between two saves.
         keep: number of whole checkpoints that remain after a save.
         beside_training: write while training continues, as async_save() does.
-        signals: signals that stop the run; Slurm's ``--signal`` sends one. The main thread handles
-            them.
+        signals: signals that stop the run; SIGTERM, SIGINT, SIGUSR1 and SIGHUP if left out. Slurm's
+            ``--signal`` sends one. The main thread handles them. SIGHUP stays ignored where it is,
+            as under nohup.
         process_group: the ranks, if ``state`` has no ShardedOptimizer.
         trusted: whether values may be more than plain data, such as arrays of numpy. Loading them
             runs code from the file.
 
     Raises:
-        ValueError: ``save_every`` or ``keep`` is less than 1; or a key of ``state`` is "random",
-            under which the random state is saved.
+        ValueError: ``save_every`` or ``keep`` is less than 1; a signal cannot be caught; or a key
+            of ``state`` is "random", under which the random state is saved.
         RuntimeError: DeepSpeed shards an optimizer of ``state``; its engine saves.
     """
 
@@ -83,23 +78,24 @@ class Job:
         save_every: int,
         keep: int = 2,
         beside_training: bool = False,
-        signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
+        signals: Sequence[int] = DEFAULT,
         process_group: Any = None,
         trusted: bool = False,
     ) -> None:
         check_state(state)
         if _RANDOM in state:
             raise ValueError(f"The key {_RANDOM!r} is the Job's own, of random states. Rename it.")
-        if not isinstance(save_every, int) or save_every < 1:
+        is_number = isinstance(save_every, int) and not isinstance(save_every, bool)
+        if not is_number or save_every < 1:
             raise ValueError(f"Invalid save_every: {save_every!r}. Must be a number of steps >= 1.")
         for value in state.values():
             if isinstance(value, StatefulOptimizer):
                 value._refuse_if_foreign("Job")  # and not at the first save, hours later
+        self._lock, self._signals = FolderLock(), Signals(signals)
         self.step, self.is_stopped = 0, False
         self.checkpoints = Checkpoints(folder, keep=keep, process_group=process_group)
         self._state, self._save_every, self._beside_training = state, save_every, beside_training
         self._group, self._trusted = process_group, trusted
-        self._lock, self._signals = FolderLock(), Signals(signals)
         self._comm: Communicator
         self._epoch = 0
         self._ends: list[torch.Event] = []  # of steps that the device may not have finished
@@ -110,7 +106,8 @@ class Job:
         with ranks.call("entering a Job"):
             error = tried(self._take_folder)[1] if ranks.comm.rank == 0 else None
             ranks.agree(error)
-        self._stop = StopTogether(ranks)
+            number = ranks.number_of_first(secrets.randbits(48))
+        self._stop = StopTogether(ranks, folder, number)
         self._comm = ranks.comm
         try:
             self._load()
@@ -167,6 +164,7 @@ class Job:
         if self.step != saved_at:
             self._save(beside_training=False)
         self.checkpoints.wait()
+        self._stop.clear()
 
     def _take_folder(self) -> None:
         folder = self.checkpoints.folder
@@ -176,6 +174,7 @@ class Job:
         except FolderInUse as error:
             text = f"{error}; wait for that job to end, or name another folder."
             raise CheckpointError(text) from error
+        remove_old_words(folder)
 
     def _load(self) -> None:
         saved = self._saved()
@@ -208,53 +207,3 @@ def _tell_new_numbers(saved: int, present: int) -> None:
         saved,
         present,
     )
-
-
-class StopTogether:
-    """After which step all ranks stop; see [Note: one step to save after].
-
-    Args:
-        ranks: who stops.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._comm = ranks.comm
-        self._topic = f"stop/{next_number(ranks.comm)}"
-        self._own: int | None = None
-
-    def is_after(self, step: int, is_asked: bool) -> bool:
-        """Return whether ``step`` is the last; ``is_asked``: this rank was told to stop. Local."""
-        if is_asked and self._own is None:
-            self._own = step + _LEAD
-            self._comm.tell(self._topic, str(self._own))
-        told = [int(text) for text in self._comm.told(self._topic) if text is not None]
-        ends = told if self._own is None else [*told, self._own]
-        return any(end <= step for end in ends)
-
-
-class Signals:
-    """Notes signals while they are taken.
-
-    Args:
-        numbers: of the signals.
-    """
-
-    def __init__(self, numbers: Sequence[int]) -> None:
-        self.is_noted = False
-        self._numbers = numbers
-        self._previous: Mapping[int, Any] = {}
-
-    def take(self) -> None:
-        """Have the signals noted, if this is the main thread: Python allows it nowhere else."""
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._note) for number in self._numbers}
-
-    def give_back(self) -> None:
-        """Put the earlier handlers back."""
-        for number, handler in self._previous.items():
-            with suppress(ValueError, TypeError):  # another thread; a handler that is not Python's
-                signal.signal(number, handler)
-        self._previous = {}
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.is_noted = True

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from shardfuse.checkpoint.ranks import Ranks
 from shardfuse.optim import stateful
 from shardfuse.training import FolderLock, Job, RandomState
 from shardfuse.training import job as job_module
-from shardfuse.training.job import StopTogether
+from shardfuse.training.stop import StopTogether
 from tests.support import contract
 from tests.support.harness import log_of_shardfuse, run_procs
 from tests.support.placing import on_device
@@ -208,31 +209,52 @@ def test_one_rank_fails_alone(world_size: int, tmp_path: Path) -> None:
         assert again == ("", "6")
 
 
-def stop_at_random(seed: int) -> list[int]:
+class Mortal:
+    """A store that is gone from when a file is there, to all ranks at once."""
+
+    def __init__(self, store: Any, end: Path) -> None:
+        self._store, self._end = store, end
+
+    def __getattr__(self, name: str) -> Any:
+        if self._end.exists():
+            raise RuntimeError("Broken pipe")
+        return getattr(self._store, name)
+
+
+def stop_at_random(seed: int, folder: Path, dies: bool) -> list[int]:
     """Return after which step this rank stops, of several runs."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     own, ends = random.Random(100 * seed + rank), []
     ranks = Ranks({}, None, "")
-    for _ in range(12):
-        stop = StopTogether(ranks)
+    board: Any = ranks.comm._board  # type: ignore[attr-defined]
+    store, death = board.store, random.Random(seed)
+    for number in range(12):
+        stop = StopTogether(ranks, folder, number)
+        end, dies_at = folder / f"end-{number}", death.randrange(9)
+        board.store, board.is_store_gone = Mortal(store, end), False
         told_at = own.choice([own.randrange(6), 10**6]) if rank else own.randrange(6)
         for step in range(1, 100):
             time.sleep(own.choice([0.0, 0.0, 0.001, 0.004]))
+            if dies and rank == 0 and step > dies_at:
+                end.touch()
             dist.all_reduce(torch.ones(world_size))  # what step() waits for
             if on_device():
                 torch.accelerator.synchronize()  # as Job does
             if stop.is_after(step, is_asked=step > told_at):
                 ends.append(step)
                 break
+        dist.barrier()
+        stop.clear()
     return ends
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_all_stop_after_the_same_step(seed: int) -> None:
-    """Whoever is told, whenever, and however late some of them look."""
-    first, *others = run_procs(3, stop_at_random, seed)
+@pytest.mark.parametrize(("seed", "dies"), [(0, False), (1, True)])
+def test_all_stop_after_the_same_step(seed: int, dies: bool, tmp_path: Path) -> None:
+    """Whoever is told, whenever, however late some of them look, and also if the store is lost."""
+    first, *others = run_procs(3, stop_at_random, seed, tmp_path, dies)
     assert len(first) == 12
     assert all(ends == first for ends in others)
+    assert not list(tmp_path.glob(".stop-*"))
 
 
 def stopped_and_entered_again(folder: str) -> list[tuple[int, bool]]:
@@ -385,3 +407,41 @@ def test_torchrun_restarts_it(tmp_path: Path) -> None:
         results.append(torch.load(folder / "last.pt"))
     assert len(list((tmp_path / "killed").glob("killed *"))) == 2
     assert_bitwise(list(results[1].values()), list(results[0].values()))
+
+
+ORPHAN = SCRIPT.replace(
+    "model(torch.randn", "(folder / f'{step} {rank}').touch(); model(torch.randn"
+)
+ORPHAN = ORPHAN.replace("steps(12)", "steps(100_000)")
+
+
+@pytest.mark.parametrize("collectives", ["auto", "pairwise", "native"])
+def test_ranks_that_outlive_torchrun_save_and_end(collectives: str, tmp_path: Path) -> None:
+    """The store is torchrun's, and ends with it."""
+    script = tmp_path / "job.py"
+    script.write_text(ORPHAN.replace('"eager"}', f'"eager", "collectives": "{collectives}"}}'))
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "log").open("wb") as log:
+        torchrun = subprocess.Popen(
+            [*command, "--nproc-per-node", "2", str(script), str(tmp_path / "run")],
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        _await(lambda: (tmp_path / "run" / "9 1").exists())
+    finally:
+        torchrun.kill()
+        torchrun.wait()
+    _await((tmp_path / "run" / "last.pt").exists)
+    assert "torchrun's agent" in (tmp_path / "log").read_text(errors="replace")
+    assert not list((tmp_path / "run").glob(".stop-*"))
+
+
+def _await(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 100
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

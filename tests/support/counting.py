@@ -63,6 +63,11 @@ class CountingCommunicator:
         return self.inner.told(topic)
 
     @property
+    def is_store_gone(self) -> bool:
+        """Pass on: it is no collective."""
+        return bool(self.inner.is_store_gone)
+
+    @property
     def staging_nbytes(self) -> int:
         """Bytes of the inner one's buffers."""
         return int(self.inner.staging_nbytes)

@@ -109,6 +109,11 @@ class LazyCommunicator:
         """Return that nobody has told anything."""
         return [None] * self.world_size
 
+    @property
+    def is_store_gone(self) -> bool:
+        """There is none to lose."""
+        return False
+
     def reduce_scatter(
         self,
         input: Tensor,

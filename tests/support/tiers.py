@@ -193,7 +193,7 @@ EXHAUSTIVE = re.compile(
             r"test_export\.py::test_peak_memory",
             r"^tests/unit/test_distribution\.py",
             r"test_torch_state_dict\.py::test_save_and_load_of.*(torch's-(bert|adamw-bf16-3)|ours-(adamw|bert-2))",
-            r"test_job\.py::test_torchrun_restarts_it",
+            r"test_job\.py::test_(torchrun_restarts_it|ranks_that_outlive)",
             r"test_doctor\.py::(test_one_rank_is_ill\[(?!sums)|test_behind.*from the start)",
             # Plans against real ranks, but for one of each kind.
             r"test_plan\.py::test_memory.*\[adamw-(stage 1-4|stage 2-2|no|native-4|native,|b|few)",

@@ -25,7 +25,7 @@ from pretraining.reporting import Report
 from pretraining.samples import IGNORED_LABEL, Batch, SampleStream
 from shardfuse import ShardedGradScaler
 from shardfuse.training import StepMonitor
-from shardfuse.training.job import Signals
+from shardfuse.training.signals import Signals
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
