@@ -33,13 +33,15 @@ take() { # [--dry-run] RECIPE [OPTION ...]: set dry_run, and options to those of
   [ -f "$file" ] || refuse "no recipe is called $1; there are ${names//$'\n'/, }"
   shift
   options=()
-  while read -r line; do
+  while read -r line || [ -n "$line" ]; do # the last line may lack its end
+    line=${line%$'\r'}
     case "$line" in "" | "#"*) continue ;; esac
     read -ra words <<<"$line"
     options+=("${words[@]}")
   done <"$file"
   if [ -n "${CORPUS:-}" ]; then
-    read -ra words <<<"$CORPUS"
+    read -r -d '' -a words <<<"$CORPUS" || true # over all of its lines
+    [ ${#words[@]} -gt 0 ] || refuse "CORPUS has only blanks: name text files or folders"
     options+=(--corpus "${words[@]}")
   fi
   options+=("$@")

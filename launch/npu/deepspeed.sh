@@ -23,11 +23,14 @@ if [ "$dry_run" = no ]; then
       [ -z "${!name:-}" ] || echo "$name=${!name}"
     done
     for file in "$HOME/$given" "$given"; do # where DeepSpeed looks
-      [ ! -f "$file" ] || grep = "$file" || true
+      [ ! -f "$file" ] || [ -r "$file" ] || refuse "$file cannot be read"
+      [ ! -f "$file" ] || grep -e = -- "$file" || true
     done
   )
-  export DS_ENV_FILE="$repository/runs/deepspeed-env"
-  mkdir -p "$repository/runs"
+  # The user's variables may be secrets: nobody else reads them, and nothing is left.
+  DS_ENV_FILE=$(mktemp "${TMPDIR:-/tmp}/shardfuse-env.XXXXXXXX")
+  export DS_ENV_FILE
+  trap 'rm -f -- "$DS_ENV_FILE"' EXIT
   echo "$passed" >"$DS_ENV_FILE"
 fi
 launcher=(deepspeed --hostfile "$HOSTFILE" --no_local_rank --master_port "${MASTER_PORT:-29500}")

@@ -207,19 +207,61 @@ def test_deepspeed_refuses(text: str | None, words: str, tmp_path: Path) -> None
     assert words in result.stderr
 
 
-def test_what_deepspeed_passes_on(tmp_path: Path) -> None:
-    """The user's own file of variables is read and left as it is; none need be set."""
-    own = tmp_path / "my variables"
+DEEPSPEED = """#!/bin/sh
+cp -p "$DS_ENV_FILE" "$KEPT"
+echo "$DS_ENV_FILE" >"$KEPT.name"
+"""
+
+
+@pytest.mark.parametrize("ends", ["alone", "by a signal"])
+def test_what_deepspeed_passes_on(ends: str, tmp_path: Path) -> None:
+    """The user's own file of variables is read and left as it is; none need be set.
+
+    Secrets may be among them: the copy is only this user's, and is gone when the job is.
+    """
+    own, kept, temporary = tmp_path / "my variables", tmp_path / "kept", tmp_path / "temporary"
     own.write_text("HTTP_PROXY=a b\n\nTASK_QUEUE_ENABLE=1")
-    passed = REPOSITORY / "runs" / "deepspeed-env"
+    own.chmod(0o600)
+    temporary.mkdir()
+    (tmp_path / "deepspeed").write_text(DEEPSPEED + "kill -TERM $PPID\n" * (ends != "alone"))
+    (tmp_path / "python3").write_text("#!/bin/sh\n")  # the look at the command
+    for name in ("deepspeed", "python3"):
+        (tmp_path / name).chmod(0o755)
     for name in (str(own), own.name):
         variables = {"HOME": str(tmp_path), "DS_ENV_FILE": name, "TORCH_HCCL_ZERO_COPY": "1"}
+        variables |= {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+        variables |= {"KEPT": str(kept), "TMPDIR": str(temporary)}
         result = script("deepspeed.sh", "no.json", HOSTFILE=hostfile(tmp_path), **variables)
-        assert result.returncode == 2, result.stdout  # after the file is written
+        assert (result.returncode == 0) == (ends == "alone"), result.stderr
         assert own.read_text() == "HTTP_PROXY=a b\n\nTASK_QUEUE_ENABLE=1"
-        lines = passed.read_text().splitlines()
+        lines = kept.read_text().splitlines()
         assert {"TASK_QUEUE_ENABLE=2", "TORCH_HCCL_ZERO_COPY=1"} <= set(lines)
         assert lines[-2:] == ["HTTP_PROXY=a b", "TASK_QUEUE_ENABLE=1"]
+        assert kept.stat().st_mode & 0o077 == 0
+        assert not Path((tmp_path / "kept.name").read_text().strip()).exists()
+        assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_every_option_of_a_recipe_counts(end: str, tmp_path: Path) -> None:
+    """Also the last one of a file without a last line's end, and every line of CORPUS."""
+    folder = tmp_path / "launch" / "npu"
+    (folder / "recipes").mkdir(parents=True)
+    (folder / "common.sh").write_text((FOLDER / "common.sh").read_text())
+    text = f"# one{end or chr(10)}--dtype bf16{end or chr(10)}--save-every 200{end}"
+    (folder / "recipes" / "own.args").write_bytes(text.encode())
+    shell = f'. {folder / "common.sh"}; take own --last; printf "%s|" "${{options[@]}}"'
+    result = subprocess.run(
+        ["bash", "-c", shell],
+        env=environment(CORPUS="a.txt  b\nc.txt\n\td.txt\n"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    expected = "--dtype|bf16|--save-every|200|--corpus|a.txt|b|c.txt|d.txt|--last|"
+    assert result.stdout == expected
 
 
 @needs_deepspeed
