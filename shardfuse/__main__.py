@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardfuse.version import __version__
 
@@ -301,8 +301,8 @@ def _import(arguments: argparse.Namespace) -> int:
         raise CheckpointError(f"import {arguments.kind} takes no --{min(given.keys() & others)}.")
     if "names" in given:
         try:
-            given["names"] = json.loads(given["names"].read_text())
-        except (OSError, ValueError) as error:
+            given["names"] = _list(given["names"].read_text())
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"--names {given['names']} is not a JSON file: {error}") from None
     _check_place(arguments.to)
     if os.path.realpath(arguments.source) == os.path.realpath(arguments.to):
@@ -310,6 +310,13 @@ def _import(arguments: argparse.Namespace) -> int:
     found = read(arguments.source, trusted=arguments.trusted, **given)
     _write(functools.partial(torch.save, found), arguments.to)
     return 0
+
+
+def _list(text: str) -> list[Any]:
+    found = json.loads(text)
+    if not isinstance(found, list):
+        raise ValueError("give a list of names, or a list of such lists")
+    return found
 
 
 if __name__ == "__main__":

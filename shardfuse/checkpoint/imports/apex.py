@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from shardfuse.checkpoint.errors import CheckpointError
-from shardfuse.checkpoint.imports.files import read_file
-from shardfuse.checkpoint.imports.states import MASTER, entry_of, fp32, group_of, steps_in
+from shardfuse.checkpoint.imports.files import interprets, read_file, some_of
+from shardfuse.checkpoint.imports.states import MASTER, entry_of, fp32, group_of, plain, steps_in
 from shardfuse.checkpoint.imports.torch_optim import at_key, is_state_dict, optimizer_in
 
 logger = logging.getLogger("shardfuse")
@@ -25,6 +25,7 @@ _MASTERS = "fp32_from_fp16"
 _OF_LAMB = ("max_grad_norm", "bias_correction")
 
 
+@interprets("apex's optimizers")
 def read_apex(path: str | Path, key: str | None = None, *, trusted: bool = False) -> dict[str, Any]:
     """Return the state of apex's FusedAdam or FusedLAMB from a file of torch.save(). Local.
 
@@ -67,7 +68,7 @@ def _located(whole: Any, path: Path, key: str | None) -> tuple[Mapping[str, Any]
     if _MASTERS not in found:
         raise CheckpointError(
             f"{path} is of an FP16_Optimizer without {_MASTERS!r}. Only the layout of "
-            f"apex.fp16_utils is known. The file has {sorted(found)}."
+            f"apex.fp16_utils is known. The file has {some_of(found)}."
         )
     return optimizer_in(found[_INNER], path, None), found[_MASTERS]
 
@@ -114,7 +115,7 @@ def _options(group: Mapping[str, Any], where: str, numbers: Sequence[int]) -> di
     """Return a group as ours have it; FusedLAMB's keep their step, as apex's schedulers read it."""
     if "grad_averaging" not in group:
         return {**group_of(group, where), "params": list(numbers)}
-    given = {key: group[key] for key in _OF_LAMB if key in group}
+    given = {key: plain(group[key]) for key in _OF_LAMB if key in group}
     logger.warning(
         "%s is FusedLAMB's: build ShardedLamb(variant='apex', use_global_grad_norm=True, %s), and "
         "with always_adapt=True where it had use_nvlamb=True.",

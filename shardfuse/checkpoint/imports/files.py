@@ -3,15 +3,91 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import pickle
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from shardfuse.checkpoint.errors import CheckpointError, DamagedCheckpoint
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_MOST_COMPRESSED = 100
+"""Times; torch.save() does not compress, and a zip file can say that a byte stands for 1,032."""
+
+_NUM_NAMED = 20
+_WRONG_FORM = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,  # of torch, and RecursionError
+    TypeError,
+    ValueError,
+)
+
+
+def interprets(kind: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Have a function raise CheckpointError where files are not of the form of ``kind``.
+
+    What is in a file may be of any type at any place. Where that is not looked at, whatever fails
+    of it says that the form is another. The function's first argument is a path.
+    """
+
+    def decorate(read: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(read)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return read(*args, **kwargs)
+            except CheckpointError:
+                raise
+            except _WRONG_FORM as error:
+                path = args[0] if args else kwargs.get("path", kwargs.get("folder"))
+                reason = (str(error).splitlines() or [""])[0][:200]
+                raise CheckpointError(
+                    f"{path} does not have the form of {kind} ({type(error).__name__}: {reason}). "
+                    "Is it of another library or version?"
+                ) from error
+
+        return wrapped
+
+    return decorate
+
+
+def below(folder: Path, name: Any, said_by: Path) -> Path:
+    """Return the path of ``name``, which a file says, in a folder.
+
+    Raises:
+        CheckpointError: it would lie elsewhere, also by a link.
+    """
+    path = folder / str(name)
+    if ".." in Path(str(name)).parts or not path.is_relative_to(folder) or "\0" in str(name):
+        raise CheckpointError(f"{said_by} names {str(name)[:80]!r}, which is not in {folder}.")
+    refuse_elsewhere(path, folder)
+    return path
+
+
+def refuse_elsewhere(path: Path, folder: Path) -> None:
+    """Raise CheckpointError where a link leads from a path in ``folder`` out of it."""
+    found = path.resolve()
+    if not found.is_relative_to(folder.resolve()):
+        raise CheckpointError(
+            f"{path} leads to {found}, which is not in {folder}. Copy what belongs to the "
+            "checkpoint there."
+        )
+
+
+def some_of(names: Iterable[Any]) -> str:
+    """Return names for an error: those of a forged file may be millions."""
+    texts = sorted(str(name)[:80] for name in names)
+    more = f" and {len(texts) - _NUM_NAMED} more" if len(texts) > _NUM_NAMED else ""
+    return f"{texts[:_NUM_NAMED]}{more}"
 
 
 class _Record:
@@ -51,7 +127,8 @@ def read_file(path: Path, *, trusted: bool) -> Any:
             plain data are read, and loss scalers and the like as records.
 
     Raises:
-        CheckpointError: there is no such file; or it holds objects, and is not trusted.
+        CheckpointError: there is no such file; or it is not trusted, and holds objects, or data
+            that are compressed more than 100 times.
         DamagedCheckpoint: the file cannot be read.
     """
     if not path.is_file():
@@ -60,6 +137,7 @@ def read_file(path: Path, *, trusted: bool) -> Any:
         if trusted:
             return torch.load(path, map_location="cpu", weights_only=False)
         with torch.serialization.safe_globals(_KNOWN):
+            _refuse_bombs(path)
             _refuse_objects(path)
             return torch.load(path, map_location="cpu", weights_only=True)
     except CheckpointError:
@@ -76,6 +154,25 @@ def read_file(path: Path, *, trusted: bool) -> Any:
         raise DamagedCheckpoint(
             [f"{path} cannot be read ({reason})"], "Copy it again from where it was written."
         ) from error
+
+
+def _refuse_bombs(path: Path) -> None:
+    """Raise unless what is unpacked has a size that the file can hold, before it is given room."""
+    if not zipfile.is_zipfile(path):
+        return
+    nbytes = path.stat().st_size
+    with zipfile.ZipFile(path) as file:
+        entries = file.infolist()
+    stored = [e for e in entries if e.compress_type == zipfile.ZIP_STORED]
+    if sum(entry.file_size for entry in stored) > nbytes:
+        raise DamagedCheckpoint([f"{path} says that it holds more bytes than it has"])
+    for entry in entries:
+        if entry.file_size > max(_MOST_COMPRESSED * entry.compress_size, nbytes):
+            raise CheckpointError(
+                f"{path} has {entry.filename[:80]!r}, {entry.file_size:,} bytes that are "
+                f"compressed more than {_MOST_COMPRESSED} times. torch.save() compresses nothing. "
+                "If you trust whoever wrote it, read it with trusted=True (--trusted)."
+            )
 
 
 def _refuse_objects(path: Path) -> None:
@@ -99,6 +196,6 @@ def part_of(found: Any, path: Path, key: str) -> Any:
         CheckpointError: it has no such key.
     """
     if not isinstance(found, Mapping) or key not in found:
-        held = f"It has {sorted(map(str, found))}." if isinstance(found, Mapping) else ""
+        held = f"It has {some_of(found)}." if isinstance(found, Mapping) else ""
         raise CheckpointError(f"{path} has no {key!r}, so its layout is unknown. {held}")
     return found[key]

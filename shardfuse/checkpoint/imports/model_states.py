@@ -14,6 +14,8 @@ from shardfuse.checkpoint.errors import CheckpointError
 from shardfuse.checkpoint.imports.files import part_of, read_file
 from shardfuse.checkpoint.imports.states import LOW
 
+MODEL_FILE = "mp_rank_00_model_states.pt"
+
 Names = Sequence[str] | Sequence[Sequence[str]]
 """Of parameters: of each group, or of the only one."""
 
@@ -46,7 +48,7 @@ class ModelStates:
             CheckpointError: there is none, or it does not say where parameters lie.
             DamagedCheckpoint: it cannot be read.
         """
-        path = folder / "mp_rank_00_model_states.pt"
+        path = folder / MODEL_FILE
         if not path.is_file() and any(folder.glob("zero_pp_rank_*_model_states.pt")):
             raise CheckpointError(
                 f"{folder} is of ZeRO stage 3. Convert it with "
@@ -59,6 +61,9 @@ class ModelStates:
                 f"{path} has no param_shapes: it was not saved at ZeRO stage 1 or 2."
             )
         module = held.get("module") or {}
+        world_size = held.get("dp_world_size")
+        if not isinstance(world_size, int | None):
+            raise CheckpointError(f"{path} has a dp_world_size that is no number.")
         config = held.get("ds_config")
         zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
         round_robin = bool(isinstance(zero, Mapping) and zero.get("round_robin_gradients"))
@@ -66,7 +71,7 @@ class ModelStates:
             path,
             [{name: torch.Size(size) for name, size in group.items()} for group in shapes],
             {name: value.dtype for name, value in module.items() if isinstance(value, Tensor)},
-            held.get("dp_world_size"),
+            world_size,
             round_robin,
             (folder / "mp_rank_01_model_states.pt").exists(),
         )
@@ -106,9 +111,17 @@ def arranged(
 
 
 def _groups_of(names: Names) -> list[list[str]]:
-    if all(isinstance(name, str) for name in names):
+    if _are_strings(names):
         return [[str(name) for name in names]]
+    if not isinstance(names, list | tuple) or not all(map(_are_strings, names)):
+        raise CheckpointError(
+            "names must be a list of parameters' names, or a list of such a list for each group."
+        )
     return [list(group) for group in names]
+
+
+def _are_strings(names: Any) -> bool:
+    return isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
 
 
 def _check_names(named: Sequence[Sequence[str]], model: ModelStates) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ _STATES = {
     MASTER,
 }
 
+_MOST_NUMBERS = 100_000
+"""Of a hyper-parameter."""
+
 _MOST_STEPS = 1 << 24  # whole numbers that fp32 has
 
 
@@ -50,8 +53,9 @@ def entry_of(states: Mapping[str, Any], step: Any, where: str) -> dict[str, Any]
             continue
         if name not in _STATES:
             raise CheckpointError(
-                f"{where} has the state {name!r}, which no optimizer here has. States that can be "
-                f"read are {sorted(_STATES)}: those of Adam, AdamW, LAMB, SGD, RMSprop, Adadelta."
+                f"{where} has the state {name!r:.80}, which no optimizer here has. States that can "
+                f"be read are {sorted(_STATES)}: those of Adam, AdamW, LAMB, SGD, RMSprop and "
+                "Adadelta."
             )
         entry[name] = fp32(value, f"State {name} of {where}")
     return entry
@@ -68,6 +72,12 @@ def fp32(value: Any, what: str) -> Tensor:
             f"{what} is a {type(value).__name__}, not a whole tensor. Save whole states "
             "(full_state_dict=True in torch.distributed.checkpoint.state_dict)."
         )
+    if value.layout != torch.strided or value.device.type != "cpu":
+        raise CheckpointError(f"{what} is {value.layout} on {value.device}, not a whole tensor.")
+    if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        raise CheckpointError(
+            f"{what} has {value.numel():,} elements, of which the file does not have each."
+        )
     if value.dtype in (torch.float32, *LOW):
         return value.detach().float()
     raise CheckpointError(
@@ -81,17 +91,34 @@ def _step(value: Any, where: str) -> Tensor:
         value = value.item()
     is_number = isinstance(value, int | float)
     if not is_number or not 0 <= value <= _MOST_STEPS or value != int(value):
-        raise CheckpointError(f"The step of {where} is {value!r}, not a number of updates.")
+        shown = repr(value) if is_number else f"a {type(value).__name__}"
+        raise CheckpointError(f"The step of {where} is {shown:.80}, not a number of updates.")
     return torch.tensor(float(value))
 
 
 def plain(value: Any) -> Any:
-    """Return a hyper-parameter as plain numbers, where capturable optimizers have tensors."""
+    """Return a hyper-parameter as plain numbers, where capturable optimizers have tensors.
+
+    Raises:
+        CheckpointError: it has more numbers than any hyper-parameter.
+    """
+    return _plain(value, iter(range(_MOST_NUMBERS)))
+
+
+def _plain(value: Any, left: Iterator[int]) -> Any:
     if isinstance(value, Tensor):
+        if value.numel() > _MOST_NUMBERS:
+            raise _no_hyper_parameter()
         return value.tolist() if value.numel() != 1 else value.item()
+    if next(left, None) is None:  # a list in a list in a list doubles its numbers each time
+        raise _no_hyper_parameter()
     if isinstance(value, tuple | list):
-        return type(value)(plain(one) for one in value)
+        return type(value)(_plain(one, left) for one in value)
     return value
+
+
+def _no_hyper_parameter() -> CheckpointError:
+    return CheckpointError(f"A hyper-parameter has more than {_MOST_NUMBERS:,} numbers.")
 
 
 # What fused optimizers keep in groups, and what alone is here; value: the key's remedy.

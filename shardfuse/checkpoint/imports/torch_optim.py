@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from shardfuse.checkpoint.errors import CheckpointError
-from shardfuse.checkpoint.imports.files import read_file
+from shardfuse.checkpoint.imports.files import interprets, read_file, some_of
 from shardfuse.checkpoint.imports.states import entry_of, group_of
 
 _KEYS = {"state", "param_groups"}
 
 
+@interprets("torch.optim's state_dict()")
 def read_torch(
     path: str | Path, key: str | None = None, *, trusted: bool = False
 ) -> dict[str, Any]:
@@ -83,15 +84,22 @@ def at_key(found: Any, path: Path, key: str | None) -> Any:
     for part in key.split(".") if key else ():
         if isinstance(found, Mapping) and part in found:
             found = found[part]
-        elif isinstance(found, list | tuple) and part.isdigit() and int(part) < len(found):
-            found = found[int(part)]
+        elif isinstance(found, list | tuple) and (index := _index(part, len(found))) is not None:
+            found = found[index]
         else:
-            held = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
+            held = some_of(found) if isinstance(found, Mapping) else type(found).__name__
             raise CheckpointError(
-                f"{path} has no {key!r}: instead of {part!r} there is {held}. Give the place of "
-                "the optimizer's state_dict() with key= (--key)."
+                f"{path} has no {key!r:.80}: instead of {part!r:.80} there is {held}. Give the "
+                "place of the optimizer's state_dict() with key= (--key)."
             )
     return found
+
+
+def _index(text: str, length: int) -> int | None:
+    """Return the index that a text is, or None. Python has more digits than 0 to 9, and no number
+    of thousands of them."""
+    is_index = text.isascii() and text.isdigit() and len(text) <= len(str(length))
+    return int(text) if is_index and int(text) < length else None
 
 
 def is_state_dict(found: Any) -> bool:
@@ -116,6 +124,6 @@ def numbered(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
         groups.append({**options, **names, "params": list(range(first, number))})
     if left:
         raise CheckpointError(
-            f"{path} has states of {sorted(map(str, left))}, which are in none of its groups."
+            f"{path} has states of {some_of(left)}, which are in none of its groups."
         )
     return {"state": state, "param_groups": groups}

@@ -15,14 +15,21 @@ from typing import Any
 import torch
 
 from shardfuse.checkpoint.errors import CheckpointError
-from shardfuse.checkpoint.imports.files import part_of, read_file
-from shardfuse.checkpoint.imports.model_states import ModelStates, Names, arranged
+from shardfuse.checkpoint.imports.files import (
+    below,
+    interprets,
+    part_of,
+    read_file,
+    refuse_elsewhere,
+)
+from shardfuse.checkpoint.imports.model_states import MODEL_FILE, ModelStates, Names, arranged
 from shardfuse.checkpoint.imports.states import MASTER, entry_of, group_of, steps_in
 from shardfuse.checkpoint.imports.zero import tag_folder
 
 _FP32 = "fp32"
 
 
+@interprets("DeepSpeed's universal checkpoints")
 def read_deepspeed_universal(
     folder: str | Path,
     tag: str | None = None,
@@ -36,13 +43,17 @@ def read_deepspeed_universal(
     masters and arguments are those of read_deepspeed(); without a tag the file "latest_universal"
     names it.
 
+    Nothing outside of the folder of the tag is read, also not by links.
+
     Raises:
-        CheckpointError: a file is missing; names that do not fit; a tensor of another shape; states
-            that fp32 does not hold; or it was made with round_robin_gradients, which DeepSpeed
-            0.19.8 maps to other parameters' places.
+        CheckpointError: a file is missing, or lies elsewhere; names that do not fit; a tensor of
+            another shape; states that fp32 does not hold; or it was made with
+            round_robin_gradients, which DeepSpeed 0.19.8 maps to other parameters' places.
         DamagedCheckpoint: a file cannot be read.
     """
     folder = tag_folder(Path(folder), tag, "latest_universal")
+    for path in (folder / "zero", folder / MODEL_FILE, folder / "zero" / "optimizer_state.pt"):
+        refuse_elsewhere(path, folder)
     zero = folder / "zero"
     if not zero.is_dir():
         raise CheckpointError(
@@ -62,7 +73,8 @@ def read_deepspeed_universal(
     entries = {}
     for group, shapes in zip(groups, model.shapes, strict=True):
         for name in shapes:
-            entries[name] = _entry(zero / name, steps_in(group), model.is_low(name), trusted)
+            place = below(zero, name, model.path)
+            entries[name] = _entry(place, zero, steps_in(group), model.is_low(name), trusted)
         _check_group({name: entries[name] for name in shapes}, shapes, zero, model)
     options = [group_of(g, f"Group {i} in {common_path}") for i, g in enumerate(groups)]
     return arranged(entries, options, model, names)
@@ -99,7 +111,7 @@ def _refuse_round_robin(model: ModelStates) -> None:
         )
 
 
-def _entry(folder: Path, step: Any, is_low: bool, trusted: bool) -> dict[str, Any]:
+def _entry(folder: Path, zero: Path, step: Any, is_low: bool, trusted: bool) -> dict[str, Any]:
     """Return one parameter's entry from its folder."""
     states: dict[str, Any] = {}
     if not folder.is_dir():
@@ -107,6 +119,7 @@ def _entry(folder: Path, step: Any, is_low: bool, trusted: bool) -> dict[str, An
     for path in sorted(folder.glob("*.pt")):
         if path.stem == _FP32 and not is_low:
             continue
+        refuse_elsewhere(path, zero)
         value = read_file(path, trusted=trusted)
         if path.stem == "step":
             states["step"] = value

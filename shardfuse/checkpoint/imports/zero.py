@@ -19,13 +19,15 @@ import torch
 from torch import Tensor
 
 from shardfuse.checkpoint.errors import CheckpointError
-from shardfuse.checkpoint.imports.files import part_of, read_file
+from shardfuse.checkpoint.imports.files import below, interprets, part_of, read_file
 from shardfuse.checkpoint.imports.model_states import ModelStates, Names, arranged
 from shardfuse.checkpoint.imports.states import MASTER, entry_of, fp32, group_of, steps_in
 
 _RANK_FILE = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _FP32 = "single_partition_of_fp32_groups"
 _BASE = "base_optimizer_state"
+_MOST_OF_A_TAG = 4096  # bytes
+_MOST_RANKS = 1 << 20
 
 
 class _Rank(NamedTuple):
@@ -34,6 +36,7 @@ class _Rank(NamedTuple):
     base: Any  # of the optimizer that DeepSpeed was given: its state dict, or states by group
 
 
+@interprets("DeepSpeed's checkpoints")
 def read_deepspeed(
     folder: str | Path,
     tag: str | None = None,
@@ -79,14 +82,20 @@ def tag_folder(folder: Path, tag: str | None, latest: str = "latest") -> Path:
     """Return the folder of a tag: the named or newest one in ``folder``, or that itself.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or a file names a folder elsewhere.
     """
     if tag is None and (folder / latest).is_file():
-        tag = (folder / latest).read_text().strip()
-    found = folder if tag is None else folder / tag
+        found = below(folder, _tag_in(folder / latest), folder / latest)
+    else:
+        found = folder if tag is None else folder / tag
     if not found.is_dir():
         raise CheckpointError(f"There is no folder {found}. Name the tag with tag= (--tag).")
     return found
+
+
+def _tag_in(path: Path) -> str:
+    with path.open("rb") as file:
+        return file.read(_MOST_OF_A_TAG).decode(errors="replace").strip()
 
 
 def _read_ranks(folder: Path, trusted: bool) -> list[_Rank]:
@@ -131,11 +140,13 @@ def _check_world(folder: Path, by_rank: Mapping[int, Path], first: _Rank) -> Non
             "which is not read."
         )
     world = counts.pop()
+    if not isinstance(world, int) or not 1 <= world <= _MOST_RANKS:
+        raise CheckpointError(f"{first.path} has a partition_count that is no number of ranks.")
     missing = sorted(set(range(world)) - by_rank.keys())
     if missing:
         pattern = first.path.name.replace("rank_0_", "rank_<rank>_", 1)
         raise CheckpointError(
-            f"{folder} was written by {world} ranks, and has no {pattern} of ranks {missing}. Copy "
+            f"{folder} was written by {world} ranks, and has no {pattern} of ranks {missing[:20]}. Copy "
             "the files of all ranks there."
         )
     if len(by_rank) > world:
