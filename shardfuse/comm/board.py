@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from shardfuse.comm.base import PeerError
-from shardfuse.comm.calls import Call, Sent, compare, wait_for_each_other
+from shardfuse.comm.base import PeerError, unreadable
+from shardfuse.comm.calls import Call, Sent, calls_in, compare, wait_for_each_other
 
 logger = logging.getLogger("shardfuse")
 
@@ -146,9 +146,11 @@ class Board:
                     time.sleep(0.002)
                 if self._closed is None:
                     told.append(_text(self.store.get(f"{key}/{rank}")))
-            reason = self._closed or next((text for text in told if text[:1] != "["), None)
+            met = [_met_in(text, f"{key}/{rank}") for rank, text in enumerate(told)]
+            reason = self._closed or next((found for found in met if isinstance(found, str)), None)
             if reason is not None:
-                self.store.set(f"{key}/{self.rank}", reason)  # to those who come later
+                # To those who come later.
+                self.store.set(f"{key}/{self.rank}", json.dumps(reason))
         except RuntimeError as error:
             raise self.explain(error) from error
         if reason is not None:
@@ -156,7 +158,7 @@ class Board:
             self.stop(_out_of_step(reason))
         self.epoch += 1
         self._error = None
-        numbers, counts = zip(*map(json.loads, told), strict=True)
+        numbers, counts = zip(*[found for found in met if not isinstance(found, str)], strict=True)
         self._calls = deque([Call(max(numbers) + 1, self.present.name)], _NUM_REMEMBERED)
         self._num_communicators = max(counts)
         for communicator, number in list(self._numbered.items()):
@@ -339,7 +341,13 @@ class Board:
             rank = (self.rank + distance) % self.world_size
             if not self.store.check([f"doing/{rank}"]):
                 continue
-            theirs = json.loads(_text(self.store.get(f"doing/{rank}")))
+            text = _text(self.store.get(f"doing/{rank}"))
+            try:
+                theirs = calls_in(text)
+            except ValueError:
+                difference = str(unreadable(f"doing/{rank}", text))
+                self.alarm(f"stopped: {difference}")
+                return difference
             difference = compare(self.rank, mine, rank, theirs)
             if difference is None and still_waits():
                 difference = wait_for_each_other(self.rank, mine[-1], rank, theirs[-1])
@@ -354,8 +362,10 @@ class Board:
         number, missing = self.present.number, []
         try:
             for rank in range(min(self.world_size, 64)):
-                key = f"doing/{rank}"
-                told = json.loads(_text(self.store.get(key))) if self.store.check([key]) else []
+                key, told = f"doing/{rank}", list[dict[str, Any]]()
+                with suppress(ValueError):
+                    if self.store.check([key]):
+                        told = calls_in(_text(self.store.get(key)))
                 if rank != self.rank and all(call["number"] != number for call in told):
                     missing.append(str(rank))
         except RuntimeError:
@@ -387,7 +397,23 @@ def _alarm_at(store: Any, key: str) -> str | None:
     if not store.check([key]):
         return None
     text = _text(store.get(key))
+    if not text.startswith("rank "):
+        return str(unreadable(key, text))
     return text if text.endswith(".") else f"{text}."
+
+
+def _met_in(text: str, key: str) -> tuple[int, int] | str:
+    """Return the numbers of a rank's call and of its communicators, or why it cannot go on.
+
+    Of what no rank has written, the text of the error.
+    """
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        if isinstance(found, str):
+            return found
+        if isinstance(found, list) and [type(number) for number in found] == [int, int]:
+            return found[0], found[1]
+    return str(unreadable(key, text))
 
 
 def _text(value: bytes) -> str:

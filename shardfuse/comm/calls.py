@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -86,6 +87,42 @@ class Sent:
     def describe(self, epoch: int) -> dict[str, Any]:
         """Return what the other ranks are told of it."""
         return {"num_between": self._count(epoch), "is_sending": self._num_under_way > 0}
+
+
+_KINDS = {
+    "number": int,
+    "name": str,
+    "num_ops": int,
+    "num_confirmed": int,
+    "is_over": bool,
+    "num_between": int,
+    "is_sending": bool,
+}
+
+
+def calls_in(text: str) -> list[dict[str, Any]]:
+    """Return what another rank has told of its calls.
+
+    Raises:
+        ValueError: no rank tells such a text.
+    """
+    try:
+        calls = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(calls, list) or not calls or not all(map(_is_call, calls)):
+        raise ValueError("no calls")
+    return calls
+
+
+def _is_call(call: Any) -> bool:
+    if not isinstance(call, dict):
+        return False
+    lists = call.get("declared"), call.get("ops")
+    are_texts = all(isinstance(found, list) for found in lists) and all(
+        isinstance(text, str) for found in (*(lists[0] or ()), lists[1]) for text in found or ()
+    )
+    return are_texts and all(isinstance(call.get(key), kind) for key, kind in _KINDS.items())
 
 
 def digest(text: str) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardfuse import checkpoint, optim
 from shardfuse.comm import Communicator
+from shardfuse.comm.base import unreadable
 from shardfuse.doctor.devices import formats, room, settings
 from shardfuse.doctor.findings import Finding
 from shardfuse.doctor.links import bandwidth, bandwidth_misaligned
@@ -226,14 +227,19 @@ def _grad(numel: int, step: int, index: int, rank: int) -> Tensor:
     return _integers(numel, 100 * step + 10 * index + 1000 * rank, Device("cpu")) / 8
 
 
+_PREFIX = "shardfuse-doctor-"
+
+
 def save_and_load(comm: Communicator, device: Device) -> Finding:
     """A checkpoint, written by all ranks and read again; in a folder of the first rank's host."""
-    with tempfile.TemporaryDirectory(prefix="shardfuse-doctor-") as own:
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as own:
         told = f"{own}/checkpoint"
         with comm.call("doctor: a folder in common"):
             comm.tell("doctor's folder", told)
             _meet(comm, device)
         folder = Path(comm.told("doctor's folder")[0] or told)
+        if not folder.parent.name.startswith(_PREFIX):
+            raise unreadable("doctor's folder", str(folder))
         values = []
         for seed in (0, 1):
             torch.manual_seed(seed)

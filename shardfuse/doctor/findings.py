@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Verdict = Literal["ok", "warning", "failed", "not run"]
+
+VERDICTS = get_args(Verdict)
 
 _MARKS = {"ok": "ok", "warning": "WARNING", "failed": "FAILED", "not run": "not run"}
 

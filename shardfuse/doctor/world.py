@@ -6,7 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from shardfuse.comm.base import unreadable
 from shardfuse.comm.launched import launched_apart
-from shardfuse.doctor.findings import Finding, merged
+from shardfuse.doctor.findings import VERDICTS, Finding, merged
 from shardfuse.training.attempts import fresh_part
 from shardfuse.training.device import set_device
 
@@ -166,8 +167,14 @@ class World:
             self._store.wait([key], 2 * self._limit)
         except RuntimeError:
             return None
-        answer: dict[str, Any] = json.loads(self._store.get(key))
-        return answer
+        text = self._store.get(key).decode(errors="replace")
+        with suppress(LookupError, ValueError, TypeError, RecursionError):
+            answer = json.loads(text)
+            finding = Finding(**answer["finding"])
+            if finding.verdict in VERDICTS and isinstance(answer["has_raised"], bool):
+                return {"finding": finding.to_json(), "has_raised": answer["has_raised"]}
+        finding = Finding("the store", "failed", str(unreadable(key, text)))
+        return {"finding": finding.to_json(), "has_raised": True}
 
     @contextmanager
     def leaving(self) -> Iterator[None]:

@@ -12,8 +12,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import secrets
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from shardfuse.comm.base import unreadable
 from shardfuse.training.interface import gloo_interface
 
 logger = logging.getLogger("shardfuse")
@@ -50,7 +53,7 @@ def fresh_part(store: Store, rank: int, world_size: int, limit: timedelta) -> St
             store.wait(keys, limit)
         except RuntimeError as error:
             raise TimeoutError(f"not all of {world_size} ranks have started") from error
-        answers = [store.get(key).decode() for key in keys]
+        answers = [_name_in(store, key) for key in keys]
         for key in keys:
             store.delete_key(key)
         store.set(f"shardfuse/{own}/go", json.dumps(["", *answers]))
@@ -58,15 +61,33 @@ def fresh_part(store: Store, rank: int, world_size: int, limit: timedelta) -> St
     deadline, answered = time.monotonic() + limit.total_seconds(), ""
     while time.monotonic() < deadline:
         if store.check([_LEAD]):
-            name = store.get(_LEAD).decode()
+            name = store.get(_LEAD).decode(errors="replace")  # of whatever attempt
             if name != answered:
                 store.set(f"shardfuse/{name}/{rank}", own)
                 answered = name
             go = f"shardfuse/{name}/go"
-            if store.check([go]) and own in json.loads(store.get(go)):
+            if store.check([go]) and own in _names_in(store, go):
                 return PrefixStore(name, store)
         time.sleep(_POLL_S)
     raise TimeoutError("rank 0 has not started")
+
+
+def _name_in(store: Store, key: str) -> str:
+    """Return the name that a rank has drawn; raise PeerError where there is anything else."""
+    text = store.get(key).decode(errors="replace")
+    if not re.fullmatch("[0-9a-f]{16}", text):
+        raise unreadable(key, text)
+    return text
+
+
+def _names_in(store: Store, key: str) -> list[Any]:
+    """Likewise, of all ranks."""
+    text = store.get(key).decode(errors="replace")
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        if isinstance(found, list):
+            return found
+    raise unreadable(key, text)
 
 
 def init_process_group(backend: str | None = None, **options: Any) -> None:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardfuse import ShardedAdamW
 from shardfuse.checkpoint import CheckpointError, async_save
 from shardfuse.checkpoint.asynchronous import AsyncSave
 from shardfuse.checkpoint.report import verify
+from shardfuse.comm.base import PeerError
+from shardfuse.comm.board import Board
+from shardfuse.doctor.world import World
+from shardfuse.training.attempts import fresh_part
+from shardfuse.training.stop import StopTogether
 from tests.support.harness import run_threads
 
 pytestmark = pytest.mark.timeout(120)
@@ -59,3 +68,108 @@ def test_words_of_a_save_that_nobody_has_written(text: str, tmp_path: Path) -> N
     for told in run_threads(2, save_beside, tmp_path / "saved", [text, None]):
         assert f"store has {text[:80]!r} under 'saves/" in told
     assert not (tmp_path / "saved").exists()
+
+
+GARBAGE = [
+    "",
+    "nonsense",
+    "3",
+    "null",
+    "[1]",
+    "[{}]",
+    '[{"number": "x"}]',
+    "[true, 1]",
+    "[" * 99_999,
+]
+
+
+@pytest.mark.parametrize("text", GARBAGE)
+def test_what_another_rank_does(text: str) -> None:
+    """One that waits reads it, and stops; whoever has an error to tell passes it by."""
+    store = dist.HashStore()
+    boards = [Board(store, rank, world_size=2) for rank in range(2)]
+    store.set("doing/1", text)
+    with pytest.raises(PeerError, match=r"store has .* under 'doing/1'"), boards[0].call("step()"):
+        boards[0].look()
+    assert boards[0]._absent() == " Not seen in this call: rank 1."
+    with pytest.raises(PeerError, match=r"rank 0 stopped: .*under"), boards[1].call("step()"):
+        boards[1].look()
+
+
+@pytest.mark.parametrize("text", GARBAGE)
+def test_ranks_that_meet_after_an_error(text: str) -> None:
+    store = dist.HashStore()
+    board = Board(store, 0, world_size=2)
+    with pytest.raises(ArithmeticError), board.call("step()"):
+        raise ArithmeticError
+    store.set("again/0/1", text)
+    with pytest.raises(PeerError, match=r"store has .* under 'again/0/1'"), board.call("step()"):
+        pass
+
+
+@pytest.mark.parametrize("text", GARBAGE)
+def test_an_alarm_that_no_rank_has_raised(text: str) -> None:
+    store = dist.HashStore()
+    board = Board(store, 0, world_size=2)
+    store.set("alarm/1", text)
+    with pytest.raises(PeerError, match=r"store has .* under 'alarm/1'"), board.call("step()"):
+        board.look()
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1.5", "²", "9" * 5000])
+def test_a_word_to_stop(text: str, tmp_path: Path) -> None:
+    """In the store, and in the folder that replaces it."""
+    for is_store_gone in (False, True):
+        comm = SimpleNamespace(world_size=2, epoch=0, is_store_gone=is_store_gone)
+        comm.told = lambda topic, told=text, gone=is_store_gone: [None, None if gone else told]
+        stop = StopTogether(_ranks(comm), tmp_path, 7)
+        if is_store_gone and len(text) < 100:
+            (tmp_path / f".stop-{7:012x}-{text}").touch()
+        elif is_store_gone:
+            continue
+        with pytest.raises(PeerError, match=r"store has .* under"):
+            stop.is_after(1, is_asked=False)
+
+
+def _ranks(comm: Any) -> Any:
+    class Comm(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    return SimpleNamespace(comm=Comm(**vars(comm)))
+
+
+@pytest.mark.parametrize("text", ["nonsense", "3", "[" * 100_000])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_start_of_an_attempt(rank: int, text: str) -> None:
+    """Whoever answers rank 0, and what rank 0 answers."""
+    store, limit = dist.HashStore(), timedelta(seconds=20)
+    ended: list[str] = []
+
+    def begin() -> None:
+        try:
+            fresh_part(store, rank, 2, limit)
+        except PeerError as error:
+            ended.append(str(error))
+
+    if rank == 1:
+        store.set("shardfuse/lead", "0123456789abcdef")
+        store.set("shardfuse/0123456789abcdef/go", text)
+    thread = threading.Thread(target=begin, daemon=True)
+    thread.start()
+    if rank == 0:
+        store.wait(["shardfuse/lead"])
+        store.set(f"shardfuse/{store.get('shardfuse/lead').decode()}/1", text)
+    thread.join(30)
+    (told,) = ended
+    assert f"store has {text[:80]!r} under 'shardfuse/" in told
+
+
+@pytest.mark.parametrize("text", ["nonsense", "3", "{}", '{"finding": {}}', "[" * 100_000])
+def test_the_doctor_finds_it(text: str) -> None:
+    world = World(5.0)
+    world._store = dist.HashStore()
+    world._store.set("1/1", text)
+    answer = world._heard("1/1")
+    assert answer is not None
+    assert answer["has_raised"]
+    assert "under '1/1'" in answer["finding"]["text"]

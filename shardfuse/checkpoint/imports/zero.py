@@ -146,8 +146,8 @@ def _check_world(folder: Path, by_rank: Mapping[int, Path], first: _Rank) -> Non
     if missing:
         pattern = first.path.name.replace("rank_0_", "rank_<rank>_", 1)
         raise CheckpointError(
-            f"{folder} was written by {world} ranks, and has no {pattern} of ranks {missing[:20]}. Copy "
-            "the files of all ranks there."
+            f"{folder} was written by {world} ranks, and has no {pattern} of ranks {missing[:20]}. "
+            "Copy the files of all ranks there."
         )
     if len(by_rank) > world:
         more = [by_rank[rank].name for rank in sorted(by_rank) if rank >= world]
