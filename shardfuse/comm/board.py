@@ -345,9 +345,9 @@ class Board:
             try:
                 theirs = calls_in(text)
             except ValueError:
-                difference = str(unreadable(f"doing/{rank}", text))
-                self.alarm(f"stopped: {difference}")
-                return difference
+                found = str(unreadable(f"doing/{rank}", text))
+                self.alarm(f"stopped: {found}")
+                return found
             difference = compare(self.rank, mine, rank, theirs)
             if difference is None and still_waits():
                 difference = wait_for_each_other(self.rank, mine[-1], rank, theirs[-1])

@@ -43,6 +43,42 @@ def test_a_strangers_file_is_not_written(is_same_size: bool, tmp_path: Path) -> 
     assert path.read_bytes() == b"x" * size
 
 
+def test_shared_memory_cannot_be_cut_off() -> None:
+    """A rank that read what is no more there was killed by SIGBUS."""
+    descriptor, nonce = mailbox.create(2)
+    for nbytes in (0, 1 << 30):
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, nbytes)
+    os.close(descriptor)
+    unsealed = os.memfd_create("shardfuse")
+    os.ftruncate(unsealed, mailbox._num_words(2) * 8)
+    os.pwrite(unsealed, nonce.to_bytes(8, "little"), 0)
+    board: Any = SimpleNamespace()
+    with pytest.raises(OSError, match=r"can be cut off|Invalid argument"):
+        Mailbox(1, [os.getpid()] * 2, (unsealed, nonce), 1.0, board, [0, 1])
+    os.close(unsealed)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the system has none")
+def test_the_memory_of_another_process_of_that_number_is_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shared = mailbox.create(2)
+    board: Any = SimpleNamespace(rank=0, look=lambda: None)
+    child = subprocess.Popen(["sleep", "60"])
+    box = Mailbox(0, [os.getpid(), child.pid], shared, 1.0, board, [0, 1])
+    os.close(shared[0])
+    child.kill()
+    child.wait()
+    read: list[int] = []
+    monkeypatch.setattr(memory, "read", lambda pid, address, out: read.append(pid))
+    monkeypatch.setattr(memory, "is_running", lambda pid: True)
+    monkeypatch.setattr(box, "take", lambda *letter: 4096)
+    with pytest.raises(RuntimeError, match="process of rank 1 has ended"):
+        box.fetch(1, 0, 5, torch.empty(1))
+    assert read == []
+
+
 def test_the_proc_of_another_namespace_is_not_used() -> None:
     """In a process namespace that has the host's /proc, process ids name others there."""
     unshare = shutil.which("unshare")

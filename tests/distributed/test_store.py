@@ -116,7 +116,7 @@ def test_an_alarm_that_no_rank_has_raised(text: str) -> None:
         board.look()
 
 
-@pytest.mark.parametrize("text", ["", "x", "-1", "1.5", "²", "9" * 5000])
+@pytest.mark.parametrize("text", ["", "x", "-1", "1.5", "\u00b2", "9" * 5000])
 def test_a_word_to_stop(text: str, tmp_path: Path) -> None:
     """In the store, and in the folder that replaces it."""
     for is_store_gone in (False, True):

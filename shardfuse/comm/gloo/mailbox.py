@@ -8,6 +8,7 @@ one that they are for sees them.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import time
@@ -27,6 +28,7 @@ SLOTS = 256
 _WORDS = 3  # of a letter: value, mark, number + 1
 _HEAD = 1  # words before the letters: the nonce
 _WORD_NBYTES = 8
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if hasattr(fcntl, "F_ADD_SEALS") else 0
 _SPINS = 1000
 _SLEEP_S = 50e-6
 
@@ -48,10 +50,12 @@ def create(world_size: int) -> tuple[int, int]:
     """
     if not hasattr(os, "memfd_create"):
         raise OSError("the system has no memfd_create")
-    descriptor = os.memfd_create("shardfuse")
+    descriptor = os.memfd_create("shardfuse", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     nonce = random_word()
     os.ftruncate(descriptor, _num_words(world_size) * _WORD_NBYTES)
     os.pwrite(descriptor, nonce.to_bytes(_WORD_NBYTES, "little"), 0)
+    # Whoever reads a page that was cut off is killed by SIGBUS.
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
     return descriptor, nonce
 
 
@@ -61,10 +65,12 @@ def _check(path: str, nonce: int, nbytes: int) -> None:
     try:
         head = os.pread(descriptor, _WORD_NBYTES, 0)
         size = os.fstat(descriptor).st_size
+        if size != nbytes or head != nonce.to_bytes(_WORD_NBYTES, "little"):
+            raise OSError(f"{path} is not what rank 0 shares")
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise OSError(f"{path} can be cut off")
     finally:
         os.close(descriptor)
-    if size != nbytes or head != nonce.to_bytes(_WORD_NBYTES, "little"):
-        raise OSError(f"{path} is not what rank 0 shares")
 
 
 class Mailbox:
@@ -94,6 +100,7 @@ class Mailbox:
         self._rank = rank
         self._names = names
         self._pids = pids
+        self._lives = [memory.Life(pid) for pid in pids]
         self._timeout_s = timeout_s
         self._board = board
         descriptor, nonce = shared
@@ -122,11 +129,14 @@ class Mailbox:
             OSError: the kernel refuses.
         """
         address = self.take(rank, READY, number, mark)
+        if not self._lives[rank].lasts():  # its number may be another's by now
+            self._board.look()
+            raise self._ended(rank)
         try:
             memory.read(self._pids[rank], address, out)
         except OSError as error:
             self._board.look()  # it may have told why before it ended
-            if isinstance(error, ProcessLookupError) or not memory.is_running(self._pids[rank]):
+            if isinstance(error, ProcessLookupError) or not self._is_running(rank):
                 raise self._ended(rank) from error
             raise
 
@@ -151,7 +161,7 @@ class Mailbox:
             now = time.monotonic()
             if now - checked > PATIENCE_S:
                 checked = now
-                is_running = memory.is_running(self._pids[rank])
+                is_running = self._is_running(rank)
                 # A rank may end after its last letter, or its alarm, so these come second.
                 if words[index + 2] != number + 1:
                     self._board.look()
@@ -159,6 +169,9 @@ class Mailbox:
         if words[index + 1] != mark:
             self._board.resolve(self._names[rank])
         return words[index]
+
+    def _is_running(self, rank: int) -> bool:
+        return self._lives[rank].lasts() and memory.is_running(self._pids[rank])
 
     def _check(self, rank: int, is_running: bool, waited_s: float) -> None:
         """Raise if ``rank`` will not write any more."""
