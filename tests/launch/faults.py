@@ -114,7 +114,7 @@ def own_data_dir(folder: Path) -> None:
     import pretraining.plan
 
     open_same = pretraining.plan._open_same
-    pretraining.plan._open_same = lambda path, digest: open_same(folder, digest)
+    pretraining.plan._open_same = lambda path, digest, launch: open_same(folder, digest, launch)
 
 
 def noting_samples(cwd: Path, rank: int) -> None:

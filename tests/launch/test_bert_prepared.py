@@ -14,10 +14,13 @@ import pytest
 import torch
 from pretraining import building, prepared
 from pretraining.errors import UsageError
+from pretraining.launch import Launch
+from pretraining.plan import _open_same
 from pretraining.prepared import PreparedCorpus
 from pretraining.samples import SampleStream
+from pretraining.shards import open_shard
 from pretraining.survey import Survey
-from pretraining.wordpiece import SPECIAL_TOKENS, Encoder
+from pretraining.wordpiece import SPECIAL_TOKENS, Encoder, dtype_of
 from tokenizers import BertWordPieceTokenizer, Tokenizer, models, pre_tokenizers
 
 from tests.launch.texts import (
@@ -214,6 +217,30 @@ def test_prepared_text_is_used_again(
     monkeypatch.undo()
     other = prepare([copy], data, 90)
     assert sorted(data.iterdir()) == sorted([data / ".lock", folder, other])
+
+
+@pytest.mark.parametrize("place", ["tokens", "starts"])
+def test_a_shard_that_has_changed_is_refused(place: str, text_file: Path, tmp_path: Path) -> None:
+    """A flipped token, or starts out of order, in a file of the same size."""
+    folder = prepare([text_file], tmp_path)
+    PreparedCorpus.open(folder, is_read=True)
+    info = json.loads((folder / "index.json").read_text())["shards"][0]
+    path = folder / info["file"]
+    data = bytearray(path.read_bytes())
+    if place == "tokens":
+        data[0] ^= 1
+    else:
+        shard = open_shard(folder, info, dtype_of(100))["train"]
+        starts = shard.sentence_starts[:4].tobytes()
+        at = data.index(starts)
+        data[at + 4 : at + 12] = starts[8:12] + starts[4:8]
+    path.write_bytes(data)
+    PreparedCorpus.open(folder)  # what is mapped is not read
+    with pytest.raises(UsageError, match=r"shard-00000\.bin is damaged.*remove it"):
+        PreparedCorpus.open(folder, is_read=True)
+    launch = Launch(rank=0, local_rank=0, world_size=1, is_distributed=False)
+    with pytest.raises(UsageError, match=r"shard-00000\.bin is damaged"):
+        _open_same(folder, PreparedCorpus.open(folder).summary.digest, launch)
 
 
 @pytest.mark.parametrize("change", ["text", "words", "key"])

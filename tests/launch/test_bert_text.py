@@ -222,6 +222,23 @@ def test_a_fault_is_named_and_the_rest_goes_on(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("bomb", [b"a b.\n" * 400_000, b"x" * 2_000_000], ids=["lines", "one line"])
+def test_a_gz_that_unpacks_to_too_much_is_left(
+    tmp_path: Path, bomb: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte can stand for 1,032; text does not come near to the bound, and is read."""
+    monkeypatch.setattr(reading, "UNPACKED_NBYTES", 1000)
+    monkeypatch.setattr(reading, "MAX_LINE_NBYTES", 100_000)
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"good.\n" + bomb + b"\nlast.\n"))
+    (tmp_path / "z.txt.gz").write_bytes(gzip.compress(b"better.\n"))
+    documents, said = _read([tmp_path])
+    sentences = [sentence for document in documents for sentence in document]
+    assert sentences[0] == "good."
+    assert sentences[-1] == "better."
+    assert "last." not in sentences
+    assert "it is compressed more than 100 times" in said[-1]
+
+
 def _unreadable(path: Path) -> None:
     path.symlink_to("/nowhere")
 

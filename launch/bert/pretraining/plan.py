@@ -79,14 +79,14 @@ def _follow(argv: Sequence[str], decided: dict[str, Any], launch: Launch) -> Pla
         )
     config = from_json(decided["config"])
     device = choose_device(config.device, launch)
-    return Plan(config, _open_same(Path(decided["corpus"]), decided["digest"]), device)
+    return Plan(config, _open_same(Path(decided["corpus"]), decided["digest"], launch), device)
 
 
-def _open_same(folder: Path, digest: str) -> PreparedCorpus:
+def _open_same(folder: Path, digest: str, launch: Launch) -> PreparedCorpus:
     """Open what rank 0 has prepared, or this node's copy of it; raises `UsageError`."""
     host = socket.gethostname()
     try:
-        corpus = PreparedCorpus.open(folder)
+        corpus = PreparedCorpus.open(folder, is_read=launch.local_rank == 0)
     except UsageError as error:
         raise UsageError(f"on {host}: {error}") from error
     if corpus.summary.digest != digest:

@@ -30,7 +30,7 @@ from pretraining.building import Building, PreparedSummary
 from pretraining.corpus import Faults, Known, TextOptions, corpus_key, find_sources
 from pretraining.errors import UsageError
 from pretraining.files import sync_tree
-from pretraining.shards import DocumentSet, open_shard
+from pretraining.shards import DocumentSet, check_shard, open_shard
 from pretraining.wordpiece import SETS, dtype_of
 from shardfuse.training.lock import FolderInUse, FolderLock
 
@@ -52,13 +52,19 @@ class PreparedCorpus:
     """(vocab_size,), of the training set"""
 
     @classmethod
-    def open(cls, folder: Path) -> PreparedCorpus:
-        """Open what `prepare_corpus` built; raises `UsageError` where that is damaged."""
+    def open(cls, folder: Path, *, is_read: bool = False) -> PreparedCorpus:
+        """Open what `prepare_corpus` built; raises `UsageError` where that is damaged.
+
+        With `is_read` every byte of the shards is compared with the digests, at about 1 GB/s. That
+        is for one process of a host.
+        """
         try:
             index = json.loads((folder / "index.json").read_text())
             summary = PreparedSummary(**index["summary"])
             train, held_out = _open_sets(folder, index["shards"], dtype_of(summary.vocab_size))
             counts = np.load(folder / "token_counts.npy")
+            for info in index["shards"] if is_read else ():
+                check_shard(folder, info)
         except (OSError, ValueError, TypeError, EOFError, LookupError) as error:
             raise UsageError(
                 f"--data-dir: {folder} cannot be read ({' '.join(str(error).split())}); "

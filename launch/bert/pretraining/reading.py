@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 import zlib
 from collections.abc import Iterator
@@ -19,6 +20,10 @@ MAX_DOCUMENT_CHARS = 1 << 20
 """What is longer goes on as another document."""
 
 MAX_SENTENCE_CHARS = 4096
+MOST_COMPRESSED = 100
+UNPACKED_NBYTES = 64 << 20
+"""What a .gz may be unpacked to: this, and 100 times its own size."""
+
 PROSE_CHARS = 1000
 """A line of a .txt is one sentence; a longer one is prose, in which sentences are looked for."""
 
@@ -105,13 +110,15 @@ def _lines(source: Source, faults: Faults) -> Iterator[tuple[int, str]]:
     number = 0
     try:
         with _open(source) as file:
+            most = _most_nbytes(source)
             while line := file.readline(MAX_LINE_NBYTES):
+                _check_nbytes(file, most)
                 number += 1
                 if len(line) == MAX_LINE_NBYTES and not line.endswith(b"\n"):
                     faults.add(
                         f"{source.path}, line {number} is longer than {MAX_LINE_NBYTES:,} bytes"
                     )
-                    _skip_line(file)
+                    _skip_line(file, most)
                     continue
                 try:
                     yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -127,6 +134,21 @@ def _open(source: Source) -> IO[bytes]:
     return gzip.open(source.path) if source.is_gz else source.path.open("rb")  # type: ignore
 
 
-def _skip_line(file: IO[bytes]) -> None:
+def _skip_line(file: IO[bytes], most: float) -> None:
     while (rest := file.readline(MAX_LINE_NBYTES)) and not rest.endswith(b"\n"):
-        pass
+        _check_nbytes(file, most)
+
+
+def _most_nbytes(source: Source) -> float:
+    """Return how many bytes a file may be unpacked to: a byte of gzip can stand for 1,032."""
+    if not source.is_gz:
+        return math.inf
+    return MOST_COMPRESSED * source.path.stat().st_size + UNPACKED_NBYTES
+
+
+def _check_nbytes(file: IO[bytes], most: float) -> None:
+    if most < math.inf and file.tell() > most:
+        raise EOFError(
+            f"it is compressed more than {MOST_COMPRESSED} times, as no text is; unpack it, if it "
+            "is text"
+        )

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pretraining.files import sync, unfinished
+from pretraining.files import sha256, sync, unfinished
 from pretraining.wordpiece import SETS, Piece
 
 TokenArray = npt.NDArray[np.integer]
@@ -168,6 +168,12 @@ def write_shard(path: Path, pieces: Iterable[Mapping[str, Piece]]) -> dict[str, 
         temporary.replace(path)
     counts = {name: part.counts() for name, part in parts.items()}
     return {"file": path.name, "nbytes": output.nbytes, "sha256": output.digest(), **counts}
+
+
+def check_shard(folder: Path, info: Mapping[str, Any]) -> None:
+    """Read a shard; raise `ValueError` where it is not as it was written, and `OSError`."""
+    if sha256(folder / info["file"]).hex() != info["sha256"]:
+        raise ValueError(f"{info['file']} is damaged: its digest is not that of index.json")
 
 
 def open_shard(folder: Path, info: Mapping[str, Any], dtype: str) -> dict[str, Shard]:
