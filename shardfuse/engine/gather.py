@@ -17,11 +17,11 @@ from torch._C import DisableTorchFunction, _DisableFuncTorch
 from torch.profiler import record_function
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardfuse import pending_params
 from shardfuse.agreement import on_rank
 from shardfuse.buffers import FlatBuffer
 from shardfuse.comm import Communicator, Handle
 from shardfuse.comm.base import PeerError, Progress
-from shardfuse.engine import under_way
 from shardfuse.engine.flat_state import FlatState
 from shardfuse.engine.param_wires import DifferentParams
 from shardfuse.layout import Bucket, Flat, slots_in
@@ -56,15 +56,15 @@ class ParamSync:
         self._num_launched = 0  # of the plan, in this step
         self._launched: list[tuple[Handle, int]] = []  # with the index of the bucket
         self._members: dict[int, list[Tensor]] = {}  # of a bucket: parameters that lie in it
-        self._under_way: dict[int, Handle] = {}  # by bucket
-        self._lacks: Counter[int] = Counter()  # id of a parameter: its buckets under way
+        self._in_flight: dict[int, Handle] = {}  # by bucket
+        self._lacks: Counter[int] = Counter()  # id of a parameter: its buckets in flight
         self._lost: Exception | None = None  # why some will never arrive
         self._device = torch.device("cpu")
         self._left_on: Any = None  # the stream of step()
         self._left_by = 0  # the process of it
         self._is_read_elsewhere = False  # on another stream than that
         self.lock = threading.RLock()
-        """Held while what is in flight changes, or is waited for; [Note: locks] in under_way.py."""
+        """Held while what is in flight changes, or is waited for: [Note: locks], pending_params."""
 
     @property
     def _overlaps(self) -> bool:
@@ -151,24 +151,26 @@ class ParamSync:
             for param in self._members[index]:
                 params[id(param)] = param
                 buckets.setdefault(id(param), []).append(index)
-        must_stay = self._is_read_elsewhere or under_way.TRAVELLERS.are_compiled
-        if must_stay or any(map(under_way.is_shared, params.values())):
+        must_stay = self._is_read_elsewhere or pending_params.REGISTRY.are_compiled
+        if must_stay or any(map(pending_params.is_shared, params.values())):
             self.finish()
             return
         self._device = next(iter(params.values())).device
         self._left_on = current_stream(self._device)
         is_read_by_compiled = is_in_compiled()
-        with self.lock, under_way.LOCK:
+        with self.lock, pending_params.LOCK:
             self._left_by = os.getpid()
-            self._under_way = {index: handle for handle, index in self._launched}
+            self._in_flight = {index: handle for handle, index in self._launched}
             self._launched, self._num_launched = [], 0
             self._lacks = Counter({key: len(places) for key, places in buckets.items()})
-            under_way.TRAVELLERS.add(self)
+            pending_params.REGISTRY.add(self)
             if not is_read_by_compiled:
                 waits = {key: functools.partial(self._arrive_by, buckets[key]) for key in params}
-                of_others = [k for k, p in params.items() if not under_way.set_out(p, waits[k])]
+                of_others = [
+                    k for k, p in params.items() if not pending_params.mark_pending(p, waits[k])
+                ]
         if is_read_by_compiled:
-            under_way.TRAVELLERS.compiling()
+            pending_params.REGISTRY.compiling()
             return
         for key in of_others:
             waits[key]()
@@ -188,7 +190,7 @@ class ParamSync:
         """
         if self._lost is not None:
             raise PeerError(f"A parameter has not arrived after step(): {self._lost}")
-        if self._under_way and self._left_by != os.getpid():
+        if self._in_flight and self._left_by != os.getpid():
             raise PeerError(
                 "A parameter was still on its way when this process was forked, and arrives in the "
                 "parent only. Call optimizer.synchronize() there before the fork."
@@ -198,7 +200,7 @@ class ParamSync:
         for index in buckets:
             # It stays there while it is waited for: an interrupt may end the wait, and whatever
             # runs meanwhile in this thread, as a signal's handler, may read the parameter too.
-            handle = self._under_way.get(index)
+            handle = self._in_flight.get(index)
             if handle is None:
                 continue
             try:
@@ -206,17 +208,19 @@ class ParamSync:
                     handle.wait()
             except Exception as error:
                 self._lost = error
-                under_way.TRAVELLERS.discard(self)  # told by its own parameters, to their readers
+                pending_params.REGISTRY.discard(
+                    self
+                )  # told by its own parameters, to their readers
                 raise
-            if self._under_way.pop(index, None) is None:
+            if self._in_flight.pop(index, None) is None:
                 continue
-            with under_way.LOCK:
+            with pending_params.LOCK:
                 for param in self._members[index]:
                     self._lacks[id(param)] -= 1
                     if self._lacks[id(param)] == 0:
-                        under_way.has_arrived(param)
-        if not self._under_way:
-            under_way.TRAVELLERS.discard(self)
+                        pending_params.mark_ready(param)
+        if not self._in_flight:
+            pending_params.REGISTRY.discard(self)
 
     def _arrive_elsewhere(self) -> None:
         """Wait for everything on the stream of step(), and have the current one wait for that.
@@ -255,8 +259,8 @@ class ParamSync:
             PeerError: as of _arrive().
         """
         with self.lock:
-            if self._under_way or self._lost is not None:
-                self._arrive(list(self._under_way))
+            if self._in_flight or self._lost is not None:
+                self._arrive(list(self._in_flight))
 
 
 @contextmanager

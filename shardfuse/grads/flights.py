@@ -29,7 +29,7 @@ Collect = Callable[[FlatShard, Bucket, Parts], None]
 """Adds what has arrived to the shard."""
 
 
-def num_under_way(numels: Sequence[int]) -> int:
+def num_in_flight(numels: Sequence[int]) -> int:
     """Return how many of the buckets of ``numels`` elements are under way at a time, at most."""
     enough = sum(numels) // (_SHARE * max(numels, default=1))
     return min(max(enough, _FEWEST), _MOST, max(len(numels), 1))
@@ -73,7 +73,7 @@ class Flights:
         """Send in this order from now on; begin_anew() follows."""
         self.order = order
         self._generation += 1
-        self._capacity = num_under_way([bucket.numel for _, bucket in order])
+        self._capacity = num_in_flight([bucket.numel for _, bucket in order])
 
     def begin_anew(self) -> None:
         """Count from nothing, alike on all ranks, and be ready for what comes first."""

@@ -17,7 +17,7 @@ from shardfuse.comm.base import Progress, bucket_nbytes, overlapped
 from shardfuse.comm.traits import traits_of
 from shardfuse.config import ShardConfig
 from shardfuse.engine.param_wires import CHECK_NBYTES
-from shardfuse.grads.flights import num_under_way
+from shardfuse.grads.flights import num_in_flight
 from shardfuse.grads.rounds import NUM_COUNTS
 from shardfuse.grads.sends import IN_FLIGHT
 from shardfuse.layout import PART_NBYTES, FlatLayout, ParamSpec, dense_stride, round_up
@@ -246,7 +246,7 @@ class _Costs:
         numels = [bucket.numel for bucket in self.layout.buckets]
         largest, num = max(numels), len(numels)
         if self.config.stage == 2:
-            num_received = num_sent = num_under_way(numels)
+            num_received = num_sent = num_in_flight(numels)
         elif self.overlaps_grads:
             num_received, num_sent = num + 1, num
         else:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import shardfuse
 from shardfuse import ShardedAdamW, ShardedGradScaler, ShardedOptimizer
-from shardfuse.engine.under_way import TRAVELLERS, ParamUnderWay
 from shardfuse.grads import taken
 from shardfuse.optim import npu, paddle
+from shardfuse.pending_params import REGISTRY, PendingParam
 from tests.support.harness import log_of_shardfuse, run_procs
 
 pytestmark = [
@@ -148,7 +148,7 @@ def train(
     """Return the largest error, compiled frames per step, ours among them, flights, and the log."""
     torch._dynamo.reset()
     torch._dynamo.utils.clear_compilation_metrics()
-    TRAVELLERS.are_compiled = taken._is_silent = False
+    REGISTRY.are_compiled = taken._is_silent = False
     told = log_of_shardfuse()
     torch.manual_seed(0)
     model, reference = Net(), Net()
@@ -166,7 +166,7 @@ def train(
         before = len(frames())
         run([batch(step, dist.get_rank(), micro) for micro in range(micros)])
         counts.append(len(frames()) - before)
-        flights.append(any(type(param) is ParamUnderWay for param in model.parameters()))
+        flights.append(any(type(param) is PendingParam for param in model.parameters()))
         world, plain_loss = dist.get_world_size(), torch.zeros(())
         for rank in range(world):
             for micro in range(micros):

@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 import shardfuse
+from shardfuse import pending_params
 from shardfuse.comm.base import PeerError
-from shardfuse.engine import under_way
-from shardfuse.engine.under_way import ParamUnderWay
+from shardfuse.pending_params import PendingParam
 from tests.support.in_flight import PLACEMENTS, InFlight
 
 pytestmark = [
@@ -396,7 +396,7 @@ def test_readers(name: str, placement: str) -> None:
     assert flight.is_whole
     found = READS[name](*flight.params)  # type: ignore[call-arg]
     assert same(found, expected), (found, expected)
-    assert not any(type(leaf) is ParamUnderWay for leaf in flat_tensors(found))
+    assert not any(type(leaf) is PendingParam for leaf in flat_tensors(found))
     flight.land()
     assert same(flight.params, plain)
 
@@ -416,7 +416,7 @@ def test_what_is_not_seen_is_listed(name: str) -> None:
     assert name in page.read_text()
     flight = InFlight([torch.ones(4, 4)])
     UNSEEN[name](flight.params[0])
-    assert type(flight.params[0]) is ParamUnderWay
+    assert type(flight.params[0]) is PendingParam
     flight.land()
 
 
@@ -436,7 +436,7 @@ def lose(flight: InFlight) -> None:
         time.sleep(0.05)
         raise PeerError("rank 1 has ended.")
 
-    for handle in flight._sync._under_way.values():
+    for handle in flight._sync._in_flight.values():
         handle.wait = functools.partial(fail, handle)  # type: ignore[method-assign]
 
 
@@ -479,5 +479,5 @@ def test_a_fork_while_something_is_lost() -> None:
     assert "rank 1 has ended." in os.read(receiver, 1000).decode()
     with pytest.raises(PeerError, match="rank 1 has ended"):
         flight.params[0].sum()
-    assert under_way.LOCK.acquire(blocking=False)
-    under_way.LOCK.release()
+    assert pending_params.LOCK.acquire(blocking=False)
+    pending_params.LOCK.release()

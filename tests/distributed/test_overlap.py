@@ -15,7 +15,7 @@ from torch import Tensor
 import shardfuse
 from shardfuse import ShardedAdamW, ShardedLamb
 from shardfuse.comm import communicator_for
-from shardfuse.engine.under_way import ParamUnderWay
+from shardfuse.pending_params import PendingParam
 from tests.support.harness import run_procs, run_threads
 from tests.support.lazy import LazyCommunicator, Post
 from tests.support.overlap import (
@@ -243,7 +243,7 @@ def choices() -> dict[str, tuple[bool, bool]]:
         for step in range(2):  # the first waits for all gradients, also those that never come
             plain(model, optimizer, dist.get_rank(), step)
             optimizer.step()
-        found[collectives] = (any(early), type(model.norm.weight) is ParamUnderWay)
+        found[collectives] = (any(early), type(model.norm.weight) is PendingParam)
         optimizer.synchronize()
     return found
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardfuse import ShardedSGD
 from shardfuse.comm.base import PeerError
-from shardfuse.engine.under_way import ParamUnderWay
+from shardfuse.pending_params import PendingParam
 from tests.support import placing
 from tests.support.harness import STAYING, run_procs, run_scripts, run_threads
 from tests.support.lazy import LazyCommunicator, Post
@@ -27,7 +27,7 @@ import os, signal, subprocess, sys
 import torch
 import torch.distributed as dist
 from shardfuse import ShardedSGD
-from shardfuse.engine.under_way import ParamUnderWay
+from shardfuse.pending_params import PendingParam
 from tests.support.harness import join_world
 
 rank, how = int(sys.argv[1]), sys.argv[3]
@@ -47,7 +47,7 @@ optimizer.step()
 if rank == 1:
     os.kill(pids[0], signal.SIGSTOP)  # it takes nothing any more
     subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {pids[0]}"])
-    assert any(type(param) is ParamUnderWay for param in model.parameters())
+    assert any(type(param) is PendingParam for param in model.parameters())
 else:
     assert all(map(torch.equal, model.parameters(), expected))
 if how == "destroys its group":
@@ -139,7 +139,7 @@ def read_what_was_lost(post: Post) -> list[str]:
     model, optimizer = about_to_lose(post)
     optimizer.step()
     weight = model[0].weight
-    assert type(weight) is ParamUnderWay
+    assert type(weight) is PendingParam
     ways: list[Callable[[], Any]] = [
         weight.sum,
         weight.sum,

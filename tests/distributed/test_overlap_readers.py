@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfuse import ShardedAdamW, ShardedSGD
-from shardfuse.engine.under_way import ParamUnderWay
+from shardfuse.pending_params import PendingParam
 from tests.support.harness import run_procs, run_threads
 from tests.support.lazy import LazyCommunicator, Post
 from tests.support.overlap import OFF, ON, Net, plain, tokens
@@ -123,7 +123,7 @@ def read(
         plain(model, optimizer, dist.get_rank(), step)
         optimizer.step()
         optimizer.zero_grad()
-    under_way = all(type(param) is ParamUnderWay for param in model.parameters())
+    under_way = all(type(param) is PendingParam for param in model.parameters())
     dist.barrier()
     with lock:  # one rank after the other: modules' hook is the process's
         found = READERS[name](model).detach().clone()
@@ -163,7 +163,7 @@ def hold(post: Post, keep: str) -> tuple[bool, Tensor, Tensor]:
     held = holders[keep]()
     plain(model, optimizer, dist.get_rank(), 0)
     optimizer.step()
-    is_under_way = type(weight) is ParamUnderWay
+    is_under_way = type(weight) is PendingParam
     seen = torch.as_tensor(held).clone()
     expected = weight.detach()[3] if keep == "row" else weight.detach()
     return is_under_way, seen, expected.clone()
@@ -199,7 +199,7 @@ def read_compiled(is_early: bool) -> list[tuple[float, bool]]:
         for param in model.parameters():
             param.grad = -torch.ones_like(param)
         optimizer.step()
-        is_under_way = type(model[0].weight) is ParamUnderWay
+        is_under_way = type(model[0].weight) is PendingParam
         found.append((mean().item(), is_under_way))
     return found
 
@@ -224,7 +224,7 @@ def step_compiled_kernels() -> list[bool]:
             param.grad = -torch.ones_like(param)
         one.step()
         other.step()
-        found.append(type(model[0].weight) is ParamUnderWay)
+        found.append(type(model[0].weight) is PendingParam)
         dist.barrier()
     return found
 

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardfuse import ShardedAdam, ShardedSGD
-from shardfuse.engine import under_way
-from shardfuse.engine.under_way import ParamUnderWay
+from shardfuse import ShardedAdam, ShardedSGD, pending_params
+from shardfuse.pending_params import PendingParam
 from tests.support.harness import run_procs
 
 pytestmark = [
@@ -40,7 +39,7 @@ def options(stage: int, cap_mb: float = 0.02) -> dict[str, Any]:
 
 
 def in_flight(model: nn.Module) -> int:
-    return sum(type(param) is ParamUnderWay for param in model.parameters())
+    return sum(type(param) is PendingParam for param in model.parameters())
 
 
 def total(values: Any) -> Tensor:
@@ -236,8 +235,8 @@ def read_in_threads(stage: int, num_steps: int, num_readers: int) -> tuple[int, 
         thread.start()
     threads.append(threading.Thread(target=read_freely, daemon=True))
     num_stale, left = 0, []
-    add = under_way.TRAVELLERS.add
-    under_way.TRAVELLERS.add = lambda sync: (left.append(sync), add(sync))  # type: ignore
+    add = pending_params.REGISTRY.add
+    pending_params.REGISTRY.add = lambda sync: (left.append(sync), add(sync))  # type: ignore
     for step in range(num_steps):
         model(torch.ones(4, 96) * (step + dist.get_rank())).square().mean().backward()
         optimizer.step()
@@ -423,11 +422,11 @@ def communicate() -> list[str]:
             param.grad = torch.ones_like(param)
         optimizer.step()
         weight = model[0].weight  # type: ignore[index]
-        was_in_flight = type(weight) is ParamUnderWay
+        was_in_flight = type(weight) is PendingParam
         with torch.no_grad():
             run(weight)
         reads = dist.get_rank() == 0 or name not in ("scatter", "send", "broadcast_object_list")
-        if not was_in_flight or (reads and type(weight) is ParamUnderWay):
+        if not was_in_flight or (reads and type(weight) is PendingParam):
             missed.append(name)
         optimizer.synchronize()
         dist.barrier()

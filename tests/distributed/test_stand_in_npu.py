@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardfuse import ShardedAdam, ShardedSGD
+from shardfuse import ShardedAdam, ShardedSGD, pending_params
 from shardfuse.checkpoint import async_save
 from shardfuse.checkpoint.storage import PlannedPart
 from shardfuse.comm import communicator_for
 from shardfuse.doctor import checks
-from shardfuse.engine import under_way
 from shardfuse.training import set_device
 from tests.support import npu, placing
 from tests.support.contract_terms import ContractError
@@ -277,7 +276,7 @@ def test_gradients_of_several_streams_leave_when_all_are_made(
 def read_on_two_streams() -> tuple[list[Any], list[str]]:
     """Return what both read, the stream of step() after another; and what was logged."""
     told = log_of_shardfuse()
-    under_way.is_shared = lambda param: False  # as kernels that wait share it, here
+    pending_params.is_shared = lambda param: False  # as kernels that wait share it, here
     first, second = (nn.Parameter(torch.zeros(3000)) for _ in range(2))
     sharding = {"overlap_param_sync": True, "bucket_cap_mb": 0.02}
     params = [("first", first), ("second", second)]

@@ -340,7 +340,7 @@ def damaged_copy(name: str, plant: Callable[[Path], object]) -> Callable[[Path],
 
 RUNS: dict[str, Callable[[Path], object]] = {
     "step-007, a folder": lambda run: (run / "step-007").mkdir(),
-    "step-9 in Arabic digits": lambda run: (run / "step-٩").mkdir(),
+    "step-9 in Arabic digits": lambda run: (run / "step-\u0669").mkdir(),
     "step-9, a file": lambda run: (run / "step-9").write_text("x"),
     "step-9, a dangling link": lambda run: (run / "step-9").symlink_to("/nonexistent/x"),
     "step-9, a link to itself": lambda run: (run / "step-9").symlink_to("step-9"),

@@ -14,8 +14,8 @@ from shardfuse.buffers import CombinedBuffers
 from shardfuse.comm.base import Progress, SingleRank
 from shardfuse.engine.flat_state import FlatState
 from shardfuse.engine.gather import ParamSync
-from shardfuse.engine.under_way import ParamUnderWay
 from shardfuse.layout import BLOCK, FlatLayout, ParamSpec
+from shardfuse.pending_params import PendingParam
 
 PLACEMENTS = ("one bucket", "two buckets", "cut by a bucket's end")
 
@@ -94,7 +94,7 @@ class InFlight:
     @property
     def is_whole(self) -> bool:
         """Whether all parameters that have elements are in flight."""
-        return all(type(p) is ParamUnderWay for p in self.params if p.numel())
+        return all(type(p) is PendingParam for p in self.params if p.numel())
 
     def land(self) -> None:
         """Wait for everything, and check that nothing is left in flight."""

@@ -1,23 +1,23 @@
 """Parameters that are still on their way from other ranks, and who reads them.
 
-[Note: under way] With overlap_param_sync, step() returns before the updated parameters of other
-ranks have arrived. Until then such a parameter is of a class of its own, ParamUnderWay, whose
+[Note: in flight] With overlap_param_sync, step() returns before the updated parameters of other
+ranks have arrived. Until then such a parameter is of a class of its own, PendingParam, whose
 ``__torch_function__`` torch asks before it reads the parameter in any way that Python can: an
 operator, an attribute such as ``.data``, indexing, saving, ``data_ptr()``. It waits for what the
 parameter lacks, makes it a Parameter again, and lets torch go on. Three ways lead around that:
 
 * What reads memory without asking (an extension's kernels, TorchScript, compiled modules) is called
-  by a module. A hook on all modules' forward, there only while something is under way, waits for
+  by a module. A hook on all modules' forward, there only while something is in flight, waits for
   the module's own parameters, or for all of them where Python does not see what runs.
 * A tensor that shares memory with a parameter (an old ``p.data``, a state dict that was kept) tells
   nobody when it is read. Where there is one at the end of step(), step() waits for everything.
 * torch.compile looks at classes, and would compile a function anew for each that it finds. Where
-  one is compiled while something is under way, or calls step(), every step() waits for everything
+  one is compiled while something is in flight, or calls step(), every step() waits for everything
   from then on.
 * torch.func wraps tensors below Python. A module that is called with other parameters than its own
   waits for everything, and vmap() asks a parameter for its dim(), which waits.
 * A few functions of torch take a tensor without asking its class (_NEVER_ASK). torch has no hook
-  for them, so they are replaced, only while something is under way, by ones that wait.
+  for them, so they are replaced, only while something is in flight, by ones that wait.
 
 shardfuse/optim/README.md lists the readers that nobody sees: kernels of extensions.
 
@@ -77,8 +77,8 @@ _HARMLESS = {getattr(Tensor, name) for name in _METHODS.split()} | {
 """What tells nothing of a parameter's values."""
 
 
-class ParamUnderWay(nn.Parameter):
-    """What a parameter is until it has arrived; see [Note: under way]."""
+class PendingParam(nn.Parameter):
+    """What a parameter is until it has arrived; see [Note: in flight]."""
 
     @classmethod
     def __torch_function__(
@@ -94,7 +94,7 @@ class ParamUnderWay(nn.Parameter):
         if not found:
             # It is in a container that only func can open, such as an iterator, which would be
             # empty for func; or another thread's wait has brought it meanwhile.
-            TRAVELLERS.finish()
+            REGISTRY.finish()
         return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -110,7 +110,7 @@ class ParamUnderWay(nn.Parameter):
 
 def _find(value: Any) -> Iterator[Tensor]:
     """Yield what is under way in nested arguments; leave iterators as they are."""
-    if type(value) is ParamUnderWay:
+    if type(value) is PendingParam:
         yield value
     elif isinstance(value, list | tuple | set | frozenset | deque):
         for item in value:
@@ -127,16 +127,16 @@ def arrive(param: Tensor) -> None:
     be called for what has been a Parameter again since the caller looked.
     """
     with LOCK:
-        if type(param) is not ParamUnderWay:
+        if type(param) is not PendingParam:
             return
         wait = param.__dict__.get("_shardfuse_arrive")
         if wait is None:  # as made by type(param)(data), of values that were read
-            has_arrived(param)
+            mark_ready(param)
             return
     wait()
 
 
-def set_out(param: Tensor, arrive: Arrive) -> bool:
+def mark_pending(param: Tensor, arrive: Arrive) -> bool:
     """Have ``arrive`` called when ``param`` is read; return False if it is of another class.
 
     The caller holds LOCK.
@@ -144,13 +144,13 @@ def set_out(param: Tensor, arrive: Arrive) -> bool:
     if type(param) is not nn.Parameter:
         return False
     param.__dict__["_shardfuse_arrive"] = arrive
-    cast(Any, param).__class__ = ParamUnderWay
+    cast(Any, param).__class__ = PendingParam
     return True
 
 
-def has_arrived(param: Tensor) -> None:
+def mark_ready(param: Tensor) -> None:
     """Make ``param`` a Parameter again. The caller holds LOCK."""
-    if type(param) is ParamUnderWay:
+    if type(param) is PendingParam:
         param.__dict__.pop("_shardfuse_arrive", None)
         cast(Any, param).__class__ = nn.Parameter
 
@@ -219,7 +219,7 @@ class _Replaced:
         self._originals.clear()
 
 
-class Travellers:
+class PendingRegistry:
     """All in this process that have something under way."""
 
     def __init__(self) -> None:
@@ -290,35 +290,35 @@ class Travellers:
             self._held.pop().lock.release()
 
 
-TRAVELLERS = Travellers()
-atexit.register(TRAVELLERS.finish)
+REGISTRY = PendingRegistry()
+atexit.register(REGISTRY.finish)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=TRAVELLERS.before_fork,
-        after_in_parent=TRAVELLERS.after_fork,
-        after_in_child=TRAVELLERS.after_fork,
+        before=REGISTRY.before_fork,
+        after_in_parent=REGISTRY.after_fork,
+        after_in_child=REGISTRY.after_fork,
     )
 
 
 def _before_compiling(_: bool) -> None:
     """Wait for what a compiled function reads; of another class it would be compiled anew."""
     if not Kernels.are_compiling:  # which read nothing that is under way
-        TRAVELLERS.compiling()
+        REGISTRY.compiling()
 
 
 @untraced
 def _before_forward(module: nn.Module, _: Any) -> None:
     """Wait for what ``module`` may read without torch's asking."""
     if _is_opaque(module):
-        TRAVELLERS.finish()
+        REGISTRY.finish()
         for param in module.parameters():
             arrive(param)  # of what was lost
         return
     for param in [param for param in module._parameters.values() if param is not None]:
-        if type(param) is ParamUnderWay:
+        if type(param) is PendingParam:
             arrive(param)
         elif type(param) is not nn.Parameter:
-            TRAVELLERS.finish()  # as torch.func.functional_call() puts in their place
+            REGISTRY.finish()  # as torch.func.functional_call() puts in their place
             return
 
 
