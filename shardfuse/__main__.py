@@ -143,6 +143,12 @@ def _add_inspect(command: argparse.ArgumentParser) -> None:
 
 
 def _add_verify(command: argparse.ArgumentParser) -> None:
+    assert command.description is not None
+    command.description += (
+        " Digests are against accidents: whoever may write the folder can give other files right "
+        "ones. The file .metadata is a pickle for torch.distributed.checkpoint.load(), which runs "
+        "what is in it; no command here reads it so."
+    )
     command.add_argument("folder", type=Path, help="one checkpoint, or a folder of them")
     command.add_argument("--json", action="store_true", help="print JSON, for scripts")
     command.set_defaults(run=_verify)
