@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 import shardfuse
+from shardfuse.engine import owners
 from tests.support.harness import run_procs
 
 pytestmark = pytest.mark.timeout(240)
@@ -317,3 +318,31 @@ def test_no_habit_is_silently_wrong(way: str, collectives: str) -> None:
 
 def run_table(way: str, names: list[str], collectives: str) -> dict[str, str]:
     return outcomes(way, names, collectives=collectives)
+
+
+def wrapped_here(is_late: bool, collectives: str) -> str:
+    """Return what a rank hears where the other one finds no wrapper, as after gc.freeze()."""
+    if dist.get_rank() == 0:
+        owners._instances = lambda *bases: []
+    model = nn.Linear(4, 4)
+    wrapped = None if is_late else DistributedDataParallel(model)
+    try:
+        sharding = {"collectives": collectives, **SMALL}
+        optimizer = shardfuse.ShardedAdamW(model.parameters(), lr=0.1, sharding=sharding)
+        wrapped = wrapped or DistributedDataParallel(model)
+        wrapped(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("collectives", ["auto", "pairwise", "native"])
+def test_ranks_that_find_different_wrappers(collectives: str) -> None:
+    """At construction, or at the first gradient: an error on both."""
+    for text in run_procs(2, wrapped_here, False, collectives):
+        assert "disagree about the optimizer" in text
+        assert "grads_are_reduced=auto" in text
+    for text in run_procs(2, wrapped_here, True, collectives):
+        assert "rank 0 has gradients are averaged here" in text
+        assert "rank 1 has gradients are averaged elsewhere" in text
