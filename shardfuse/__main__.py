@@ -311,8 +311,6 @@ def _import(arguments: argparse.Namespace) -> int:
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"--names {given['names']} is not a JSON file: {error}") from None
     _check_place(arguments.to)
-    if os.path.realpath(arguments.source) == os.path.realpath(arguments.to):
-        raise CheckpointError(f"{arguments.to} is what is read. Name another file.")
     found = read(arguments.source, trusted=arguments.trusted, **given)
     _write(functools.partial(torch.save, found), arguments.to)
     return 0

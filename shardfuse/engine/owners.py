@@ -145,8 +145,10 @@ def _instances(*bases: type) -> list[Any]:
     # By type(), not isinstance(), which asks an object for its class: some are lazy, and would
     # import or compute something.
     once = islice(iter(gc.get_objects, None), 1)
-    present = kinds.intersection(map(type, chain.from_iterable(once)))
-    return [found for found in gc.get_referrers(*present) if type(found) in present]
+    # By the id of a type: its hash may be a function of Python's, during which threads change.
+    types = set(map(id, map(type, chain.from_iterable(once))))
+    present = [kind for kind in kinds if id(kind) in types]
+    return [found for found in gc.get_referrers(*present) if type(found) in kinds]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -541,16 +541,6 @@ def a_nul_byte(place: Path) -> str:
 
 
 @attack
-def onto_the_source(place: Path) -> str:
-    """Import onto the file that is read."""
-    torch.save(torch.optim.Adam(nn.Linear(2, 2).parameters()).state_dict(), place / "a.pt")
-    before = (place / "a.pt").read_bytes()
-    text = said("import", "torch", place / "a.pt", "--to", place / "a.pt")
-    assert (place / "a.pt").read_bytes() == before
-    return text
-
-
-@attack
 def name_of_5000(place: Path) -> str:
     """Inspect a name of 5,000 characters."""
     return said("inspect", place / ("z" * 5000)).replace("z" * 5000, "zzz...")
