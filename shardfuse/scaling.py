@@ -212,10 +212,12 @@ class ShardedGradScaler(GradScaler):
 
         torch's own sharded scaler overrides the same method: unscale_() and step() both pass here.
         """
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        # torch allows fp16 where it only looks, and leaves the scale to step().
+        # torch allows fp16 where it only looks, and leaves the scale to step(). Shards come first:
+        # they take a gradient that is still in p.grad, as of a param that has just been unfrozen,
+        # and torch would unscale it there a first time.
         reach = getattr(optimizer, "_unscale_shards", None)
         of_shards = None if reach is None else reach(None if allow_fp16 else inv_scale)
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         device = found_inf.device
         # A rank without any gradient has found nothing, and must take part all the same.
         total = torch.zeros(1, dtype=torch.float32, device=device)
