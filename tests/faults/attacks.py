@@ -159,25 +159,32 @@ def everywhere(folder: Path) -> str:
 # --- what a save removes ---
 
 
-@attack
-def foreign_manifest(place: Path) -> str:
-    """Save into a folder with another program's manifest.json."""
-    folder = files(place / "web", manifest_dot_json='{"name": "app"}', thesis_dot_tex="years")
-    return attempt(lambda: save(state(), folder), keeps=place)
+OTHERS: dict[str, dict[str, str]] = {
+    "Save into a folder with another program's manifest.json": {
+        "manifest.json": '{"name": "app"}',
+        "thesis.tex": "years",
+    },
+    "Save into a folder with a file .metadata": {".metadata": "x", "thesis.tex": "years"},
+    "Save over a checkpoint of torch.distributed.checkpoint": {
+        ".metadata": "x",
+        "__0_0.distcp": "x",
+    },
+}
 
 
-@attack
-def foreign_metadata(place: Path) -> str:
-    """Save into a folder with a file .metadata."""
-    folder = files(place / "other", _dot_metadata="x", thesis_dot_tex="years")
-    return attempt(lambda: save(state(), folder), keeps=place)
+def into_a_folder_of(texts: dict[str, str]) -> Callable[[Path], str]:
+    """Return an attack that saves into a folder of somebody's files."""
+
+    def run(place: Path) -> str:
+        folder = files(place / "others")
+        for name, text in texts.items():
+            (folder / name).write_text(text)
+        return attempt(lambda: save(state(), folder), keeps=place)
+
+    return run
 
 
-@attack
-def torchs_checkpoint(place: Path) -> str:
-    """Save over a checkpoint of torch.distributed.checkpoint."""
-    folder = files(place / "dcp", _dot_metadata="x", __0_0_dot_distcp="x")
-    return attempt(lambda: save(state(), folder), keeps=place)
+ATTACKS |= {name: into_a_folder_of(texts) for name, texts in OTHERS.items()}
 
 
 @attack
