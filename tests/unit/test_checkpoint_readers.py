@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,49 +46,88 @@ def values_of(held: dict[str, Any]) -> set[float]:
     return {*params, float(held["number"])}
 
 
-def save_often(write: Callable[[dict[str, Any], int], None]) -> int:
-    """Save in a forked process, many times; return its number."""
+SAVES_PER_LOAD = 5
+"""How many times the other process saves, at most, while one load is under way.
+
+Fewer than a load begins anew: on a busy machine a process that only saves would not let it end.
+"""
+
+
+@contextlib.contextmanager
+def saving_often(write: Callable[[dict[str, Any], int], None]) -> Iterator[Callable[[], bool]]:
+    """Save many times in a forked process; yield what ends a load: whether more saves follow."""
+    read_end, write_end = os.pipe()
     child = os.fork()
-    if child:
-        return child
-    status = 1
+    if not child:
+        status = 1
+        try:
+            os.close(write_end)
+            held = state(1)
+            for number in range(2, NUM_SAVES + 2):
+                if number % SAVES_PER_LOAD == 0 and not os.read(read_end, 1):
+                    break  # the test has failed
+                fill(held, number)
+                write(held, number)
+            else:
+                status = 0
+        finally:
+            os._exit(status)
+    os.close(read_end)
+    is_ended = False
+
+    def goes_on() -> bool:
+        nonlocal is_ended
+        with contextlib.suppress(BrokenPipeError):
+            os.write(write_end, b".")
+        pid, status = os.waitpid(child, os.WNOHANG)
+        is_ended = pid != 0
+        assert status == 0, "the process that saves has failed"
+        return not is_ended
+
     try:
-        held = state(1)
-        for number in range(2, NUM_SAVES + 2):
-            fill(held, number)
-            write(held, number)
-        status = 0
+        yield goes_on
     finally:
-        os._exit(status)
+        os.close(write_end)
+        if not is_ended:
+            os.waitpid(child, 0)
 
 
-def read_meanwhile(child: int, read: Callable[[dict[str, Any]], object], world_size: int) -> int:
-    """Load until the child has ended; return how often. No load may fail or give a mixture."""
-    seen: list[set[float]] = []
-    while not seen or os.waitpid(child, os.WNOHANG) == (0, 0):
+def read_meanwhile(
+    write: Callable[[dict[str, Any], int], None],
+    read: Callable[[dict[str, Any]], object],
+    world_size: int,
+) -> None:
+    """Load until the process that saves has ended. No load may fail or give a mixture."""
+    newest, num_loads = 0.0, 0
 
-        def one() -> set[float]:
-            held = state(-1)
-            read(held)
-            dist.barrier()
-            return values_of(held)
+    def one() -> set[float]:
+        held = state(-1)
+        read(held)
+        dist.barrier()
+        return values_of(held)
 
-        found = set[float]().union(*run_threads(world_size, one))
-        assert len(found) == 1, f"a mixture of {found}"
-        assert not seen or max(seen[-1]) <= max(found), "an older one than before"
-        seen.append(found)
+    with saving_often(write) as goes_on:
+        while True:
+            found = set[float]().union(*run_threads(world_size, one))
+            assert len(found) == 1, f"a mixture of {found}"
+            assert max(found) >= newest, "an older one than before"
+            newest = max(found)
+            num_loads += 1
+            if not goes_on():
+                break
+    assert num_loads >= NUM_SAVES // SAVES_PER_LOAD
     held = state(-1)
     read(held)
-    assert held["number"] == NUM_SAVES + 1, "the process that saves has failed"
-    return len(seen)
+    assert held["number"] == NUM_SAVES + 1
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_by_name(world_size: int, tmp_path: Path) -> None:
     folder = tmp_path / "ck"
     save(state(1), folder)
-    child = save_often(lambda held, number: save(held, folder))
-    assert read_meanwhile(child, lambda held: load(held, folder), world_size) > 5
+    read_meanwhile(
+        lambda held, number: save(held, folder), lambda held: load(held, folder), world_size
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["ck"]
 
 
@@ -96,7 +136,5 @@ def test_the_latest(world_size: int, tmp_path: Path) -> None:
     """Of a run that keeps one."""
     Checkpoints(tmp_path, keep=1).save(state(1), 1)
     run = Checkpoints(tmp_path, keep=1)
-    child = save_often(run.save)
-    read = Checkpoints(tmp_path).load_latest
-    assert read_meanwhile(child, read, world_size) > 5
+    read_meanwhile(run.save, Checkpoints(tmp_path).load_latest, world_size)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", f"step-{NUM_SAVES + 1}"]
