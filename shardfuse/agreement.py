@@ -36,7 +36,7 @@ def agree(
         RuntimeError: another rank has an error.
         ValueError: the entries differ.
     """
-    comm = comm.everyone
+    comm = comm.world
     if comm.world_size == 1:
         if error is not None:
             raise error
@@ -81,7 +81,7 @@ def everyones_errors(
 
 def on_rank(comm: Communicator) -> str:
     """Return how an error that only this rank may have begins; empty where there is one rank."""
-    return "" if comm.world_size == 1 else f"[rank {comm.everyone.rank}] "
+    return "" if comm.world_size == 1 else f"[rank {comm.world.rank}] "
 
 
 def _both(values: list[int]) -> list[int]:

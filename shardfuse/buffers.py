@@ -91,7 +91,7 @@ def internal_format(tensor: torch.Tensor) -> int | None:
     return None if number in PLAIN_FORMATS else number
 
 
-def lie_at(tensors: Iterable[torch.Tensor], addresses: Iterable[int]) -> bool:
+def are_at(tensors: Iterable[torch.Tensor], addresses: Iterable[int]) -> bool:
     """Return whether each tensor begins at its address."""
     return all(map(operator.eq, map(torch.Tensor.data_ptr, tensors), addresses))
 
@@ -227,9 +227,9 @@ class CombinedBuffers:
 
 
 class ShardArena:
-    """This rank's part of one state of a flat: a segment of (shard_numel,) per bucket.
+    """This rank's shards of one state of a flat, (shard_numel,) per bucket, in bucket order.
 
-    Segments are contiguous in bucket order and hold the dtype the math is done in.
+    They have the dtype in which updates are computed.
     """
 
     data: torch.Tensor  # (flat.numel / world_size,)
@@ -237,12 +237,12 @@ class ShardArena:
     def __init__(self, flat: Flat, device: torch.device, dtype: torch.dtype) -> None:
         numel = sum(bucket.shard_numel for bucket in flat.buckets)
         self.data = zeros(numel, device, dtype)
-        self._segments: dict[int, torch.Tensor] = {}
+        self._views: dict[int, torch.Tensor] = {}
         start = 0
         for bucket in flat.buckets:
-            self._segments[bucket.index] = self.data[start : start + bucket.shard_numel]
+            self._views[bucket.index] = self.data[start : start + bucket.shard_numel]
             start += bucket.shard_numel
 
-    def segment(self, bucket: Bucket) -> torch.Tensor:
-        """Return the segment of ``bucket``, (bucket.shard_numel,)."""
-        return self._segments[bucket.index]
+    def view(self, bucket: Bucket) -> torch.Tensor:
+        """Return the shard of ``bucket``, (bucket.shard_numel,)."""
+        return self._views[bucket.index]

@@ -47,7 +47,7 @@ def gather(
         full = {slot.param: torch.zeros(slot.numel, dtype=arena.data.dtype) for slot in flat.slots}
     for bucket in flat.buckets:
         everyone = torch.empty(bucket.numel, dtype=arena.data.dtype, device=arena.data.device)
-        comm.all_gather(everyone, arena.segment(bucket)).wait()
+        comm.all_gather(everyone, arena.view(bucket)).wait()
         if not keep:
             continue
         for slot in flat.slots:

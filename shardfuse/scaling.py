@@ -47,7 +47,7 @@ def agree_on_step(
         return ScaledStep(skip=False, inverse=None, is_equal=True)
     scale = torch.ones_like(found_inf) if grad_scale is None else grad_scale
     flags = torch.stack([found_inf.reshape(()), scale.reshape(()), -scale.reshape(())]).float()
-    comm.everyone.all_reduce(flags, "max").wait()
+    comm.world.all_reduce(flags, "max").wait()
     any_found, largest, smallest = flags.tolist()
     inverse = None if grad_scale is None else grad_scale.double().reciprocal().float().reshape(())
     return ScaledStep(skip=any_found != 0, inverse=inverse, is_equal=largest == -smallest)
@@ -76,7 +76,7 @@ class OverflowReport:
         """
         if not self.enabled:
             return
-        everyone = self.comm.everyone
+        everyone = self.comm.world
         present = [(index, grad) for index, (_, grad) in enumerate(grads) if grad is not None]
         first = len(grads)
         if present:
@@ -226,7 +226,7 @@ class ShardedGradScaler(GradScaler):
         own = self._check_scale_growth_tracker("step")
         told = torch.cat([total, *(-value.float().reshape(1).to(device) for value in own)])
         comm = communicator_for(self._process_group, device, "native")
-        with comm.call("unscaling by ShardedGradScaler"):
+        with comm.session.region("unscaling by ShardedGradScaler"):
             comm.all_reduce(told, "max").wait()
         self._agreed = -told[1:]
         return {device: told[0].clamp(max=1.0)}

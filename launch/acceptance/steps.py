@@ -15,7 +15,7 @@ from launch.bench.timing import median, time_ms
 from launch.bench.transformer import SIZES, Transformer
 from shardfuse import ShardConfig, ShardedAdamW
 from shardfuse.comm import Communicator
-from shardfuse.comm.base import Progress
+from shardfuse.comm.transport import AsyncModel
 from shardfuse.doctor import Finding
 from shardfuse.plan import Budget, plan
 from shardfuse.plan.models import shapes_in
@@ -37,7 +37,7 @@ def memory(comm: Communicator, device: torch.device, *, size: str) -> Finding:
     summary = optimizer.memory_summary()
     own = summary.param_nbytes + summary.grad_nbytes + summary.state_nbytes
     held = own if counter is None else _settled(counter, device) - before
-    planned = _planned(comm, device, size, optimizer.communicator.progress).total_nbytes
+    planned = _planned(comm, device, size, optimizer.communicator.async_model).total_nbytes
     mib = 1 / (1 << 20)
     values = {"held_nbytes": held, "planned_nbytes": planned, "summary_nbytes": own}
     text = f"{held * mib:.1f} MiB between steps, {planned * mib:.1f} planned"
@@ -52,7 +52,7 @@ def _settled(counter: Callable[..., int], device: torch.device) -> int:
     return int(counter(device))
 
 
-def _planned(comm: Communicator, device: torch.device, size: str, progress: Progress) -> Budget:
+def _planned(comm: Communicator, device: torch.device, size: str, progress: AsyncModel) -> Budget:
     with torch.device("meta"):
         shapes = shapes_in(Transformer(SIZES[size]))
     return plan(

@@ -19,9 +19,9 @@ from launch.bench.launches import LaunchError, run_ranks
 from launch.bench.options import Options, Row, interleaved
 from launch.bench.timing import bytes_written, median, time_ms
 from shardfuse.comm import Communicator, communicator_for
-from shardfuse.comm.base import PartsHandle
-from shardfuse.comm.process_group import all_gather_single, reduce_scatter_single
-from shardfuse.grads.sends import IN_FLIGHT
+from shardfuse.comm.native import all_gather_single, reduce_scatter_single
+from shardfuse.comm.transport import Completion, PartialSums
+from shardfuse.grads.full import IN_FLIGHT
 
 SIZES = (1 << 20, 25 << 20, 110 << 20)
 WORLDS = (2, 3, 4, 8)
@@ -121,7 +121,7 @@ class Buffers:
             self._part(bucket).fill_(1.0 + self.comm.rank)
 
 
-def _add_up(handle: PartsHandle, output: Tensor) -> None:
+def _add_up(handle: Completion[PartialSums], output: Tensor) -> None:
     parts = handle.wait()
     if len(parts) > 1:
         torch.add(parts[0], parts[1], out=output)

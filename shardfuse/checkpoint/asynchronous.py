@@ -25,7 +25,7 @@ from shardfuse.checkpoint.errors import CheckpointError
 from shardfuse.checkpoint.ranks import next_number
 from shardfuse.checkpoint.saving import Save
 from shardfuse.checkpoint.storage import Copies
-from shardfuse.comm.base import PeerError, unreadable
+from shardfuse.comm.session import PeerError, unreadable
 from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.streams import current_stream
 
@@ -103,7 +103,7 @@ class AsyncSave:
         if not self.is_done:
             return True
         if self._error is not None and not self._is_over:
-            with self._ranks.comm.call("step()"):
+            with self._ranks.comm.session.region("step()"):
                 raise CheckpointError(f"{self._save.target} is not saved: {self._error}")
         return False
 
@@ -119,7 +119,7 @@ class AsyncSave:
         comm = self._ranks.comm
         text = "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
         if comm.world_size > 1:
-            comm.tell(self._topic, json.dumps([self._word, text]))
+            comm.session.publish(self._topic, json.dumps([self._word, text]))
         self._written.set()
         if comm.rank == 0 and self._error is None:
             try:
@@ -145,11 +145,11 @@ class AsyncSave:
     def _await_words(self) -> list[int] | None:
         """Return every rank's word; a 0 among them as soon as there is one; None: no store."""
         while not self._is_abandoned:
-            texts = self._ranks.comm.told(self._topic)
+            texts = self._ranks.comm.session.read(self._topic)
             told = [_word_in(text, self._topic) for text in texts if text is not None]
             if len(told) == self._ranks.comm.world_size or 0 in told:
                 return told
-            if self._ranks.comm.is_store_gone:
+            if self._ranks.comm.session.is_store_gone:
                 return None
             time.sleep(_POLL_S)
         return [0]

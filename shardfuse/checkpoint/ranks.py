@@ -40,18 +40,18 @@ class Ranks:
         optimizers = [value for value in objects.values() if isinstance(value, ShardedOptimizer)]
         self.comm: Communicator
         if optimizers:
-            self.comm = optimizers[0].communicator.everyone
+            self.comm = optimizers[0].communicator.world
             self.device = optimizers[0].param_groups[0]["params"][0].device
         else:
             self.device = device_for(process_group)
-            self.comm = communicator_for(process_group, self.device).everyone
+            self.comm = communicator_for(process_group, self.device).world
 
     @contextmanager
     def call(self, name: str, *lines: str) -> Iterator[None]:
         """Make a call of all ranks, which have the same keys and ``lines``."""
-        with self.comm.call(name):
+        with self.comm.session.region(name):
             # Compared now: a save is over before accelerators, which compare late, would tell.
-            self.comm.declare([*self._lines, *lines], is_new=True)
+            self.comm.session.declare([*self._lines, *lines], is_new=True)
             yield
 
     def words(self, word: int) -> list[int]:
@@ -105,7 +105,10 @@ def next_number(comm: Communicator) -> str:
     Ranks that have begun anew after an error count anew: some may have been further than others.
     """
     epoch, last = _numbers.get(comm, (0, 0))
-    _numbers[comm] = epoch, last = comm.epoch, last + 1 if epoch == comm.epoch else 1
+    _numbers[comm] = epoch, last = (
+        comm.session.generation,
+        last + 1 if epoch == comm.session.generation else 1,
+    )
     return f"{epoch}.{last}"
 
 

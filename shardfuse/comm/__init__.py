@@ -1,11 +1,11 @@
-"""Collectives on flat tensors; nothing here knows what a parameter is."""
+"""Collectives on flat tensors, and regions of all ranks; nothing here knows a parameter."""
 
-from shardfuse.comm.base import Communicator, Handle, SingleRank
-from shardfuse.comm.choice import communicator_for, communicator_over, device_for
+from shardfuse.comm.select import communicator_for, communicator_over, device_for
+from shardfuse.comm.transport import Communicator, Completion, SingleRank
 
 __all__ = [
     "Communicator",
-    "Handle",
+    "Completion",
     "SingleRank",
     "communicator_for",
     "communicator_over",

@@ -115,7 +115,7 @@ class Partitions:
                     "know, or no gradient for it. Build it through deepspeed.initialize() "
                     "with shardfuse.deepspeed imported, and leave the steps to the engine."
                 )
-            with self._partitions[id(flat)].comm.call("step()"):
+            with self._partitions[id(flat)].comm.session.region("step()"):
                 self._update(optimizer, flat, group)
 
     def _update(self, optimizer: ShardedOptimizer, flat: Tensor, group: dict[str, Any]) -> None:

@@ -183,7 +183,7 @@ def check_ranks(optimizer: Any, engine: Any, name: str) -> None:
     Raises:
         ValueError: some ranks would train apart.
     """
-    num_ranks = optimizer.communicator.everyone.world_size
+    num_ranks = optimizer.communicator.world.world_size
     if num_ranks != engine.dp_world_size and optimizer._config.grads_are_reduced is not True:
         raise ValueError(
             f"{name} was built for {num_ranks} rank{'s' * (num_ranks > 1)}, the engine has "

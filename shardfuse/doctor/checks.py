@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardfuse import checkpoint, optim
 from shardfuse.comm import Communicator
-from shardfuse.comm.base import unreadable
+from shardfuse.comm.session import unreadable
 from shardfuse.doctor.devices import formats, room, settings
 from shardfuse.doctor.findings import Finding
 from shardfuse.doctor.links import bandwidth, bandwidth_misaligned
@@ -52,7 +52,7 @@ def sums(comm: Communicator, device: Device) -> Finding:
     expected = torch.zeros_like(whole)
     for rank in range(comm.world_size):
         expected += _integers(whole.numel(), rank, device)
-    with comm.call("doctor: sums over ranks"):
+    with comm.session.region("doctor: sums over ranks"):
         for _ in range(2):
             own = torch.stack(comm.reduce_scatter(whole).wait()).sum(0)
             out = torch.zeros_like(whole)
@@ -86,7 +86,7 @@ def non_finite(comm: Communicator, device: Device) -> Finding:
     values[:2] *= float(comm.rank == comm.world_size - 1)
     if comm.rank != comm.world_size - 1:
         values[:2] = 0.0
-    with comm.call("doctor: inf and nan"):
+    with comm.session.region("doctor: inf and nan"):
         comm.all_reduce(values).wait()
     if torch.isinf(values[0]) and torch.isnan(values[1]) and torch.isfinite(values[2]):
         return Finding("", "ok", "inf and nan travel as they are")
@@ -234,10 +234,10 @@ def save_and_load(comm: Communicator, device: Device) -> Finding:
     """A checkpoint, written by all ranks and read again; in a folder of the first rank's host."""
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as own:
         told = f"{own}/checkpoint"
-        with comm.call("doctor: a folder in common"):
-            comm.tell("doctor's folder", told)
+        with comm.session.region("doctor: a folder in common"):
+            comm.session.publish("doctor's folder", told)
             _meet(comm, device)
-        folder = Path(comm.told("doctor's folder")[0] or told)
+        folder = Path(comm.session.read("doctor's folder")[0] or told)
         if not folder.parent.name.startswith(_PREFIX):
             raise unreadable("doctor's folder", str(folder))
         values = []
@@ -254,7 +254,7 @@ def save_and_load(comm: Communicator, device: Device) -> Finding:
                 checkpoint.load({"model": model, "optimizer": optimizer}, folder)
             optimizer.synchronize()
             values.append([param.detach().clone() for param in model.parameters()])
-        with comm.call("doctor: all have read it"):
+        with comm.session.region("doctor: all have read it"):
             _meet(comm, device)
     if all(torch.equal(a, b) for a, b in zip(*values, strict=True)):
         return Finding("", "ok", "a checkpoint comes back bit for bit")

@@ -48,7 +48,7 @@ def _bandwidth(comm: Communicator, device: torch.device, *, is_full: bool, offse
     found: dict[str, float] = {}
     rates: dict[str, list[float]] = {kind: [] for kind in _KINDS}
     for mib in sizes:
-        with comm.call("doctor: bandwidth"):
+        with comm.session.region("doctor: bandwidth"):
             of_size = _rates(comm, device, mib, offset)
         for kind, rate in of_size.items():
             rates[kind].append(rate)

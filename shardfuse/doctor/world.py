@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from shardfuse.comm.base import unreadable
-from shardfuse.comm.launched import launched_apart
+from shardfuse.comm.select import launched_apart
+from shardfuse.comm.session import unreadable
 from shardfuse.doctor.findings import VERDICTS, Finding, merged
 from shardfuse.training.attempts import fresh_part
 from shardfuse.training.device import set_device

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from shardfuse.buffers import FlatBuffer, ShardArena, lie_at
-from shardfuse.engine.param_wires import MASTER_DTYPE, ParamWire
+from shardfuse.buffers import FlatBuffer, ShardArena, are_at
+from shardfuse.codecs import MASTER_DTYPE, ParamCodec
 from shardfuse.engine.units import Span
 from shardfuse.layout import Bucket, Fragment, ParamSpec, round_up
 
@@ -43,11 +43,11 @@ class FlatState:
         fragments: this rank's part of the flat.
         params, specs: the parameters in slot order.
         rank: rank in the shard group.
-        wire: how updated parameters travel; None: as they are.
+        codec: how updated parameters are encoded; None: in their own dtype.
     """
 
     params_buffer: FlatBuffer  # all ranks' shards; the model's own tensors
-    wire: ParamWire  # and what is kept beside parameters that are rounded
+    codec: ParamCodec  # and what is kept beside parameters that are rounded
     states: dict[str, ShardArena]  # fp32 shards by state name
 
     def __init__(
@@ -58,7 +58,7 @@ class FlatState:
         *,
         fragments: Iterable[Fragment],
         rank: int,
-        wire: ParamWire | None = None,
+        codec: ParamCodec | None = None,
     ) -> None:
         self.flat = flat = params_buffer.flat
         self.params = params
@@ -72,7 +72,7 @@ class FlatState:
         self._addresses: list[int] = []
         self._strides: list[tuple[int, ...]] = []
         self.bind()
-        self.wire = ParamWire(params_buffer, rank) if wire is None else wire
+        self.codec = ParamCodec(params_buffer, rank) if codec is None else codec
         self.states = {}
         # Steps are one number while all parameters have the same one, which is the usual case.
         self._step = 0
@@ -125,7 +125,7 @@ class FlatState:
     def moved(self) -> list[str]:
         """Return names of parameters that were re-allocated, or transposed, since bind()."""
         strides = map(Tensor.stride, self.params)
-        if lie_at(self.params, self._addresses) and all(map(operator.eq, strides, self._strides)):
+        if are_at(self.params, self._addresses) and all(map(operator.eq, strides, self._strides)):
             return []
         places = zip(self._addresses, self._strides, strict=True)
         return [
@@ -146,7 +146,7 @@ class FlatState:
 
     def allocate(self, values: Mapping[str, float]) -> bool:
         """Create the states that do not exist, filled with ``values``; return whether any was."""
-        self.wire.allocate()
+        self.codec.allocate()
         new = [name for name in values if name not in self.states]
         for name in new:
             self.states[name] = ShardArena(self.flat, self.device, MASTER_DTYPE)
@@ -161,12 +161,12 @@ class FlatState:
     @property
     def param_nbytes(self) -> int:
         """Bytes of the parameters, and of what they travel in."""
-        return self.params_buffer.data.nbytes + self.wire.nbytes
+        return self.params_buffer.data.nbytes + self.codec.nbytes
 
     @property
     def state_nbytes(self) -> int:
         """Bytes of this rank's states, and of what is kept beside parameters that are rounded."""
-        arenas = [*self.states.values(), *([] if self.wire.arena is None else [self.wire.arena])]
+        arenas = [*self.states.values(), *([] if self.codec.arena is None else [self.codec.arena])]
         return sum(arena.data.nbytes for arena in arenas)
 
     # Steps

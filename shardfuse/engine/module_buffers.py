@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardfuse.comm import Communicator, Handle
+from shardfuse.comm import Communicator, Completion
 from shardfuse.layout import round_up
 
 _ALIGN = 16
@@ -57,7 +57,7 @@ class ModuleBuffers:
         self._addresses: list[int] = []  # of their memory, which may be set, too
         self._runs: list[tuple[list[Tensor], list[Tensor]]] = []  # by dtype: buffers, their copies
         self._message: Tensor | None = None
-        self._handle: Handle | None = None
+        self._in_flight: Completion[None] | None = None
         self._src = 0
 
     def __bool__(self) -> bool:
@@ -82,23 +82,23 @@ class ModuleBuffers:
         )
         addresses = list(map(Tensor.data_ptr, tensors))
         # A message that failed may still arrive, so its memory is not used again.
-        if not is_same or addresses != self._addresses or self._handle is not None:
+        if not is_same or addresses != self._addresses or self._in_flight is not None:
             self._lay_out(tensors)
             self._addresses = addresses
         self._src = src
-        if self._comm.everyone.rank == src:
+        if self._comm.world.rank == src:
             for buffers, copies in self._runs:
                 torch._foreach_copy_(copies, buffers)
         assert self._message is not None
-        self._handle = self._comm.broadcast(self._message, src)
+        self._in_flight = self._comm.broadcast(self._message, src)
 
     def wait(self) -> None:
         """Write the buffers that launch() has sent, on the ranks that have received them."""
-        if self._handle is None:
+        if self._in_flight is None:
             return
-        self._handle.wait()
-        self._handle = None
-        if self._comm.everyone.rank != self._src:
+        self._in_flight.wait()
+        self._in_flight = None
+        if self._comm.world.rank != self._src:
             for buffers, copies in self._runs:
                 torch._foreach_copy_(buffers, copies)
 

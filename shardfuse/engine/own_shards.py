@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from shardfuse.engine.flat_state import FlatState
-from shardfuse.engine.gather import ParamSync
+from shardfuse.engine.gather import ParamGatherer
 from shardfuse.engine.units import BlockTable, Cohort, Shards, Unit
-from shardfuse.grads.protocol import GradShards
+from shardfuse.grads.source import GradSource
 from shardfuse.layout import BLOCK, Bucket, ParamSpec, round_up
 from shardfuse.rules import UpdateRule
 from shardfuse.scaling import ScaledStep
@@ -34,8 +34,8 @@ class OwnShards(Shards):
         groups: Sequence[dict[str, Any]],
         flats: Sequence[FlatState],
         *,
-        grads: GradShards,
-        gather: ParamSync,
+        grads: GradSource,
+        gather: ParamGatherer,
         row: int,
     ) -> None:
         self.has_updated = False  # any parameter in the last step, as far as this rank knows
@@ -71,31 +71,31 @@ class OwnShards(Shards):
 
     def open(self, unit: Unit) -> None:
         state, bucket = self._flats[unit.cohort], self._buckets[unit.index]
-        unit.p, unit.low = state.wire.open(bucket)
+        unit.p, unit.low = state.codec.begin_update(bucket)
         names = self._rule.state_names(self.groups[state.flat.group])
-        unit.states = tuple(state.states[name].segment(bucket) for name in names)
-        idle = self._grads.idle(bucket, unit.grad)
-        unit.spans = state.spans(bucket, self._grads.missing(state.flat), idle)
+        unit.states = tuple(state.states[name].view(bucket) for name in names)
+        idle = self._grads.unused(bucket, unit.grad)
+        unit.spans = state.spans(bucket, self._grads.no_local_grad(state.flat), idle)
 
     def close(self, unit: Unit) -> None:
         """Launch the all-gather of the bucket."""
         state = self._flats[unit.cohort]
         bucket = self._buckets[unit.index]
-        state.wire.close(bucket)
-        self._gather.start(bucket, state.params)
+        state.codec.commit(bucket)
+        self._gather.launch(bucket, state.params)
 
     def advance(self) -> None:
         """Count an update of every parameter that had one, and the step where groups have one."""
-        updated = [state.advance(self._grads.missing(state.flat)) for state in self._awake]
+        updated = [state.advance(self._grads.no_local_grad(state.flat)) for state in self._awake]
         self.has_updated = any(updated)
         for group in self.groups if self._rule.counts_in_groups else ():
             group["step"] = group.get("step", 0) + 1
 
     def retain(self) -> None:
-        self._grads.retain()
+        self._grads.keep_reduced()
 
     def retain_at_once(self) -> None:
-        self._grads.retain_at_once()
+        self._grads.keep_all_reduced()
 
     def mean(self, cohort: int) -> float | None:
         return self._grads.mean_factor(cohort)
@@ -114,7 +114,7 @@ class OwnShards(Shards):
             return coefficient
         if scaled.is_equal:
             return scaled.inverse if coefficient is None else coefficient * scaled.inverse
-        self._grads.multiply(scaled.inverse)
+        self._grads.scale_before_sum(scaled.inverse)
         return coefficient
 
     def named_grads(self) -> list[tuple[str, Tensor | None]]:

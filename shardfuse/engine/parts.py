@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardfuse.codecs import ERROR, MASTER, MASTER_DTYPE
 from shardfuse.comm import Communicator
 from shardfuse.engine import sharded_io
 from shardfuse.engine.flat_state import FlatState
-from shardfuse.engine.param_wires import ERROR, MASTER, MASTER_DTYPE
 from shardfuse.engine.state_io import Held, arenas_of, fragment_tensors
 from shardfuse.fragments import FragmentTensor, Piece, flat_pieces, shaped_pieces
 from shardfuse.layout import Bucket, ParamSpec
@@ -50,7 +50,7 @@ class Parts:
     @property
     def comm(self) -> Communicator:
         """All ranks that share the optimizer, copies included."""
-        return self._held.comm.everyone
+        return self._held.comm.world
 
     @property
     def device(self) -> torch.device:
@@ -108,7 +108,7 @@ class Parts:
         for state in self._held.flats:
             arena = arenas_of(state).get(MASTER)
             if arena is not None:
-                places = fragment_tensors(state, arena.segment, shaped_pieces)
+                places = fragment_tensors(state, arena.view, shaped_pieces)
             elif state.params_buffer.data.dtype == MASTER_DTYPE:
                 places = fragment_tensors(state, functools.partial(_shard, state), flat_pieces)
             else:

@@ -58,7 +58,9 @@ class RestOfModel:
             self._others_have_told = False
             self._names = [name for name, _ in dense]
             codes = [zlib.crc32(_bytes(tensor)) for _, tensor in dense]
-            self._comm.tell("rest of the model", " ".join(f"{code:08x}" for code in codes))
+            self._comm.session.publish(
+                "rest of the model", " ".join(f"{code:08x}" for code in codes)
+            )
 
     def warn(self) -> None:
         """Compare what the ranks have told, in the second call after tell(); the first rank warns.
@@ -69,9 +71,13 @@ class RestOfModel:
             self._others_have_told = True
             return
         names, self._names = self._names, []
-        if self._comm.everyone.rank != 0:
+        if self._comm.world.rank != 0:
             return
-        told = [text.split() for text in self._comm.told("rest of the model") if text is not None]
+        told = [
+            text.split()
+            for text in self._comm.session.read("rest of the model")
+            if text is not None
+        ]
         if any(len(codes) != len(names) for codes in told):
             return
         differ = [n for n, *codes in zip(names, *told, strict=True) if len(set(codes)) > 1]
@@ -111,9 +117,9 @@ class WrittenGrads:
             return
         self._num_looks += 1
         if self._num_looks == 1:
-            self._comm.tell("written gradients", names[0])
+            self._comm.session.publish("written gradients", names[0])
             return
-        told = self._comm.told("written gradients")
+        told = self._comm.session.read("written gradients")
         ranks = [rank for rank, name in enumerate(told) if name is not None]
         if len(ranks) < 2:
             return

@@ -73,7 +73,7 @@ def aliases(
     """Yield (key in sharded(), this rank's state itself)."""
     for state in flats:
         for name, arena in arenas_of(state).items():
-            tensors = fragment_tensors(state, arena.segment, flat_pieces, has=has)
+            tensors = fragment_tensors(state, arena.view, flat_pieces, has=has)
             for spec, tensor in zip(state.specs, tensors, strict=True):
                 if spec.numel:
                     yield f"state.{spec.name}.{name}", tensor
@@ -158,8 +158,8 @@ def _check_room(held: Held, groups: Groups, steps: Mapping[int, int]) -> None:
     for state in held.flats:
         names = held.rule.state_names(groups[state.flat.group])
         lacking = [name for name in names if name not in state.states]
-        if state.wire.arena is None and state.wire.key is not None:
-            lacking.append(state.wire.key)
+        if state.codec.arena is None and state.codec.key is not None:
+            lacking.append(state.codec.key)
         trained = [s.param for s in state.flat.slots if s.numel and steps[s.param] > 0]
         if not lacking or not trained:
             continue

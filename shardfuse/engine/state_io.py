@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from shardfuse.buffers import ShardArena
+from shardfuse.codecs import ERROR, MASTER
 from shardfuse.comm import Communicator
 from shardfuse.engine import state_checks
 from shardfuse.engine.flat_state import FlatState
-from shardfuse.engine.param_wires import ERROR, MASTER
 from shardfuse.fragments import Asked, FragmentTensor, Piece, gather, scatter, shaped_pieces
 from shardfuse.layout import Bucket, FlatLayout, ParamSpec
 from shardfuse.rules import UpdateRule
@@ -41,9 +41,9 @@ class Held(NamedTuple):
 def arenas_of(state: FlatState) -> dict[str, ShardArena]:
     """Return {state key: this rank's part}, what is kept beside parameters last."""
     arenas = dict(state.states)
-    if state.wire.arena is not None and state.wire.key is not None:
-        state.wire.settle()
-        arenas[state.wire.key] = state.wire.arena
+    if state.codec.arena is not None and state.codec.key is not None:
+        state.codec.rollback()
+        arenas[state.codec.key] = state.codec.arena
     return arenas
 
 
@@ -128,7 +128,7 @@ def counted_groups(groups: Groups, rule: UpdateRule) -> list[dict[str, Any]]:
 
 def consolidate(held: Held, to: int | None) -> dict[int, dict[str, Any]] | None:
     """Return torch's states, of full CPU tensors, on rank ``to`` (None: on all). Collective."""
-    rule, keep = held.rule, to is None or held.comm.everyone.rank == to
+    rule, keep = held.rule, to is None or held.comm.world.rank == to
     steps = agreed_steps(held)
     state: dict[int, dict[str, Any]] = {}
     for param, name, tensor in _whole(held, keep):
@@ -166,7 +166,7 @@ def for_torch(held: Held, asked: Asked) -> dict[str, Any]:
             for slot in flat_state.flat.slots:
                 state[slot.param] = {"step": torch.tensor(float(steps[slot.param]))}
     if asked.full_state_dict or held.comm.world_size == 1:
-        keep = not (asked.full_state_dict and asked.cpu_offload) or held.comm.everyone.rank == 0
+        keep = not (asked.full_state_dict and asked.cpu_offload) or held.comm.world.rank == 0
         values = _whole(held, keep)
     else:
         values = _parts(held.flats)
@@ -181,14 +181,14 @@ def for_torch(held: Held, asked: Asked) -> dict[str, Any]:
 
 def is_trained(state: FlatState) -> bool:
     """Return whether a flat has states, or would have them if its rule had any."""
-    return bool(state.states) or state.wire.arena is not None or not state.flat.frozen
+    return bool(state.states) or state.codec.arena is not None or not state.flat.frozen
 
 
 def _parts(flats: Sequence[FlatState]) -> Iterator[tuple[int, str, Tensor]]:
     """Yield (parameter, state key, a copy of what this rank has of it)."""
     for state in flats:
         for name, arena in arenas_of(state).items():
-            tensors = fragment_tensors(state, arena.segment, shaped_pieces)
+            tensors = fragment_tensors(state, arena.view, shaped_pieces)
             for slot, spec, tensor in zip(state.flat.slots, state.specs, tensors, strict=True):
                 # An empty one has no pieces, and would not be written at all.
                 empty = torch.zeros(spec.shape, dtype=tensor.dtype)
@@ -296,9 +296,9 @@ def _load(
 
 def _warn_of_masters(held: Held, entries: Mapping[int, Mapping[str, Any]]) -> None:
     """Say on the first rank that what is saved beside a parameter has no place here."""
-    for state in held.flats if held.comm.everyone.rank == 0 else ():
+    for state in held.flats if held.comm.world.rank == 0 else ():
         beside = {key for slot in state.flat.slots for key in entries[slot.param]} & _BESIDE
-        if beside - {state.wire.key}:
+        if beside - {state.codec.key}:
             logger.warning(
                 "States %s in the loaded state dict, of %s and others, are left out: parameters "
                 "have another dtype here, or are sent in another one.",
@@ -334,8 +334,8 @@ def _fill(
     parts = {p: held.pop(p) for p in list(held) if isinstance(held[p], FragmentTensor)}
     for bucket in state.flat.buckets:
         fragments = [f for f in state.fragments[bucket.index] if f.param in held]
-        scatter(fragments, arena.segment(bucket), held, specs)
-    own = fragment_tensors(state, arena.segment, shaped_pieces)
+        scatter(fragments, arena.view(bucket), held, specs)
+    own = fragment_tensors(state, arena.view, shaped_pieces)
     for slot, tensor in zip(slots, own, strict=True):
         if slot.param in parts:
             tensor.copy_(parts[slot.param])

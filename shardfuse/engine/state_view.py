@@ -105,4 +105,4 @@ def _shown(state: FlatState, arena: ShardArena, position: int) -> Tensor:
     if arena.data.numel() == state.flat.numel:  # one rank, whose segments are the flat
         start = arena.data.storage_offset() + slot.start
         return arena.data.as_strided(spec.shape, spec.stride, start)
-    return fragment_tensors(state, arena.segment, shaped_pieces, position)[0]
+    return fragment_tensors(state, arena.view, shaped_pieces, position)[0]

@@ -35,8 +35,13 @@ class Terms:
         self._unfrozen: list[str] = []  # what trains although it was frozen when it was added
         self._loaded: list[str] = []
         self._is_changed = True  # params and states may differ between ranks since the last call
-        self._epoch = comm.epoch
         self.averaged = AveragedCheck(comm, are_reduced)
+        comm.session.on_restart(self._restart)
+
+    def _restart(self) -> None:
+        # Before the error, some ranks may have declared, and others not.
+        self._is_changed = True
+        self.averaged.restart()
 
     def declare(
         self,
@@ -58,10 +63,6 @@ class Terms:
         """
         if self._comm.world_size == 1:
             return
-        if self._epoch != self._comm.epoch:
-            # After an error, before which some ranks have declared and others have not.
-            self._epoch, self._is_changed = self._comm.epoch, True
-            self.averaged.restart()
         for state in woken:
             names = [spec.name for spec in reversed(state.specs)]
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -78,7 +79,7 @@ class Terms:
             is_new, averaged = True, self.averaged.lines(grads())
         options = self._options.lines(groups)
         held = [*lines, *self._loaded, *options, *sorted(self._unfrozen), *params, *averaged]
-        self._comm.declare(held, is_new=is_new)
+        self._comm.session.declare(held, is_new=is_new)
 
     def loaded(self, step: int) -> None:
         """Note that this rank has loaded a state, whose params were updated ``step`` times."""

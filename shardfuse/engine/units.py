@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from shardfuse.comm.base import Parts
+from shardfuse.comm.transport import PartialSums
 from shardfuse.engine.kernels import Scale, Tile
 from shardfuse.layout import BLOCK, Fragment, ParamSpec
 
@@ -43,7 +43,7 @@ class Unit:
     cohort: int  # number of a cohort
     numel: int
     row: int  # elements of a tile's row; numel is a multiple of it
-    grad: Parts  # they add up to the summed gradient; valid until the next unit is asked for
+    grad: PartialSums  # they add up to the summed gradient; valid until the next unit is asked for
     fragments: Sequence[Fragment] = ()
     p: Tensor | None = None  # fp32 master
     low: Tensor | None = None  # the parameter, where it is of lower precision

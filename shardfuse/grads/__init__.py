@@ -1,1 +1,1 @@
-"""Gradients: where they lie, whose they are, and how they are averaged."""
+"""Gradients on their way to shards: full (stage 1), sharded (stage 2), or reduced elsewhere."""

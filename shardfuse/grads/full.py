@@ -1,70 +1,176 @@
-"""Gradients into the flat buffers and over the wire, one collective per bucket.
+"""FullGrads: every gradient in p.grad, reduce-scattered bucket by bucket (ZeRO stage 1).
 
 [Note: absent gradients] A parameter may have no gradient on this rank while it has one on others,
-or on none. torch leaves a parameter without a gradient untouched, moments and step included, so
-the owner of a fragment has to know whether any rank had one. Absent gradients are sent as -0.0:
-IEEE sums of -0.0 alone are -0.0, and one +0.0 or other value among them shows. The owner looks only
+or on none. torch does not touch a parameter without a gradient, its moments and step included, so
+the owner of a fragment has to know whether any rank had one. Absent gradients are sent as -0.0: an
+IEEE sum of -0.0 alone is -0.0, and one +0.0 or other value among them shows. The owner looks only
 at fragments whose gradient it lacks itself, so the usual step pays nothing and no collective is
-added. A gradient that is present but -0.0 in every element of a fragment cannot be told from none.
+added. A gradient that is present but -0.0 in every element of a fragment counts as absent.
 
-Where the caller wants gradients that zero() cleared and backward did not reach to be absent too,
-zero() fills with -0.0 and remembers the tensors; a post-accumulate hook forgets one again. note()
+If the caller wants gradients that zero() cleared and backward did not reach to be absent too,
+zero() fills with -0.0 and remembers the tensors; a post-accumulate hook forgets one again. freeze()
 looks only at those still remembered: absent if every element is -0.0. Any edit shows.
+
+[Note: sent early] A bucket is sent from a hook as soon as autograd has made all its gradients, in
+one order on all ranks. These may not be the final values: a second backward may add to a gradient,
+and callers may clip, scale or replace it before step(). So each step compares the gradients with a
+snapshot of the bucket. The ranks then agree, by one small all-reduce, on which buckets any of them
+has changed, and send those again. The result is therefore that of a step without overlap, bit for
+bit; only time is lost. A rank need not know whether its peers have sent early. If buckets were sent
+twice in several steps in a row, none is sent early any more, and a warning names the remedy.
+
+Receive buffers form a ring of B + 1: bucket i of the next iteration reuses the buffer of bucket
+i - 1 of this one. So its receive can be posted before this rank starts to send parameters.
+
+A backend without labels runs collectives in the order of launches. There, the rest is sent at the
+end of the backward that has sent the first bucket. A rank that had no backward sends all buckets
+before any other message, because it cannot know whether its peers have sent theirs. So all ranks
+launch alike. If torch's Join is used, no bucket is sent early: a rank that has joined expects
+Join's own message first.
 """
 
 from __future__ import annotations
 
+import enum
+import itertools
+import logging
+import operator
+import sys
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
-from shardfuse.buffers import CombinedBuffers, ShardArena
-from shardfuse.comm import Communicator
-from shardfuse.comm.base import Parts, PartsHandle, Progress
-from shardfuse.comm.staging import Staging, add_up
-from shardfuse.grads.ownership import GradVersions
-from shardfuse.grads.protocol import GradPhase, GradShards
-from shardfuse.grads.sends import Sends
-from shardfuse.grads.slots import FlatGrads, FlatParams, is_absent
-from shardfuse.grads.wires import Departure, GradWireChoice
-from shardfuse.layout import Bucket
+from shardfuse.buffers import CombinedBuffers, FlatBuffer, ShardArena, are_at
+from shardfuse.codecs import GradCodec, GradCodecChoice, ReduceRequest
+from shardfuse.comm import Communicator, Completion
+from shardfuse.comm.session import Counter
+from shardfuse.comm.transport import AsyncModel, BufferPool, PartialSums, add_up
+from shardfuse.grads.source import (
+    FlatParams,
+    GradPhase,
+    GradSnapshot,
+    GradSource,
+    MessageNames,
+    PendingGrads,
+    check_grad,
+    clear_grad,
+    in_backward_order,
+    is_absent,
+    is_nested_backward,
+    memory_of,
+)
+from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec, slots_in
+from shardfuse.streams import Streams
+from shardfuse.untraced import untraced
+
+logger = logging.getLogger("shardfuse")
+
+IN_FLIGHT = 2
+"""Reduce-scatters in flight at a time without overlap."""
+
+_MAX_WASTED = 3
+"""Steps in a row in which buckets were sent twice, after which none is sent early."""
+
+_CAUSES = {
+    "again": "a second backward() added to them (run all but the last backward() of a step inside "
+    "optimizer.no_sync())",
+    "nested": "params are used in several reentrant checkpoints, and each runs a backward of its "
+    "own (use checkpoint(..., use_reentrant=False), whose gradients come once)",
+    "cleared": "zero_grad() cleared them between backward and step(), as where a GAN's generator "
+    "loss reaches the discriminator (run that backward inside no_sync() of this optimizer, or with "
+    "requires_grad_(False) on its params)",
+    "written": "p.grad was written after backward, as by a clip, a scaler or a mask, or under "
+    "no_sync() (clip by optimizer.clip_grad_norm(), or edit gradients in p.register_hook())",
+}
+"""Why a bucket was sent twice, and the remedy, as far as this rank knows."""
+
+_SHORT_NUMEL = 64 << 10
+"""A 1-D gradient of at most so many elements is copied together with its neighbours."""
+
+_get_grad = operator.attrgetter("grad")
+_get_nbytes = operator.attrgetter("nbytes")
 
 
-class GradSync(GradShards):
+class BucketStatus(enum.Enum):
+    """Where the gradients of one bucket are in an iteration."""
+
+    FILLING = "autograd or the caller still writes them"
+    SENT_EARLY = "in flight, from a hook: they may change before step()"
+    SENT = "in flight, after freeze(): they cannot change"
+
+
+@dataclass
+class BucketState:
+    """One bucket of the backward order, in the current iteration."""
+
+    grads: GradBuffer
+    bucket: Bucket
+    status: BucketStatus = BucketStatus.FILLING
+    completion: Completion[PartialSums] | None = None
+    snapshot: GradSnapshot | None = None
+    """Of the gradients as sent early; None: changes of them could not all be seen."""
+
+    def reset(self) -> None:
+        """Begin an iteration."""
+        self.status, self.completion, self.snapshot = BucketStatus.FILLING, None, None
+
+    def is_stale(self) -> bool:
+        """Return whether gradients have changed since the bucket was sent."""
+        if self.status is not BucketStatus.SENT_EARLY:
+            return False
+        return self.snapshot is None or not self.snapshot.is_current()
+
+
+class FullGrads(GradSource):
     """Packs gradients into flat buffers and reduce-scatters them, one collective per bucket.
 
     Gradients stay where autograd accumulates: ``p.grad`` is, or is copied into, a view of the flat
-    buffer, and reducing leaves it as it is.
+    buffer, and reducing does not change it.
 
     Args:
         comm: the ranks to sum over.
-        wire: how they travel.
-        overlaps, waits: as of Sends.
+        codec: how gradients are encoded.
+        overlaps: models of communication under which buckets are sent during backward.
+        waits: wait for each reduce-scatter at once, to find out whether overlap causes a fault.
     """
 
     def __init__(
         self,
         comm: Communicator,
-        wire: GradWireChoice,
+        codec: GradCodecChoice,
         *,
-        overlaps: Collection[Progress] = (),
+        overlaps: Collection[AsyncModel] = (),
         waits: bool = False,
     ) -> None:
         super().__init__()
         self._comm = comm
-        self._wire = wire
-        self._flats: dict[int, FlatGrads]
-        self._buffers = CombinedBuffers()
-        self._is_shared = False  # whether others may write to the padding
-        self._staging = Staging()
-        self._sends = Sends(
-            comm, self._launch, asked=self.under_backward, overlaps=overlaps, waits=waits
-        )
-        self.under_backward.send = weakref.WeakMethod(self._send)
-        self._factor: float | None = None  # what multiply() asked for
-        self._reduced_from: GradVersions | None = None
+        self._codec = codec
+        self._flats: dict[int, GradBuffer]
+        self._combined = CombinedBuffers()
+        self._is_shared = False  # whether callers may write to the padding
+        self._buffers = BufferPool()
+        self._factor: float | None = None  # set by scale_before_sum()
+        self._snapshot: GradSnapshot | None = None  # of the gradients that were reduced and kept
+        # The schedule
+        self._states: list[BucketState] = []  # in backward order
+        self._num_sent = 0  # the first so many of them
+        self._pending = PendingGrads()
+        self._iteration = Counter(comm.session)
+        self._names = MessageNames(comm)
+        self._streams = Streams()
+        self._may_overlap = set(overlaps)
+        self._overlaps = False
+        self._waits = waits
+        self._is_queued = False  # whether autograd calls send_rest() at the end of this backward
+        self._num_wasted = 0
+        self._causes: set[str] = set()  # of changes on this rank, in the steps that are wasted
+        self.control.send_rest = weakref.WeakMethod(self._send_rest)
+        comm.session.on_restart(self._restart)
 
     @property
     def nbytes(self) -> int:
@@ -73,80 +179,199 @@ class GradSync(GradShards):
         tensors += [
             grads.retained.data for grads in self._flats.values() if grads.retained is not None
         ]
-        staged = self._staging.nbytes + self._comm.staging_nbytes
+        staged = self._buffers.nbytes + self._comm.staging_nbytes
         return sum(tensor.nbytes for tensor in tensors) + staged
 
     def attach(self, members: Sequence[FlatParams], device: torch.device) -> None:
-        """Take over the gradients of flats; their buffers lie together in one tensor per dtype."""
-        self._sends.drain()  # before anything changes here: another rank may fail meanwhile
-        buffers = self._buffers.add([member.flat for member in members], device)
+        """Take over the gradients of flats; their buffers are slices of one tensor per dtype."""
+        self._drain()  # before anything changes here: another rank may fail meanwhile
+        buffers = self._combined.add([member.flat for member in members], device)
         added = []
         for member, buffer in zip(members, buffers, strict=True):
-            wire = self._wire.of(buffer.data.dtype)
-            grads = FlatGrads(buffer, member.params, member.specs, member.fragments, wire)
-            grads.on_arrival = weakref.WeakMethod(self._arrived)
-            if self.before_first is not None:
-                grads.before_first = weakref.WeakMethod(self._before_first)
-            grads.watch()
+            codec = self._codec.of(buffer.data.dtype)
+            grads = GradBuffer(buffer, member.params, member.specs, member.fragments, codec)
+            for position, param in enumerate(grads.params):
+                if param.requires_grad:
+                    hook = _hook(weakref.ref(self), grads.flat.index, position)
+                    param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             added.append(grads)
-        self._sends.add(added)
+        self._iteration.increment()  # receives were posted in the old order
+        order = in_backward_order([*self._flats.values(), *added])
+        self._states = [BucketState(grads, bucket) for grads, bucket in order]
+        self._pending = PendingGrads(order)
+        self._restart()
         self._flats.update({grads.flat.index: grads for grads in added})
 
-    def _before_first(self) -> bool:
+    def _drain(self) -> None:
+        """Receive and drop what any rank has sent in the present order. Collective."""
+        if not self._overlaps:
+            return
+        device = self._states[0].grads.buffer.data.device
+        total = torch.tensor([float(self._num_sent > 0)], device=device)
+        self._comm.world.all_reduce(total, "max").wait()
+        if total > 0:
+            self._send_until(len(self._states), keep=False)
+            for state in self._states:
+                assert state.completion is not None
+                state.completion.wait()
+
+    def _restart(self) -> None:
+        """Begin an iteration for which no receive was posted."""
+        self._begin_iteration()
+        for index in range(len(self._states)):
+            self._post_receive(index, self._iteration.value)
+
+    def _begin_iteration(self) -> None:
+        enough = len(self._states) > 1 and len(self._may_overlap) > 0
+        self._overlaps = enough and self._comm.async_model in self._may_overlap
+        self._num_sent = 0
+        for state in self._states:
+            state.reset()
+        self._await_grads()
+
+    def _await_grads(self) -> None:
+        """Wait for the gradients of buckets that were not sent."""
+        self._is_queued = False  # also if a backward has failed
+        self._pending.restart()
+        self._streams.end()
+
+    def _post_receive(self, index: int, iteration: int) -> None:
+        """Post the receive of a bucket of the current iteration, or of the next one."""
+        if self._overlaps and self._may_overlap:
+            grads, bucket = self._states[index].grads, self._states[index].bucket
+            label, slot = self._names.label(iteration, index), self._slot(index, iteration)
+            grads.codec.post_receive(self._comm, bucket, grads.buffer.data, label, slot)
+
+    def _slot(self, index: int, iteration: int) -> int:
+        if self._overlaps:
+            return self._names.slot((index - iteration) % (len(self._states) + 1))
+        return self._names.slot(index % IN_FLIGHT)
+
+    # During backward
+
+    def on_grad(self, flat: int, position: int) -> None:
+        """Take the gradient that autograd has just made; send the buckets that are complete."""
+        if self.before_first is not None and self._is_replaced():
+            return
+        grads = self._flats[flat]
+        grads.collect(position)
+        self.num_made += 1
+        if not self._overlaps:
+            return
+        model = self._comm.async_model
+        if not self.control.may_send(is_ordered=model is AsyncModel.ORDERED):
+            return
+        with self._comm.session.reports_errors("backward()"):
+            self._streams.note(grads.buffer.data.device)
+            if not self._pending.mark_ready(grads, position):
+                if self._num_sent:
+                    is_own = "nested" not in self._causes and not is_nested_backward()
+                    self._causes.add("again" if is_own else "nested")
+                return
+            if model is AsyncModel.UNORDERED and self._pending.all_ready:
+                return  # step() follows, and its first message must not wait behind the last bucket
+            if model is AsyncModel.ORDERED and not self._is_queued:
+                self._is_queued = True
+                torch.autograd.Variable._execution_engine.queue_callback(self._send_all)
+            while self._num_sent < len(self._states) and self._pending.is_ready(self._num_sent):
+                if not self._send_early():
+                    break
+
+    def _is_replaced(self) -> bool:
         before_first = None if self.before_first is None else self.before_first()
         self.before_first = None
-        for grads in self._flats.values():
-            grads.before_first = None
         return before_first is not None and before_first()
 
-    def _arrived(self, grads: FlatGrads, position: int) -> None:
-        self.num_made += 1
-        if self._comm.world_size > 1:
-            self._sends.arrived(grads, position)
+    @torch.no_grad()
+    def _send_early(self, *, is_forced: bool = False, is_frozen: bool = False) -> bool:
+        """Send the next bucket as its gradients are now; return whether that was possible."""
+        state = self._states[self._num_sent]
+        # Hooks run on the stream of their node's forward: this one waits for the others.
+        self._streams.join()
+        snapshot = state.grads.fill(state.bucket)
+        if snapshot is None and not is_forced:
+            return False
+        state.completion = self._launch(self._num_sent, keep=False)
+        state.snapshot = snapshot
+        state.status = BucketStatus.SENT if is_frozen else BucketStatus.SENT_EARLY
+        self._num_sent += 1
+        return True
 
-    def idle(self, bucket: Bucket, parts: Parts) -> set[int]:
+    @untraced
+    def _send_all(self, *, is_frozen: bool = False) -> None:
+        """Send the rest, at the end of a backward or, of frozen gradients, in a region."""
+        self._is_queued = False
+        with self._comm.session.reports_errors("backward()"):
+            while self._num_sent < len(self._states):
+                self._send_early(is_forced=True, is_frozen=is_frozen)
+
+    @torch.no_grad()
+    def _send_rest(self, is_frozen: bool) -> None:
+        """Send the rest before any other message, where messages have an order."""
+        is_ordered = self._overlaps and self._comm.async_model is AsyncModel.ORDERED
+        if not is_ordered or self._num_sent == len(self._states):
+            return
+        if not is_frozen:
+            self.freeze()
+        if self.phase is GradPhase.FROZEN:  # else step() uses shards that were reduced before
+            self._send_all(is_frozen=True)
+
+    def _launch(self, index: int, *, keep: bool, resend: int = 0) -> Completion[PartialSums]:
+        """Launch the reduce-scatter of a bucket as its gradients are now."""
+        grads, bucket = self._states[index].grads, self._states[index].bucket
+        iteration = self._iteration.value
+        label = self._names.label(iteration, index, resend) if self._overlaps else None
+        slot = self._names.slot(-1) if resend > 0 else self._slot(index, iteration)
+        # Peers may read a bucket until the next one is launched, so that has another buffer.
+        send_buffer = index if self._overlaps else index % (IN_FLIGHT + 1)
+        with record_function(f"shardfuse::reduce_scatter b{bucket.index}"):
+            grads.pack(bucket.start + bucket.numel)
+            into = grads.retained.view(bucket) if keep and grads.retained is not None else None
+            whole = grads.buffer.bucket(bucket)
+            request = ReduceRequest(whole, self._factor, send_buffer, slot, label, into)
+            completion = grads.codec.launch(self._comm, self._buffers, request)
+        if self._waits:
+            completion.arrive()
+        return completion
+
+    # In a step
+
+    def unused(self, bucket: Bucket, parts: PartialSums) -> set[int]:
         grads = self._flats[bucket.flat]
         if self._comm.world_size == 1:
-            return grads.missing
-        idle = set()
-        for fragment in grads.fragments[bucket.index] if grads.missing else ():
-            if fragment.param in grads.missing:
+            return grads.no_local_grad
+        unused = set()
+        for fragment in grads.fragments[bucket.index] if grads.no_local_grad else ():
+            if fragment.param in grads.no_local_grad:
                 stop = fragment.shard_start + fragment.numel
                 if all(is_absent(part[fragment.shard_start : stop]) for part in parts):
-                    idle.add(fragment.param)
-        return idle
+                    unused.add(fragment.param)
+        return unused
 
     def mean_factor(self, flat: int) -> float | None:
-        return self._flats[flat].wire.factor_after_sum(self._comm.everyone.world_size)
+        return self._flats[flat].codec.factor_after_sum(self._comm.world.world_size)
 
-    def note(self) -> None:
-        if self._reduced_from is not None and self._reduced_from == GradVersions(self._params()):
+    def freeze(self) -> None:
+        if self._snapshot is not None and self._snapshot.is_current():
             return
-        self.phase, self._factor, self._reduced_from = GradPhase.NOTED, None, None
-        self._sends.look_again()
+        self.phase, self._factor, self._snapshot = GradPhase.FROZEN, None, None
+        for state in self._states:
+            if state.status is BucketStatus.SENT:  # by an earlier region: they may have changed
+                state.status = BucketStatus.SENT_EARLY
         flats = self._flats.values()
         for grads in flats:
-            grads.note()
-        if any(grads.is_lent for grads in flats):
-            # Before any slot is written: a gradient may lie in that of another flat.
-            extents = self._buffers.extents()
+            grads.freeze()
+        if any(grads.may_be_aliased for grads in flats):
+            # Before any slot is written: a gradient may lie in a slot of another flat.
+            extents = self._combined.extents()
             for grads in flats:
-                grads.keep(extents)
+                grads.protect_aliases(extents)
         for grads in flats:
             grads.clear_absent()
             if self._is_shared:
                 grads.buffer.clear_padding()
 
-    @torch.no_grad()
-    def _send(self, is_noted: bool) -> None:
-        if not self._sends.is_behind():
-            return
-        if not is_noted:
-            self.note()
-        if self.phase is GradPhase.NOTED:  # else step() uses what was reduced before
-            self._sends.end(is_noted=True)
-
-    def multiply(self, factor: Tensor) -> None:
+    def scale_before_sum(self, factor: Tensor) -> None:
         if self.phase is GradPhase.REDUCED:
             raise RuntimeError(
                 "The ranks have different loss scales, and clip_grad_norm() has summed gradients "
@@ -154,78 +379,89 @@ class GradSync(GradShards):
                 "shardfuse.ShardedGradScaler, which keeps one scale."
             )
         self._factor = float(factor)
-        self._sends.doubt()
+        self._invalidate()
+
+    def _invalidate(self) -> None:
+        """Take all buckets in flight as changed: gradients are written where it does not show."""
+        for state in self._states:
+            state.snapshot = None
+            if state.status is BucketStatus.SENT:
+                state.status = BucketStatus.SENT_EARLY
 
     def combined(self, *, shared: bool) -> list[Tensor | None]:
-        self.note()
+        self.freeze()
         for grads in self._flats.values():
             grads.pack()
-            grads.adopt()
-        self._sends.doubt()
-        self.under_backward.is_paused = True  # for good: edits of all at once leave no trace on one
+            grads.rebind_grads()
+        self._invalidate()
+        # For good: an edit of all at once leaves no trace on any single gradient.
+        self.control.is_paused = True
         if self.phase is GradPhase.REDUCED:
-            # What is kept for step() stays valid: being moved does not change a gradient.
-            self._reduced_from = GradVersions(self._params())
+            # The shards kept for step() stay valid: being moved does not change a gradient.
+            self._snapshot = self._take_snapshot()
         self._is_shared |= shared
-        return list(self._buffers.combined)
+        return list(self._combined.combined)
 
     def written(self) -> list[str]:
         return [name for grads in self._flats.values() for name in grads.written()]
 
-    def spend(self) -> None:
+    def consume(self) -> None:
         self.release()
         for grads in self._flats.values():
             grads.made.clear()
 
     def zero(self, set_to_none: bool, *, absent: bool = False) -> None:
-        self.spend()
-        self._sends.cleared()
+        self.consume()
+        if self._num_sent:
+            self._causes.add("cleared")
+        self._invalidate()
+        self._await_grads()
         for grads in self._flats.values():
             if set_to_none:
-                grads.drop()
+                grads.set_none()
             else:
                 grads.zero(absent=absent)
 
-    def retain(self) -> None:
+    def keep_reduced(self) -> None:
         """Reduce-scatter all buckets now and keep the shards for the next ``reduced()``."""
         if self.phase is GradPhase.REDUCED:
             return
-        assert self.phase is GradPhase.NOTED, "note() comes before retain()"
+        assert self.phase is GradPhase.FROZEN, "freeze() comes before keep_reduced()"
         if self._comm.world_size == 1:
             for grads in self._flats.values():
                 grads.pack()
         else:
-            self._reduce_all()
+            for grads in self._flats.values():
+                if grads.retained is None:
+                    # fp32, so that sums in fp32 are not rounded again.
+                    device = grads.buffer.data.device
+                    grads.retained = ShardArena(grads.flat, device, torch.float32)
+            for bucket, parts in self._reduce(keep=True):
+                arena = self._flats[bucket.flat].retained
+                assert arena is not None
+                add_up(parts, arena.view(bucket))
         self.phase = GradPhase.REDUCED
-        self._reduced_from = GradVersions(self._params())
+        self._snapshot = self._take_snapshot()
 
-    def _reduce_all(self) -> None:
-        """Reduce-scatter every bucket into the retained shards."""
-        for grads in self._flats.values():
-            if grads.retained is None:
-                # What was summed up in fp32 is not rounded again, as little as what is not kept.
-                grads.retained = ShardArena(grads.flat, grads.buffer.data.device, torch.float32)
-        for bucket, parts in self._sends.reduced(retain=True):
-            arena = self._flats[bucket.flat].retained
-            assert arena is not None
-            add_up(parts, arena.segment(bucket))
+    def _take_snapshot(self) -> GradSnapshot:
+        # On the CPU with checksums. On a device the host would have to wait: there, scalers report
+        # that they have unscaled, and writes by ``grad.data`` are not seen.
+        params = [param for grads in self._flats.values() for param in grads.params]
+        return GradSnapshot(params, memory_of(map(_get_grad, params)))
 
     def release(self) -> None:
-        """Forget shards kept by ``retain()``, and what note() noted; the next step begins anew."""
-        self.phase, self._factor, self._reduced_from = GradPhase.ACCUMULATING, None, None
+        """Forget shards kept by keep_reduced(), and frozen gradients."""
+        self.phase, self._factor, self._snapshot = GradPhase.ACCUMULATING, None, None
         for grads in self._flats.values():
             grads.forget()
 
-    def _params(self) -> list[Tensor]:
-        return [param for grads in self._flats.values() for param in grads.params]
-
-    def reduced(self) -> Iterator[tuple[Bucket, Parts]]:
+    def reduced(self) -> Iterator[tuple[Bucket, PartialSums]]:
         """Yield (bucket, its shard of the summed gradient), in launch order.
 
-        Parts are in the wire dtype and valid until the next are asked for. After retain() there is
-        one, the sum.
+        Parts are in the dtype of the message and valid until the next are asked for. After
+        keep_reduced() there is one, the sum.
         """
-        assert self.phase is not GradPhase.ACCUMULATING, "note() comes before reduced()"
+        assert self.phase is not GradPhase.ACCUMULATING, "freeze() comes before reduced()"
         if self._comm.world_size == 1:
             for grads in self._flats.values():
                 for bucket in grads.flat.buckets:
@@ -235,23 +471,423 @@ class GradSync(GradShards):
             for grads in self._flats.values():
                 assert grads.retained is not None
                 for bucket in grads.flat.buckets:
-                    yield bucket, (grads.retained.segment(bucket),)
+                    yield bucket, (grads.retained.view(bucket),)
         else:
-            yield from self._sends.reduced(retain=False)
+            yield from self._reduce(keep=False)
 
-    def _launch(
-        self,
-        grads: FlatGrads,
-        bucket: Bucket,
-        *,
-        staged_at: int,
-        slot: int,
-        label: str | None,
-        retain: bool,
-    ) -> PartsHandle:
-        """Launch the reduce-scatter of a bucket; what is sent lies ``staged_at`` if it is cast."""
-        grads.pack(bucket.start + bucket.numel)
-        into = None if grads.retained is None or not retain else grads.retained.segment(bucket)
-        whole = grads.buffer.bucket(bucket)
-        departure = Departure(whole, self._factor, staged_at, slot, label, into)
-        return grads.wire.launch(self._comm, self._staging, departure)
+    def _reduce(self, *, keep: bool) -> Iterator[tuple[Bucket, PartialSums]]:
+        """Yield every bucket and tensors that add up to its sum; ends the iteration. Collective.
+
+        Parts are valid until the next are asked for. With ``keep`` they may be in the retained
+        shard already.
+        """
+        try:
+            ahead = len(self._states) if self._overlaps else IN_FLIGHT
+            # The agreement goes ahead of the buckets that are left, unless messages have an order:
+            # then peers may have sent their buckets already.
+            is_unordered = self._comm.async_model is AsyncModel.UNORDERED
+            question = self._ask_changed() if is_unordered else None
+            self._send_until(ahead, keep=keep)
+            changed = self._agree_changed(question or self._ask_changed())
+            for index, state in enumerate(self._states):
+                self._send_until(index + ahead, keep=keep)
+                with record_function("shardfuse::wait_reduce_scatter"):
+                    if index in changed:
+                        assert state.completion is not None
+                        state.completion.wait()
+                        state.completion = self._launch(index, keep=keep, resend=1)
+                    assert state.completion is not None
+                    parts = state.completion.wait()
+                self._post_receive(index, self._iteration.value + 1)
+                yield state.bucket, parts
+        finally:
+            self._iteration.increment()
+            self._pending.learn_unused()
+            self._begin_iteration()
+
+    def _send_until(self, count: int, *, keep: bool) -> None:
+        """Send the first ``count`` buckets, unless they were sent early."""
+        for index in range(self._num_sent, min(count, len(self._states))):
+            state = self._states[index]
+            state.completion = self._launch(index, keep=keep)
+            state.status = BucketStatus.SENT
+            self._num_sent += 1
+
+    def _ask_changed(self) -> tuple[Tensor, Completion[None]] | None:
+        """Launch the all-reduce over which buckets have changed since they were sent: one float
+        each.
+        """
+        if not self._overlaps:
+            return None
+        flags = torch.tensor([float(state.is_stale()) for state in self._states])
+        if flags.any() and not self._causes:
+            self._causes.add("written")
+        total = flags.to(self._states[0].grads.buffer.data.device)
+        return total, self._comm.world.all_reduce(total, "max")
+
+    def _agree_changed(self, question: tuple[Tensor, Completion[None]] | None) -> set[int]:
+        """Return which buckets have changed on any rank, and are to be sent again."""
+        if question is None:
+            return set()
+        total, completion = question
+        with record_function("shardfuse::wait_agreement"):
+            completion.wait()
+        changed = {index for index, flag in enumerate(total.tolist()) if flag}
+        self._num_wasted = self._num_wasted + 1 if changed else 0
+        if self._num_wasted == _MAX_WASTED:
+            self._may_overlap.clear()  # on all ranks alike
+            known = [text for cause, text in _CAUSES.items() if cause in self._causes]
+            logger.warning(
+                "Gradients changed in %d steps in a row after they had been sent, and were sent "
+                "twice: %s. From now on they are sent in step(), which changes no result; "
+                "sharding={'overlap_grad_sync': False} does so from the start.",
+                _MAX_WASTED,
+                "; ".join(known) or "another rank changed its own, and says why",
+            )
+        if not changed or self._num_wasted == _MAX_WASTED:
+            self._causes.clear()
+        return changed
+
+
+def _hook(source_ref: weakref.ref[FullGrads], flat: int, position: int) -> Callable[[Tensor], None]:
+    """Return a post-accumulate hook; weak, so that a hook never keeps an optimizer alive."""
+
+    @untraced
+    def on_grad(param: Tensor) -> None:
+        source = source_ref()
+        if source is not None:
+            source.on_grad(flat, position)
+
+    return on_grad
+
+
+@dataclass
+class GradBuffer:
+    """The gradients of one flat: buffer, per-parameter views of it, parameters, by position."""
+
+    buffer: FlatBuffer
+    params: Sequence[Tensor]
+    specs: Sequence[ParamSpec]
+    fragments: Mapping[int, Sequence[Fragment]]  # this rank's, by bucket
+    codec: GradCodec
+    starts: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # in bytes
+    views: list[Tensor] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    retained: ShardArena | None = None  # reduced shards, when they must outlive one bucket
+    no_local_grad: set[int] = field(default_factory=set)  # params without one on this rank
+    outside: list[int] = field(default_factory=list)  # positions whose slots pack() is to fill
+    outside_grads: list[Tensor] = field(default_factory=list)  # with these gradients
+    absent: list[int] = field(default_factory=list)  # positions that have none
+    cleared: dict[int, Tensor] = field(default_factory=dict)  # -0.0 since zero(), by position
+    is_joined: bool = False  # whether neighbours are copied together
+    may_be_aliased: bool = False  # whether other code may hold a view, or a view of one
+    made: dict[int, int] = field(default_factory=dict)
+    """By position, the version of a view after autograd has written to it in this step."""
+
+    def __post_init__(self) -> None:
+        self.buffer.padding = -0.0  # what is padded may be absent
+        self.buffer.clear_padding()
+        # As .data each has a version of its own, which counts what is done through it.
+        self.views = [self.buffer.view(i, spec).data for i, spec in enumerate(self.specs)]
+        self.addresses = [view.data_ptr() for view in self.views]
+        self.starts = [slot.start for slot in self.flat.slots]
+        self.sizes = [view.nbytes for view in self.views]
+        self.is_joined = self.buffer.data.device.type == "cpu" and all(
+            spec.stride == (1,) and spec.numel <= _SHORT_NUMEL for spec in self.specs
+        )
+
+    @property
+    def flat(self) -> Flat:
+        """Geometry of the buffer."""
+        return self.buffer.flat
+
+    def holds(self, position: int, grad: Tensor) -> bool:
+        """Return whether ``grad`` is the view of its slot, and was not pointed elsewhere."""
+        return grad is self.views[position] and grad.data_ptr() == self.addresses[position]
+
+    def view(self, position: int) -> Tensor:
+        """Return the view of a slot, a new one if the old was pointed elsewhere."""
+        if self.views[position].data_ptr() != self.addresses[position]:
+            self.views[position] = self.buffer.view(position, self.specs[position]).data
+        return self.views[position]
+
+    def collect(self, position: int) -> None:
+        """Move a gradient that autograd has just made into its slot, and free it.
+
+        A gradient that the caller holds too, or that has a graph, stays: pack() will copy it.
+        """
+        self.cleared.pop(position, None)
+        param = self.params[position]
+        grad = param.grad
+        if grad is None or grad.layout != torch.strided:
+            return
+        if self.holds(position, grad):
+            self.made[position] = grad._version
+            return
+        if not self._fits(position, grad):  # cast or moved since: step() reports it on every rank
+            return
+        # A gradient that was never written in place is new: only another hook can have seen it.
+        is_new = grad._version == 0 and len(param._post_accumulate_grad_hooks) == 1
+        if grad.requires_grad or not (is_new or is_sole_owner(param)):
+            return
+        with torch.no_grad():
+            if has_external_refs(self.views, position):
+                detach_copy(self.views[position])
+            view = self.view(position).copy_(grad)
+        param.grad = view
+        self.made[position] = view._version
+        self.may_be_aliased = True
+
+    def written(self) -> list[str]:
+        """Return the params whose gradients were written to after autograd had made them.
+
+        Those with other post-accumulate hooks are left out: such a hook may be the writer, and runs
+        for each gradient on every rank alike.
+        """
+        return [
+            self.specs[position].name
+            for position, version in self.made.items()
+            if self.views[position]._version != version
+            and self.params[position].grad is self.views[position]
+            and len(self.params[position]._post_accumulate_grad_hooks) == 1
+        ]
+
+    def _fits(self, position: int, grad: Tensor) -> bool:
+        """Return whether ``grad`` is of the dtype, device and shape that its slot was laid out for.
+
+        Another one cannot be replaced by a view of the slot, and raising under backward would reach
+        this rank alone.
+        """
+        data = self.buffer.data
+        is_alike = grad.dtype is data.dtype and grad.device == data.device
+        return is_alike and grad.shape == self.specs[position].shape
+
+    def fill(self, bucket: Bucket) -> GradSnapshot | None:
+        """Fill the slots of ``bucket`` before freeze(), and return a snapshot of its gradients.
+
+        None, and nothing is done, if a gradient is not in its slot: edits of it could not all be
+        seen.
+        """
+        positions = list(slots_in(self.flat, bucket))
+        params = [self.params[position] for position in positions]
+        grads = [param.grad for param in params]
+        for position, grad in zip(positions, grads, strict=True):
+            if grad is not None and not self.holds(position, grad):
+                return None
+        for position, grad in zip(positions, grads, strict=True):
+            if grad is None:
+                if self.may_be_aliased and has_external_refs(self.views, position):
+                    detach_copy(self.views[position])
+                self.buffer.clear(position)
+        return GradSnapshot(params, [self.buffer.bucket(bucket)], grads)
+
+    def freeze(self) -> None:
+        """Find out which gradients are not in their slots, for pack(), and which do not exist.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        self.no_local_grad.clear()
+        self.forget()
+        if self._is_in_place():
+            return
+        grads = list(map(_get_grad, self.params))
+        if self._are_new(grads):
+            self.outside, self.outside_grads = list(range(len(grads))), grads
+        else:
+            self.absent = self._sort(grads)
+
+    def clear_absent(self) -> None:
+        """Fill the slots of gradients that do not exist with -0.0, after protect_aliases()."""
+        for position in self.absent:
+            self.buffer.clear(position)
+            self.no_local_grad.add(self.flat.slots[position].param)
+        for position, grad in self.cleared.items():
+            if self.params[position].grad is grad and is_absent(grad):
+                self.no_local_grad.add(self.flat.slots[position].param)
+
+    def _is_in_place(self) -> bool:
+        """Return whether every gradient is in its slot, as it is after a backward.
+
+        No list is made: malloc sorts the thousands of pieces that backward has freed at the next
+        request of 1 KiB or more, which takes milliseconds.
+        """
+        grads = map(_get_grad, self.params)
+        return all(map(operator.is_, grads, self.views)) and are_at(self.views, self.addresses)
+
+    def _are_new(self, grads: Sequence[Tensor | None]) -> bool:
+        """Return whether ``grads`` are all there, of their slots' sizes, and none is a view of one.
+
+        So it is if the caller sets them. There may be thousands, so no loop in Python.
+        """
+        if any(map(operator.is_, grads, self.views)):
+            return False
+        try:
+            return all(map(operator.eq, map(_get_nbytes, grads), self.sizes))
+        except (AttributeError, RuntimeError):  # of None; of a sparse one
+            return False
+
+    def _sort(self, grads: Sequence[Tensor | None]) -> list[int]:
+        """List which of ``grads`` are outside their slots; return the positions of absent ones."""
+        views, addresses, sizes, strided = self.views, self.addresses, self.sizes, torch.strided
+        absent = []
+        # As few calls as possible: there may be thousands.
+        for position, grad in enumerate(grads):
+            if grad is None:
+                absent.append(position)
+            # holds(), inlined.
+            elif grad is not views[position] or grad.data_ptr() != addresses[position]:
+                if grad.layout is not strided or grad.nbytes != sizes[position]:
+                    check_grad(grad, self.specs[position])
+                self.outside.append(position)
+                self.outside_grads.append(grad)
+        return absent
+
+    def protect_aliases(self, extents: Sequence[tuple[int, int]]) -> None:
+        """Copy out tensors that alias a slot which is about to be written, and are still in use.
+
+        These are gradients in the slots of other parameters, and views that other code holds.
+
+        Args:
+            extents: first and last address of the memory that slots of any flat lie in.
+        """
+        addresses = list(map(Tensor.data_ptr, self.outside_grads))
+        for first, last in extents:
+            pairs = zip(self.outside_grads, addresses, strict=True)
+            for grad in [grad for grad, address in pairs if first <= address <= last]:
+                detach_copy(grad)
+        for position in itertools.chain(self.absent, self.outside) if self.may_be_aliased else ():
+            if has_external_refs(self.views, position):
+                detach_copy(self.views[position])
+
+    def pack(self, end: int | None = None) -> None:
+        """Copy gradients into the slots that start before ``end``, all without.
+
+        Bucket by bucket, so that a bucket is sent while it is in the cache.
+        """
+        position = len(self.params) if end is None else bisect_left(self.starts, end)
+        count = bisect_left(self.outside, position)
+        if count == 0:
+            return
+        now, grads = self.outside[:count], self.outside_grads[:count]
+        del self.outside[:count], self.outside_grads[:count]
+        start, stop = now[0], now[-1] + 1
+        if self.is_joined and stop - start == count:
+            self.buffer.join(start, grads)
+            return
+        views = [self.views[position] for position in now]
+        if not are_at(views, [self.addresses[position] for position in now]):
+            views = [self.view(position) for position in now]
+        torch._foreach_copy_(views, grads)  # one call: there may be thousands
+
+    def forget(self) -> None:
+        """Drop the lists of freeze(), so that gradients are not kept alive."""
+        self.outside, self.outside_grads, self.absent = [], [], []
+
+    def rebind_grads(self) -> None:
+        """Make every gradient a view of the buffer, to which pack() has copied its values."""
+        self.may_be_aliased = True
+        for position, param in enumerate(self.params):
+            grad = param.grad
+            if grad is not None and not self.holds(position, grad):
+                param.grad = self.view(position)
+                if self.cleared.get(position) is grad:
+                    self.cleared[position] = param.grad
+
+    def set_none(self) -> None:
+        """Set every gradient to None."""
+        self.cleared.clear()
+        for param in self.params:
+            param.grad = None
+
+    def zero(self, *, absent: bool) -> None:
+        """Set every gradient to zero; with ``absent`` to -0.0, and remember which they are.
+
+        Nothing else is written: a slot whose gradient was moved, or dropped, may be in use.
+        """
+        value = -0.0 if absent else 0.0
+        self.cleared.clear()
+        if self._is_in_place():
+            self.buffer.data.fill_(value)  # -0.0 does in the padding too
+            if absent:
+                self.cleared.update(enumerate(self.views))
+            return
+        run: list[int] = []  # neighbours in their slots, which are filled together
+        for position, grad in enumerate(map(_get_grad, self.params)):
+            if grad is not None and self.holds(position, grad):
+                run.append(position)
+            else:
+                self._fill(run, value)
+                run = []
+                if grad is not None:
+                    clear_grad(grad, value)
+            if absent and grad is not None and grad.layout == torch.strided:
+                self.cleared[position] = grad
+        self._fill(run, value)
+
+    def _fill(self, run: Sequence[int], value: float) -> None:
+        """Fill the slots of neighbours, and the padding between them, with ``value``."""
+        if run:
+            last = self.flat.slots[run[-1]]
+            self.buffer.data[self.starts[run[0]] : last.start + last.numel].fill_(value)
+
+
+# Aliases of slots
+#
+# A gradient lies in a slot of a flat buffer, which the next backward writes again. So a slot is
+# written only if no other code refers to the tensor in it; otherwise that tensor is copied out.
+
+
+def _count_references(tensors: Sequence[Tensor], position: int) -> int:
+    # Python's count lacks, in older torch, a p.grad.
+    return sys.getrefcount(tensors[position]) + int(
+        tensors[position]._use_count()  # type: ignore[attr-defined]
+    )
+
+
+_SOLE_REFS = _count_references([torch.empty(0)], 0)
+
+
+def has_external_refs(tensors: Sequence[Tensor], position: int) -> bool:
+    """Return whether anything but the list refers to one of its tensors."""
+    return _count_references(tensors, position) > _SOLE_REFS
+
+
+def _count_references_of_grad(param: Tensor) -> int:
+    return sys.getrefcount(param.grad) + int(param.grad._use_count())  # type: ignore[union-attr]
+
+
+def _count_storage_references(param: Tensor) -> int:
+    assert param.grad is not None
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return sys.maxsize if count is None else int(count(param.grad.untyped_storage()._cdata))
+
+
+def _counts_of_sole_owner() -> tuple[int, int]:
+    """Return both counts, of a gradient that its parameter and one variable refer to."""
+    param = torch.empty(1, requires_grad=True)
+    param.grad = torch.empty(1)
+    grad = param.grad
+    counts = _count_references_of_grad(param), _count_storage_references(param)
+    del grad
+    return counts
+
+
+_SOLE_GRAD_REFS, _SOLE_STORAGE_REFS = _counts_of_sole_owner()
+
+
+def is_sole_owner(param: Tensor) -> bool:
+    """Return whether only ``param`` and one variable refer to ``param.grad``, and to its memory."""
+    if _count_references_of_grad(param) > _SOLE_GRAD_REFS:
+        return False
+    return _count_storage_references(param) <= _SOLE_STORAGE_REFS
+
+
+def detach_copy(grad: Tensor) -> None:
+    """Copy a view of a slot that is about to be overwritten to memory of its own.
+
+    Under torch every gradient has its own memory, so callers may keep one past zero_grad(), or
+    assign it to another parameter.
+    """
+    grad.data = grad.detach().clone()

@@ -22,29 +22,26 @@ from torch.profiler import record_function
 
 from shardfuse.agreement import agree, on_rank
 from shardfuse.buffers import CombinedBuffers
+from shardfuse.codecs import GradCodecChoice, ParamCodecChoice
 from shardfuse.comm import Communicator, communicator_for, communicator_over, device_for
-from shardfuse.comm.base import bucket_nbytes, overlapped
+from shardfuse.comm.session import Counter
+from shardfuse.comm.transport import bucket_nbytes, overlapped
 from shardfuse.config import ShardConfig
 from shardfuse.engine import intake, module_buffers
 from shardfuse.engine.averaged import AveragedCheck
 from shardfuse.engine.flat_state import FlatState, check_params, params_of_all, rebind
-from shardfuse.engine.gather import ParamSync
+from shardfuse.engine.gather import ParamGatherer
 from shardfuse.engine.kernels import Kernels
 from shardfuse.engine.module_buffers import ModuleBuffers
 from shardfuse.engine.own_shards import OwnShards
 from shardfuse.engine.owners import Owners, unwrapped
-from shardfuse.engine.param_wires import ParamWireChoice
 from shardfuse.engine.replaced_ddp import RestOfModel, WrittenGrads
 from shardfuse.engine.state_checks import check_options
 from shardfuse.engine.step import StepEngine
 from shardfuse.engine.terms import Terms
-from shardfuse.grads.full import GradSync
-from shardfuse.grads.ownership import checksum
-from shardfuse.grads.partitioned import PartitionedGrads
-from shardfuse.grads.protocol import GradShards
-from shardfuse.grads.reduced import PresyncedGrads
-from shardfuse.grads.slots import FlatParams, clear_grads
-from shardfuse.grads.wires import GradWireChoice
+from shardfuse.grads.full import FullGrads
+from shardfuse.grads.sharded import ShardedGrads
+from shardfuse.grads.source import ExternalGrads, FlatParams, GradSource, checksum, clear_grads
 from shardfuse.layout import FlatLayout
 from shardfuse.optim.foreign import is_laid_out_elsewhere
 from shardfuse.optim.idle import IdleSteps
@@ -114,7 +111,9 @@ class ShardedOptimizer(Watched):
             self.communicator = self._communicator()
         except Exception as failure:
             raise error or failure from None
-        with self.communicator.call(intake.building(self._config, None if is_known else error)):
+        with self.communicator.session.region(
+            intake.building(self._config, None if is_known else error)
+        ):
             self._build(error, params if isinstance(params, nn.Module) else None)
 
     def _build(self, error: Exception | None, model: nn.Module | None) -> None:
@@ -122,7 +121,7 @@ class ShardedOptimizer(Watched):
 
         ``error`` is what went wrong on this rank before.
         """
-        nbytes = bucket_nbytes(self._config.bucket_cap_mb, self.communicator.progress)
+        nbytes = bucket_nbytes(self._config.bucket_cap_mb, self.communicator.async_model)
         alone = self.communicator.world_size == 1
         if alone and error is None and self._rule.grain != "row":
             # Nothing is sent, and no temporary is as large as a bucket: fewer, larger calls.
@@ -140,11 +139,11 @@ class ShardedOptimizer(Watched):
                 error = failure
         self._buffers = CombinedBuffers()
         self._grads = self._make_grads()
-        self._param_wire = ParamWireChoice()
+        self._param_codec = ParamCodecChoice()
         if not alone:
             dtype, bits = self._config.param_sync_dtype, self._config.param_sync_bits
-            self._param_wire = ParamWireChoice(dtype, bits, self._config.error_feedback)
-        self._gather = ParamSync(
+            self._param_codec = ParamCodecChoice(dtype, bits, self._config.error_feedback)
+        self._gather = ParamGatherer(
             self.communicator,
             overlaps=overlapped(self._config.overlap_param_sync),
             waits=self._config.debug_sync,
@@ -155,7 +154,7 @@ class ShardedOptimizer(Watched):
                 self._rule,
                 self._config.kernel,
                 self._device,
-                tells=self.communicator.everyone.rank == 0,
+                tells=self.communicator.world.rank == 0,
             )
         self._clip_coefficient: Tensor | None = None
         self._terms = Terms(self.communicator, self._are_reduced)
@@ -165,6 +164,7 @@ class ShardedOptimizer(Watched):
         self._rest_of_model = RestOfModel(self.communicator)
         self._written_grads = WrittenGrads(self.communicator)
         self._idle = IdleSteps(self.communicator)
+        self._num_calls = Counter(self.communicator.session)
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._is_fresh = True
         keeps = model is not None and not alone and not self._are_reduced
@@ -183,17 +183,17 @@ class ShardedOptimizer(Watched):
             return communicator_for(group, self._device, how)
         return communicator_over(self._config.mesh, group, self._device, how)
 
-    def _make_grads(self) -> GradShards:
+    def _make_grads(self) -> GradSource:
         """Return where gradients come from."""
         if self._are_reduced:
-            return PresyncedGrads()
-        wire = GradWireChoice(self._config.grad_sync_dtype)
+            return ExternalGrads()
+        wire = GradCodecChoice(self._config.grad_sync_dtype)
         if self.communicator.world_size > 1:
-            wire = GradWireChoice(self._config.grad_sync_dtype, self._config.grad_sync_bits)
+            wire = GradCodecChoice(self._config.grad_sync_dtype, self._config.grad_sync_bits)
         if self._are_partitioned:
             waits = self._config.debug_sync or self._config.overlap_grad_sync is False
-            return PartitionedGrads(self.communicator, wire, waits=waits)
-        grads = GradSync(
+            return ShardedGrads(self.communicator, wire, waits=waits)
+        grads = FullGrads(
             self.communicator,
             wire,
             overlaps=overlapped(self._config.overlap_grad_sync),
@@ -256,7 +256,7 @@ class ShardedOptimizer(Watched):
         try:
             return self._look_for_wrapper()
         except Exception:
-            with self.communicator.call("backward()"):
+            with self.communicator.session.region("backward()"):
                 raise
 
     def _look_for_wrapper(self) -> bool:
@@ -269,7 +269,7 @@ class ShardedOptimizer(Watched):
             self._leave_gradients_to_wrapper()
             return True
         if self._config.grads_are_reduced is False and owners.is_averaged():
-            if self.communicator.everyone.rank == 0:
+            if self.communicator.world.rank == 0:
                 warnings.warn(
                     "The model is wrapped in DistributedDataParallel, which averages the "
                     "gradients, and the optimizer averages them again "
@@ -286,7 +286,7 @@ class ShardedOptimizer(Watched):
     def _leave_gradients_to_wrapper(self) -> None:
         """Take gradients as averaged from now on; nothing was sent yet."""
         old, self._grads = self._grads, self._make_grads()
-        self._grads.under_backward, old.under_backward.send = old.under_backward, None
+        self._grads.control, old.control.send_rest = old.control, None
         self._grads.num_made = old.num_made
         self._terms.averaged = AveragedCheck(self.communicator, are_reduced=True)
         self._module_buffers = ModuleBuffers(self.communicator, self._device)
@@ -312,8 +312,8 @@ class ShardedOptimizer(Watched):
         """
         self._refuse_if_foreign("broadcast_buffers()")
         if self.communicator.world_size > 1 and not self._are_reduced:
-            with self.communicator.call("broadcast_buffers()"):
-                self._grads.under_backward.end()
+            with self.communicator.session.region("broadcast_buffers()"):
+                self._grads.control.flush()
                 self._keep_equal(model, True)
 
     def _keep_equal(self, model: Any, broadcasts_now: bool) -> None:
@@ -343,9 +343,9 @@ class ShardedOptimizer(Watched):
         """Return the rank whose buffers all get: the first, under Join one that still trains."""
         if not self._notifies_join or not self._module_buffers:
             return 0
-        mine = -1 if self._is_shadow else self.communicator.everyone.rank
+        mine = -1 if self._is_shadow else self.communicator.world.rank
         last = torch.tensor([mine], dtype=torch.int32, device=self._device)
-        self.communicator.everyone.all_reduce(last, "max").wait()
+        self.communicator.world.all_reduce(last, "max").wait()
         return max(0, int(last))
 
     # Parameters
@@ -359,8 +359,8 @@ class ShardedOptimizer(Watched):
         self._refuse_if_foreign("add_param_group()")
         error: Exception | None = None
         first_group = len(self.param_groups)
-        with self.communicator.call("add_param_group()"):
-            self._grads.under_backward.end()
+        with self.communicator.session.region("add_param_group()"):
+            self._grads.control.flush()
             try:
                 super().add_param_group(self._read_group(intake.ordered(param_group)))
             except Exception as failure:
@@ -411,14 +411,14 @@ class ShardedOptimizer(Watched):
                 [layout.specs[param] for param in members],
                 fragments=layout.fragments(flat, rank),
                 rank=rank,
-                wire=self._param_wire.of(buffer, rank),
+                codec=self._param_codec.of(buffer, rank),
             )
             self._flats.append(state)
         before = self._checksums(num_old)
         if self._config.broadcast_params:
             for state in self._flats[num_old:]:
                 self._gather.broadcast(state.params_buffer)
-        self._gather.finish()
+        self._gather.wait_all()
         if before != self._checksums(num_old):
             logger.warning(
                 "Parameters had other values on rank 1 than on the first rank, whose values all "
@@ -431,7 +431,7 @@ class ShardedOptimizer(Watched):
 
     def _checksums(self, first: int) -> list[int]:
         """Return a checksum of each flat's parameters from ``first`` on, on rank 1 alone."""
-        if self.communicator.everyone.rank != 1 or self._has_model:
+        if self.communicator.world.rank != 1 or self._has_model:
             return []
         return [int(checksum(state.params_buffer.data)) for state in self._flats[first:]]
 
@@ -493,7 +493,7 @@ class ShardedOptimizer(Watched):
             condition: asked under backward, on all ranks alike; gradients stay here while it holds.
         """
         if self._foreign is None:
-            self._grads.under_backward.accumulates = condition
+            self._grads.control.accumulates = condition
 
     @untraced
     def synchronize(self) -> None:
@@ -502,7 +502,7 @@ class ShardedOptimizer(Watched):
         Reading a parameter waits for it, unless Python cannot see it (``overlap_param_sync``).
         """
         if self._foreign is None:
-            self._gather.arrive_all()
+            self._gather.wait_deferred()
 
     # Gradients
 
@@ -530,7 +530,7 @@ class ShardedOptimizer(Watched):
         if self._foreign is not None:
             yield
             return
-        with self._grads.under_backward.paused():
+        with self._grads.control.paused():
             yield
 
     # The step
@@ -551,7 +551,7 @@ class ShardedOptimizer(Watched):
             RuntimeError: parameters were re-allocated or replaced, a gradient is sparse, or
                 gradients changed between clip_grad_norm() and step().
         """
-        with self._ends_if_it_fails(), self.communicator.call("step()"):
+        with self._ends_if_it_fails(), self.communicator.session.region("step()"):
             return self._step(closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
@@ -581,17 +581,17 @@ class ShardedOptimizer(Watched):
                 self._overflows.note(self._shards.named_grads(), self._device)
             else:
                 coefficient = self._shards.unscale(scaled, self._clip_coefficient)
-                self._gather.expect()
+                self._gather.post_receives()
                 self._engine.run(coefficient, self._config.clip_grad_norm, self._watching(scaled))
-            self._grads.spend()
+            self._grads.consume()
             self._module_buffers.wait()
             if not scaled.skip:
-                self._gather.leave()
+                self._gather.defer()
                 if not self._is_shadow:
                     self._idle.note(
                         self._params,
                         self._grads.num_made,
-                        call=self._num_calls,
+                        call=self._num_calls.value,
                         has_updated=self._shards.has_updated,
                         name=type(self).__name__,
                         are_in_no_module=self._are_in_no_module,
@@ -611,9 +611,9 @@ class ShardedOptimizer(Watched):
         if not self._sees_gradients:  # no autograd has made them; after a set of tensors by hand
             self._look_for_wrapper()
         awake, woken = self._check()
-        self._grads.note()
+        self._grads.freeze()
         self._warn_of_replaced_ddp()
-        self._grads.under_backward.end(is_noted=True)
+        self._grads.control.flush(is_frozen=True)
         self._shards.groups = self.param_groups  # which may have been set to another list
         grads = None if "found_inf" in self.__dict__ else self._shards.named_grads
         averaged = "elsewhere" if self._are_reduced else "here"
@@ -623,7 +623,7 @@ class ShardedOptimizer(Watched):
             if self._are_reduced:  # by a wrapper that may not know of these
                 self._look_at_owners()
             self._wake(woken)
-            self._grads.note()
+            self._grads.freeze()
 
     def _warn_of_replaced_ddp(self) -> None:
         """Warn of what DistributedDataParallel did, and nothing does now; after note()."""
@@ -633,7 +633,7 @@ class ShardedOptimizer(Watched):
 
     def _check(self) -> tuple[list[FlatState], list[FlatState]]:
         """Check params, make states; return flats that train, and that begin to. Tells nobody."""
-        self._gather.finish()
+        self._gather.wait_all()
         prefix = f"{on_rank(self.communicator)}{type(self).__name__}: "
         check_params(self.param_groups, self._params, self._flats, prefix)
         for index, group in enumerate(self.param_groups):  # they may have been edited

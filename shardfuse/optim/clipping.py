@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardfuse.agreement import on_rank
 from shardfuse.engine.step import StepEngine
-from shardfuse.grads.protocol import GradPhase
+from shardfuse.grads.source import GradPhase
 from shardfuse.layout import BLOCK
 from shardfuse.optim.torch_like import TorchLike
 from shardfuse.rules.base import number
@@ -32,7 +32,7 @@ class Clipped(TorchLike):
         returns the norm, and lets step() use the reduced gradients.
         """
         self._refuse_if_foreign("grad_norm()")
-        with self.communicator.call("grad_norm()"):
+        with self.communicator.session.region("grad_norm()"):
             norm = self._grad_norm()
         if self._clip_coefficient is None:
             self._grads.release()
@@ -49,7 +49,7 @@ class Clipped(TorchLike):
         self._refuse_in_join("The norm of the mean gradient")
         self._begin(f"norm_type = {norm_type}")
         self._refuse_changed("another norm of them")
-        self._grads.retain()
+        self._grads.keep_reduced()
         largest = norm_type == math.inf
         total = torch.zeros(2, dtype=torch.float32, device=self._device)
         for bucket, (shard,) in self._grads.reduced():
@@ -114,7 +114,7 @@ class Clipped(TorchLike):
             RuntimeError: gradients changed since they were clipped before.
         """
         self._refuse_if_foreign("clip_grad_norm()")
-        with self.communicator.call("clip_grad_norm()"):
+        with self.communicator.session.region("clip_grad_norm()"):
             max_norm = number(max_norm, "max_norm")
             if not max_norm > 0:
                 raise ValueError(f"Invalid max_norm: {max_norm}. Must be > 0.")
@@ -156,7 +156,7 @@ class Clipped(TorchLike):
                 finite, with ``error_if_nonfinite``.
         """
         self._refuse_if_foreign("clip_grad_norm_()")
-        with self.communicator.call("clip_grad_norm_()"):
+        with self.communicator.session.region("clip_grad_norm_()"):
             max_norm, norm_type = float(max_norm), float(norm_type)
             self._check_clipped(parameters)
             if not max_norm > 0:

@@ -31,7 +31,7 @@ class IdleSteps:
     """
 
     def __init__(self, comm: Communicator) -> None:
-        self._comm = comm.everyone
+        self._comm = comm.world
         self._num_idle = 0  # steps in a row
         self._num_made = 0  # gradients that autograd had made by the last step
         self._told = ""
@@ -93,11 +93,11 @@ class IdleSteps:
                 stacklevel=levels_to_caller(),
             )
         elif self._num_idle > 1:
-            self._told = f"{self._comm.epoch}/{call}"
-            self._comm.tell(_TOPIC, self._told)
+            self._told = f"{self._comm.session.generation}/{call}"
+            self._comm.session.publish(_TOPIC, self._told)
 
     def _have_all_told(self) -> bool:
         """Return whether the step before was without gradients on every rank."""
         if self._comm.world_size == 1:
             return True
-        return all(text == self._told for text in self._comm.told(_TOPIC))
+        return all(text == self._told for text in self._comm.session.read(_TOPIC))

@@ -86,7 +86,7 @@ class _NpuFused(ShardedOptimizer):
             raise ValueError(f"Invalid max_norm: {max_norm}. Must be >= 0.")
         if not norm_type > 0:
             raise ValueError(f"Invalid norm_type: {norm_type}. Must be > 0, or inf.")
-        with self.communicator.call("clip_grad_norm_fused_()"):
+        with self.communicator.session.region("clip_grad_norm_fused_()"):
             norm = self._grad_norm(max_norm) if norm_type == 2 else self._p_norm(norm_type)
         coefficient = max_norm / (norm + 1e-6)
         coefficient = torch.where(coefficient < 1, coefficient, torch.ones_like(coefficient))
@@ -104,7 +104,7 @@ class _NpuFused(ShardedOptimizer):
         later. Edits reach the model and the next step(); make the same ones on every rank.
         """
         self._refuse_if_foreign("get_combined_params()")
-        self._gather.stay()  # nobody can tell when they are read
+        self._gather.disable_overlap()  # nobody can tell when they are read
         self._padding_is_shared = True
         return list(self._buffers.combined)
 
@@ -150,9 +150,9 @@ class _NpuFused(ShardedOptimizer):
         """
         _, woken = self._check()
         if woken:
-            with self.communicator.call("unfreezing, before gradients are combined"):
+            with self.communicator.session.region("unfreezing, before gradients are combined"):
                 self._begin()
-        self._grads.note()
+        self._grads.freeze()
 
     def _check(self) -> tuple[list[FlatState], list[FlatState]]:
         if self._padding_is_shared:
@@ -184,7 +184,7 @@ class _NpuFused(ShardedOptimizer):
         scaler = kwargs.pop("grad_scaler", None)
         if kwargs:
             raise TypeError(f"step() got an unexpected keyword argument '{next(iter(kwargs))}'.")
-        with self._ends_if_it_fails(), self.communicator.call("step()"):
+        with self._ends_if_it_fails(), self.communicator.session.region("step()"):
             return self._step(closure) if scaler is None else self._scaled_step(closure, scaler)
 
     def _scaled_step(self, closure: Callable[[], Any] | None, scaler: Any) -> Any:
@@ -193,7 +193,7 @@ class _NpuFused(ShardedOptimizer):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         self._refuse_in_join("step() under a gradient scaler")
         found_inf = self._unscale(scaler)
-        self._grads.under_backward.end()
+        self._grads.control.flush()
         if agree_on_step(self.communicator, found_inf, None).skip:
             # update() then lowers the scale on all ranks alike.
             scaler._has_overflow = True

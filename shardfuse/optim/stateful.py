@@ -10,7 +10,7 @@ import torch
 
 from shardfuse.agreement import agree
 from shardfuse.comm import Communicator
-from shardfuse.comm.base import PeerError
+from shardfuse.comm.session import Counter, PeerError
 from shardfuse.config import ShardConfig
 from shardfuse.engine import sharded_io, state_io
 from shardfuse.engine.flat_state import FlatState, rebind
@@ -18,7 +18,7 @@ from shardfuse.engine.parts import Parts
 from shardfuse.engine.state_view import StateView
 from shardfuse.engine.terms import Terms
 from shardfuse.fragments import FragmentTensor, asked_by_torch, is_stateful_of_torch
-from shardfuse.grads.protocol import GradShards
+from shardfuse.grads.source import GradSource
 from shardfuse.layout import FlatLayout
 from shardfuse.optim.foreign import Foreign
 from shardfuse.optim.saving_words import is_arranged, remedy
@@ -56,15 +56,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
     _built: bool = False
     _device: torch.device
     _flats: list[FlatState]
-    _grads: GradShards
+    _grads: GradSource
     _terms: Terms
     _foreign: Foreign | None = None
     _consolidated: dict[int, dict[str, Any]] | None  # the full state, until the next step
     _is_fresh: bool  # no step was taken and no state loaded: alike on all ranks
     _join_config: Any = None  # set by torch.distributed.algorithms.Join, for good
     _left_join = True  # whether all ranks have left the last one
-    _num_calls: int = 0  # of step(), since a state was loaded, or since an error
-    _counted_in: int = 0  # the epoch of the last of them
+    _num_calls: Counter  # of step(), since a state was loaded
     _was_skipped: bool = False  # the last step, by all ranks, under a gradient scaler
     _can_be_saved: bool = False  # something was done for states to be saved
 
@@ -154,7 +153,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             )
         return (
             f"With consolidate_every={every} the first rank has it after every {every} calls of "
-            f"step(), of which there were {self._num_calls}: save there, or do as above."
+            f"step(), of which there were {self._num_calls.value}: save there, or do as above."
         )
 
     @untraced
@@ -171,12 +170,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """
         self._refuse_if_foreign("consolidate_state_dict()")
         self._refuse_in_join("consolidate_state_dict()")
-        num_ranks = self.communicator.everyone.world_size
+        num_ranks = self.communicator.world.world_size
         self._can_be_saved = True
-        with self.communicator.call("consolidate_state_dict()"):
+        with self.communicator.session.region("consolidate_state_dict()"):
             if to is not None and not 0 <= to < num_ranks:
                 raise ValueError(f"Invalid rank to: {to}. The group has {num_ranks} ranks.")
-            self.communicator.declare([f"to = {to}"])
+            self.communicator.session.declare([f"to = {to}"])
             self._consolidated = state_io.consolidate(self._held(), to)
 
     @untraced
@@ -189,14 +188,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         A checkpoint is hours after the start of a run, and so would be the error of state_dict().
         """
-        if self._counted_in != self.communicator.epoch:
-            # Before the error, some ranks may have counted one more than others.
-            self._counted_in, self._num_calls = self.communicator.epoch, 0
-        self._num_calls += 1
+        num_calls = self._num_calls.increment()
         every = self._config.consolidate_every
-        if every and self._num_calls % every == 0:
+        if every and num_calls % every == 0:
             self.consolidate_state_dict(to=0)
-        alone = self.communicator.world_size == 1 or self.communicator.everyone.rank != 0
+        alone = self.communicator.world_size == 1 or self.communicator.world.rank != 0
         # DeepSpeed's engine has a state_dict() of its own put on the instance.
         arranged = self._can_be_saved or every is not None or "state_dict" in self.__dict__
         if alone or arranged or "rank 0" in _said:
@@ -240,11 +236,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
             return
         load: Callable[[], None] | None = None
         error: Exception | None = None
-        with self.communicator.call("load_state_dict()"):
+        with self.communicator.session.region("load_state_dict()"):
             try:
                 if self._foreign is None:
                     self._refuse_in_join("load_state_dict()")
-                    self._grads.under_backward.end()
+                    self._grads.control.flush()
                 load = self._prepared(self._hooked(state_dict))
             except Exception as failure:
                 error = failure
@@ -299,7 +295,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             load_states()
             self._consolidated = None
             self._is_fresh = is_fresh
-            self._num_calls = 0
+            self._num_calls.reset()
             self._terms.loaded(max((state.most_steps for state in self._flats), default=0))
 
         return load
@@ -310,7 +306,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def _tell_of_gaps(self, state_dict: Mapping[str, Any]) -> None:
         """Say on the first rank what of a state dict is left out, and what it lacks."""
-        if self.communicator.everyone.rank != 0:
+        if self.communicator.world.rank != 0:
             return
         others = sorted(str(key) for key in state_dict.keys() - self._loaded_keys())
         if others:
@@ -340,7 +336,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._can_be_saved = True
         self._refuse_if_foreign("sharded_state_dict()")
         self._refuse_in_join("sharded_state_dict()")
-        with self.communicator.call("sharded_state_dict()"):
+        with self.communicator.session.region("sharded_state_dict()"):
             return sharded_io.sharded(self._held())
 
     @untraced
@@ -377,7 +373,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         sharded_io.load_sharded(self._held(), state_dict)
         self._consolidated = None
         self._is_fresh = False
-        self._num_calls = 0
+        self._num_calls.reset()
         self._terms.loaded(max((state.most_steps for state in self._flats), default=0))
 
     def _refuse_if_foreign(self, what: str) -> None:

@@ -153,7 +153,7 @@ class TorchLike(StatefulOptimizer, Joinable):
             yield
         except BaseException:
             for state in self._flats:
-                state.wire.settle()
+                state.codec.rollback()
             self.__dict__.pop("found_inf", None)
             self.__dict__.pop("grad_scale", None)
             raise
@@ -198,9 +198,9 @@ class TorchLike(StatefulOptimizer, Joinable):
                 "clip_grad_norm() measured gradients that are still scaled by the loss scale. Call "
                 "scaler.unscale_(optimizer) before it."
             )
-        with self.communicator.call("unscaling by ShardedGradScaler"):
+        with self.communicator.session.region("unscaling by ShardedGradScaler"):
             if not self._are_partitioned:
-                self._grads.under_backward.end()
+                self._grads.control.flush()
                 return None
             self._begin()
             self._has_unscaled = True
@@ -236,7 +236,7 @@ class TorchLike(StatefulOptimizer, Joinable):
             )
         self._left_join = False
         own = weakref.ref(self)
-        self._grads.under_backward.joins = lambda: getattr(own(), "_notifies_join", False)
+        self._grads.control.join_active = lambda: getattr(own(), "_notifies_join", False)
         return _JoinHook(self)
 
     @property

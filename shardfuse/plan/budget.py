@@ -13,17 +13,15 @@ from typing import Any, Literal
 
 import torch
 
-from shardfuse.comm.base import Progress, bucket_nbytes, overlapped
-from shardfuse.comm.traits import traits_of
+from shardfuse.codecs import CHECK_NBYTES, BlockQuantizer
+from shardfuse.comm.native import traits_of
+from shardfuse.comm.transport import AsyncModel, bucket_nbytes, overlapped
 from shardfuse.config import ShardConfig
-from shardfuse.engine.param_wires import CHECK_NBYTES
-from shardfuse.grads.flights import num_in_flight
-from shardfuse.grads.rounds import NUM_COUNTS
-from shardfuse.grads.sends import IN_FLIGHT
+from shardfuse.grads.full import IN_FLIGHT
+from shardfuse.grads.sharded import NUM_COUNTS, num_in_flight
 from shardfuse.layout import PART_NBYTES, FlatLayout, ParamSpec, dense_stride, round_up
 from shardfuse.plan.models import NamedShape, count
 from shardfuse.plan.probe import Traits, probe
-from shardfuse.quantize import BlockQuantizer
 
 Axis = Literal["shard", "replicate", "all"]
 
@@ -114,7 +112,7 @@ def plan(
     dtype: torch.dtype = torch.float32,
     device: str = "npu",
     sharding: ShardConfig | None = None,
-    progress: Progress | None = None,
+    progress: AsyncModel | str | None = None,
 ) -> Budget:
     """Return the budget of training parameters of ``shapes`` on so many ranks.
 
@@ -138,7 +136,9 @@ def plan(
             f"Invalid world_size: {world_size} ranks in {num_replicas} rows. Give a multiple."
         )
     config = _as_run(sharding or ShardConfig(), world_size, num_replicas)
-    how: Progress = progress or ("in any order" if device == "cpu" else "in order")
+    if progress is None:
+        progress = AsyncModel.UNORDERED if device == "cpu" else AsyncModel.ORDERED
+    how = AsyncModel(progress)
     costs = _Costs(shapes, build, world_size // num_replicas, num_replicas, dtype, config, how)
     return costs.budget(device)
 
@@ -177,13 +177,13 @@ class _Costs:
         num_replicas: int,
         dtype: torch.dtype,
         config: ShardConfig,
-        progress: Progress,
+        progress: AsyncModel,
     ) -> None:
         self.shapes, self.dtype, self.config, self.progress = shapes, dtype, config, progress
         self.shards, self.replicas = num_shards, num_replicas
         self.traits: Traits = probe(build, dtype, config)
         # Over two axes sums wait for each other.
-        self.moves: Progress = "in order" if num_replicas > 1 else progress
+        self.moves = AsyncModel.ORDERED if num_replicas > 1 else progress
         is_sent = num_shards > 1
         self.overlaps_grads = is_sent and (
             config.stage == 2 or self.moves in overlapped(config.overlap_grad_sync)
@@ -267,18 +267,18 @@ class _Costs:
     def _is_copied(self) -> bool:
         """Return whether HCCL is set to change what it reduce-scatters, which then gets a copy."""
         is_zero_copy = traits_of("hccl").changes_inputs is True
-        return is_zero_copy and self.progress == "in order" and not self._adds_up_parts()
+        return is_zero_copy and self.progress is AsyncModel.ORDERED and not self._adds_up_parts()
 
     def _received_share(self) -> float:
         """Return the part of a bucket that a rank receives into memory of the communicator."""
-        if self.progress != "in order":
+        if self.progress is not AsyncModel.ORDERED:
             return (self.shards - 1) / self.shards
         return 1.0 if self._adds_up_parts() else 1 / self.shards
 
     def _adds_up_parts(self) -> bool:
         """Return whether a rank gets all ranks' parts, and not what a backend has added up."""
         low = self.config.grad_sync_dtype or self.config.grad_sync_bits
-        return self.progress != "in order" or low not in (None, torch.float32)
+        return self.progress is not AsyncModel.ORDERED or low not in (None, torch.float32)
 
     # What travels
 
@@ -348,7 +348,7 @@ class _Costs:
         if self.overlaps_grads:
             # Which buckets have changed since they left, or have been sent less often.
             small.append(len(numels) + (NUM_COUNTS if self.config.stage == 2 else 0))
-        if self.progress == "in order":
+        if self.progress is AsyncModel.ORDERED:
             small.append(4)  # by which NCCL's and HCCL's ranks compare what they are about to do
         if small:
             total = 4 * sum(small)

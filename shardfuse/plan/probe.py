@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardfuse.comm.base import Done, Handle, PartsHandle, Progress, ReduceOp, SingleRank
+from shardfuse.comm.transport import (
+    AsyncModel,
+    Completion,
+    PartialSums,
+    ReduceOp,
+    SingleRank,
+    completed,
+)
 from shardfuse.config import ShardConfig
 
 _NUMEL = 4096
@@ -24,25 +31,25 @@ _WORLD_SIZE = 2
 class Tally(SingleRank):
     """The first of ``world_size`` ranks, without the others: counts what would go to them."""
 
-    def __init__(self, world_size: int, progress: Progress) -> None:
-        self.world_size, self.progress = world_size, progress
+    def __init__(self, world_size: int, async_model: AsyncModel) -> None:
+        self.world_size, self.async_model = world_size, async_model
         self.all_reduces: list[int] = []
         """Elements of each."""
 
     def reduce_scatter(
         self, input: torch.Tensor, into: torch.Tensor | None = None, **_: Any
-    ) -> PartsHandle:
+    ) -> Completion[PartialSums]:
         part = input.chunk(self.world_size)[0]
-        return Done((part if into is None else into.copy_(part),))
+        return completed((part if into is None else into.copy_(part),))
 
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, *, label: str | None = None
-    ) -> Handle:
-        return Done()
+    ) -> Completion[None]:
+        return completed(None)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Completion[None]:
         self.all_reduces.append(tensor.numel())
-        return Done()
+        return completed(None)
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,9 @@ def _build(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of names and shapes that are nobody's
         build(params, sharding=own)
-        return build(params, sharding=replace(own, process_group=Tally(_WORLD_SIZE, "in order")))
+        return build(
+            params, sharding=replace(own, process_group=Tally(_WORLD_SIZE, AsyncModel.ORDERED))
+        )
 
 
 def _keeps_more_than_gradients(optimizer: Any, dtype: torch.dtype) -> bool:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from shardfuse.comm.base import unreadable
+from shardfuse.comm.session import unreadable
 from shardfuse.training.interface import gloo_interface
 
 logger = logging.getLogger("shardfuse")

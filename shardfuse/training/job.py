@@ -115,7 +115,7 @@ class Job:
             self._lock.release()
             raise
         self._signals.take()
-        self._epoch = self._comm.epoch
+        self._epoch = self._comm.session.generation
         for value in self._state.values():
             if isinstance(value, StatefulOptimizer):
                 value.saves_are_arranged()
@@ -133,9 +133,9 @@ class Job:
         finally:
             self._signals.give_back()
             self._lock.release()
-        if error is not None and self._comm.epoch == self._epoch:
+        if error is not None and self._comm.session.generation == self._epoch:
             # The others may wait in a step() that this rank will not make.
-            with suppress(type(error)), self._comm.call("the loop of a Job"):
+            with suppress(type(error)), self._comm.session.region("the loop of a Job"):
                 raise error
 
     def steps(self, num_steps: int) -> Iterator[int]:
@@ -152,7 +152,9 @@ class Job:
         """
         saved_at = self.step
         while self.step < num_steps and not self.is_stopped:
-            self._epoch = self._comm.epoch  # it changes where all have heard of an error
+            self._epoch = (
+                self._comm.session.generation
+            )  # it changes where all have heard of an error
             yield self.step
             self.step += 1
             self._keep_step_with_device()

@@ -69,7 +69,7 @@ class StepMonitor:
         self._every = every
         self._step = first_step
         self._due = first_step + every - first_step % every  # the next step to watch
-        self._epoch = optimizer.communicator.epoch
+        self._epoch = optimizer.communicator.session.generation
         self._watched: tuple[int, float | None, StepNorms] | None = None
         self._coming: deque[_Coming] = deque()
         self._judge = Judge(getattr(optimizer._rule, "switches", None))
@@ -105,9 +105,9 @@ class StepMonitor:
         self._optimizer._refuse_if_foreign("StepMonitor")  # DeepSpeed may have taken over since
         self._after()  # where another hook has failed
         self._step += 1
-        if self._epoch != self._optimizer.communicator.epoch:
+        if self._epoch != self._optimizer.communicator.session.generation:
             # After an error, before which some ranks may have made, or counted, one step more.
-            self._epoch, self._due = self._optimizer.communicator.epoch, self._step
+            self._epoch, self._due = self._optimizer.communicator.session.generation, self._step
         if self._step >= self._due:  # again after one that was skipped
             self._watched = self._step, self._lr(), self._optimizer.watch_step()
 

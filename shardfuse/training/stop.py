@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardfuse.checkpoint.ranks import Ranks, next_number
-from shardfuse.comm.base import unreadable
+from shardfuse.comm.session import unreadable
 
 _LEAD = 2
 _PREFIX = ".stop-"
@@ -63,12 +63,12 @@ class StopTogether:
         if self._folder is not None:
             with suppress(OSError):  # the store may be there, and a save tells of a full disk
                 (self._folder / f"{self._prefix}{end}").touch()
-        self._comm.tell(self._topic, str(end))
+        self._comm.session.publish(self._topic, str(end))
 
     def _told(self) -> list[int]:
-        texts = self._comm.told(self._topic)
+        texts = self._comm.session.read(self._topic)
         told = [_number(text, self._topic) for text in texts if text is not None]
-        if self._folder is not None and self._comm.is_store_gone:
+        if self._folder is not None and self._comm.session.is_store_gone:
             told += [_number(text, str(self._folder)) for text in self._words_in_folder()]
         return told
 

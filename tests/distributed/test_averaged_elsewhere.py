@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from shardfuse import ShardedSGD
-from shardfuse.comm.base import PeerError
+from shardfuse.comm.session import PeerError
 from tests.support.harness import run_procs
 
 pytestmark = pytest.mark.timeout(120)

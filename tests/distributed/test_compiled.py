@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import shardfuse
 from shardfuse import ShardedAdamW, ShardedGradScaler, ShardedOptimizer
-from shardfuse.grads import taken
+from shardfuse.engine.gather import REGISTRY, PendingParam
+from shardfuse.grads import sharded
 from shardfuse.optim import npu, paddle
-from shardfuse.pending_params import REGISTRY, PendingParam
 from tests.support.harness import log_of_shardfuse, run_procs
 
 pytestmark = [
@@ -148,7 +148,7 @@ def train(
     """Return the largest error, compiled frames per step, ours among them, flights, and the log."""
     torch._dynamo.reset()
     torch._dynamo.utils.clear_compilation_metrics()
-    REGISTRY.are_compiled = taken._is_silent = False
+    REGISTRY.are_compiled = sharded._is_silent = False
     told = log_of_shardfuse()
     torch.manual_seed(0)
     model, reference = Net(), Net()

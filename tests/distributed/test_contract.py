@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardfuse.comm.process_group import all_gather_single, reduce_scatter_single
+from shardfuse.comm.native import all_gather_single, reduce_scatter_single
 from tests.support import contract
 from tests.support.contract_terms import Terms
 from tests.support.harness import RanksFailedError, run_procs, run_threads

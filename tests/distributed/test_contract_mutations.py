@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfuse import ShardedLamb, layout
-from shardfuse.comm import choice, process_group, traits
-from shardfuse.comm.process_group import ProcessGroupCommunicator as Communicator
-from shardfuse.comm.staging import Staging
-from shardfuse.comm.traits import BackendTraits
+from shardfuse.comm import native as backend
+from shardfuse.comm import select
+from shardfuse.comm.native import BackendTraits
+from shardfuse.comm.native import ProcessGroupCommunicator as Communicator
+from shardfuse.comm.transport import BufferPool
 from tests.support.harness import RanksFailedError, log_of_shardfuse, run_procs
 
 pytestmark = [
@@ -135,9 +136,9 @@ def no_norm_at_all() -> None:
 
 
 def patch_reduce_scatter(op: Any) -> None:
-    native = process_group.reduce_scatter_single
+    native = backend.reduce_scatter_single
     assert native is not None
-    process_group.reduce_scatter_single = (  # type: ignore[assignment]
+    backend.reduce_scatter_single = (  # type: ignore[assignment]
         lambda output, input, **options: native(output, input, op=op, **options)
     )
 
@@ -151,13 +152,13 @@ def multiplies_before() -> None:
 
 
 def patch_gather(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
-    native = process_group.all_gather_single
+    native = backend.all_gather_single
     assert native is not None
 
     def all_gather(output: Tensor, input: Tensor, **options: Any) -> Any:
         return native(*change(output, input), **options)
 
-    process_group.all_gather_single = all_gather  # type: ignore[assignment]
+    backend.all_gather_single = all_gather  # type: ignore[assignment]
 
 
 def uneven_gather() -> None:
@@ -166,11 +167,11 @@ def uneven_gather() -> None:
 
 def gather_of_lists_in_place() -> None:
     """A gather whose input is a part of the output."""
-    traits._TRAITS["hccl"] = BackendTraits(in_place_all_gather=True)
+    backend._TRAITS["hccl"] = BackendTraits(in_place_all_gather=True)
 
 
 def coalesced_gathers() -> None:
-    native = process_group.all_gather_single
+    native = backend.all_gather_single
     assert native is not None
 
     def all_gather(output: Tensor, input: Tensor, **options: Any) -> Any:
@@ -178,17 +179,17 @@ def coalesced_gathers() -> None:
             native(output, input)
         return works
 
-    process_group.all_gather_single = all_gather  # type: ignore[assignment]
+    backend.all_gather_single = all_gather  # type: ignore[assignment]
 
 
 def off_by_four_bytes() -> None:
-    """Staging buffers begin one element late."""
-    native = Staging.take
+    """BufferPool buffers begin one element late."""
+    native = BufferPool.take
 
-    def take(self: Staging, role: str, slot: int, numel: int, like: Tensor) -> Tensor:
+    def take(self: BufferPool, role: str, slot: int, numel: int, like: Tensor) -> Tensor:
         return native(self, role, slot, numel + 1, like)[1:]
 
-    Staging.take = take  # type: ignore[method-assign]
+    BufferPool.take = take  # type: ignore[method-assign]
 
 
 def flats_off_by_four_bytes() -> None:
@@ -203,12 +204,12 @@ def odd_blocks() -> None:
 
 def relies_on_inputs() -> None:
     """Zero-copy is not known of."""
-    choice.traits_of = process_group.traits_of = lambda backend: BackendTraits(False)
+    select.traits_of = backend.traits_of = lambda backend: BackendTraits(False)
 
 
 def other_order_on_a_rank() -> None:
     """One rank launches every second scatter before the first."""
-    native = process_group.reduce_scatter_single
+    native = backend.reduce_scatter_single
     assert native is not None
     held: list[Any] = []
 
@@ -235,7 +236,7 @@ def other_order_on_a_rank() -> None:
         held.pop()()
         return work
 
-    process_group.reduce_scatter_single = scatter  # type: ignore[assignment]
+    backend.reduce_scatter_single = scatter  # type: ignore[assignment]
 
 
 def bitwise_or() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardfuse import ShardedAdamW, ShardedGradScaler
 from shardfuse.checkpoint import async_save, save
-from shardfuse.comm.base import PeerError
+from shardfuse.comm.session import PeerError
 from shardfuse.training import StepMonitor
 from tests.support.harness import run_procs
 

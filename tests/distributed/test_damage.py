@@ -19,7 +19,7 @@ from shardfuse import ShardedAdamW, ShardedSGD
 from shardfuse.checkpoint import CheckpointError, Checkpoints, DamagedCheckpoint, load, save, saving
 from shardfuse.checkpoint.index import Manifest
 from shardfuse.checkpoint.source import Source
-from shardfuse.comm.base import PeerError
+from shardfuse.comm.session import PeerError
 from tests.support.checkpoints import Job, assert_same
 from tests.support.harness import run_procs, run_threads
 

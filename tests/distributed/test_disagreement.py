@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfuse import ShardedAdamW, ShardedLamb, ShardedSGD
-from shardfuse.comm.base import PeerError
-from shardfuse.comm.board import Board
+from shardfuse.comm.session import GroupState, PeerError
 from tests.support.harness import run_procs
 
 pytestmark = [
@@ -236,17 +235,17 @@ def test_a_neighbour_that_never_comes() -> None:
     """Where ranks compare in the store, one that says nothing is waited for no longer than that."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.3))
-    board = Board(store, rank=0, world_size=2)
-    with pytest.raises(PeerError, match="within the timeout"), board.call("step()"):
+    board = GroupState(store, rank=0, world_size=2)
+    with pytest.raises(PeerError, match="within the timeout"), board.region("step()"):
         board.confirm()
 
 
 def test_ranks_that_do_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that goes on after an error waits for the others only so long."""
-    monkeypatch.setattr("shardfuse.comm.board._MEET_S", 0.3)
-    board = Board(dist.HashStore(), rank=0, world_size=2)
-    with pytest.raises(ValueError, match="batch 17"), board.call("step()"):
+    monkeypatch.setattr("shardfuse.comm.session._REJOIN_S", 0.3)
+    board = GroupState(dist.HashStore(), rank=0, world_size=2)
+    with pytest.raises(ValueError, match="batch 17"), board.region("step()"):
         raise ValueError("batch 17")
     for _ in range(2):
-        with pytest.raises(PeerError, match="rank 1 has not come back"), board.call("step()"):
+        with pytest.raises(PeerError, match="rank 1 has not come back"), board.region("step()"):
             raise AssertionError("not reached")

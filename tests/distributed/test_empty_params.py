@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardfuse import ShardedAdam
-from shardfuse.grads.awaited import Awaited
+from shardfuse.grads.source import PendingGrads
 from shardfuse.layout import FlatLayout, ParamSpec
 from tests.support.harness import run_threads
 
@@ -53,19 +53,18 @@ def test_no_bucket_waits_for_one_or_leaves_without_another() -> None:
     sizes = {"first": 600, "empty": 0, "last": 700}
     layout = FlatLayout(2, 1 << 20, "element").extended([spec(*pair) for pair in sizes.items()])
     (flat,) = layout.flats
-    own: Any = SimpleNamespace(flat=flat, missing=set())
-    awaited = Awaited()
-    awaited.plan([(own, bucket) for bucket in flat.buckets])
+    own: Any = SimpleNamespace(flat=flat, no_local_grad=set())
+    pending = PendingGrads([(own, bucket) for bucket in flat.buckets])
     of = {slot.numel: position for position, slot in enumerate(flat.slots)}
     empty = next(slot.param for slot in flat.slots if not slot.numel)
     for missing in (set[int](), {empty}):
-        awaited.begin()
-        awaited.fired(own, of[700])
-        awaited.fired(own, of[0])
-        assert not awaited.is_over
-        assert not awaited.is_complete(0)
-        awaited.fired(own, of[600])
-        assert awaited.is_over
-        assert awaited.is_complete(0)
-        own.missing = missing
-        awaited.note_quiet([(own, flat.buckets[0])])
+        pending.restart()
+        pending.mark_ready(own, of[700])
+        pending.mark_ready(own, of[0])
+        assert not pending.all_ready
+        assert not pending.is_ready(0)
+        pending.mark_ready(own, of[600])
+        assert pending.all_ready
+        assert pending.is_ready(0)
+        own.no_local_grad = missing
+        pending.learn_unused()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardfuse import ShardedAdamW
-from shardfuse.comm.base import PeerError
+from shardfuse.comm.session import PeerError
 from tests.support import contract
 from tests.support.harness import run_procs
 

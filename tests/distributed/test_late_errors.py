@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardfuse import ShardedAdamW
-from shardfuse.comm.base import PeerError
+from shardfuse.comm.session import PeerError
 from tests.support import placing
 from tests.support.harness import run_procs
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardfuse import ShardedGradScaler, ShardedLamb, ShardedSGD, compare_lamb_variants
-from shardfuse.comm import choice
+from shardfuse.comm import select
 from shardfuse.optim.npu import NpuFusedAdam
 from shardfuse.optim.paddle import Lamb
 
@@ -134,7 +134,7 @@ def test_tasks_without_torchrun(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     """srun python train.py: one warning, unless they are to be apart, or there is one task."""
-    choice._warn_of.cache_clear()
+    select._warn_of.cache_clear()
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("SLURM_NTASKS", "8")  # the batch script has it, too

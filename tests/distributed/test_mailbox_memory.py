@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardfuse.comm import communicator_for
-from shardfuse.comm.gloo import mailbox, memory
-from shardfuse.comm.gloo.mailbox import Mailbox
+from shardfuse.comm import communicator_for, gloo
+from shardfuse.comm.gloo import MessageRing
 from tests.support.harness import log_of_shardfuse, run_procs
 
 pytestmark = [
@@ -26,36 +25,36 @@ pytestmark = [
 ]
 
 CPU = torch.device("cpu")
-HOST_ID = "from shardfuse.comm.gloo import memory; print(memory.host_id())"
+HOST_ID = "from shardfuse.comm import gloo; print(gloo.host_id())"
 
 
 @pytest.mark.parametrize("is_same_size", [True, False])
 def test_a_strangers_file_is_not_written(is_same_size: bool, tmp_path: Path) -> None:
     """Where the descriptor is of another file, as with the /proc of strangers, that stays as is."""
-    shared = mailbox.create(2)
+    shared = gloo.create_shared(2)
     size = os.fstat(shared[0]).st_size if is_same_size else 100
     os.close(shared[0])
     path = tmp_path / "of another program"
     path.write_bytes(b"x" * size)
     board: Any = SimpleNamespace()
     with path.open("r+b") as file, pytest.raises(OSError, match="not what rank 0 shares"):
-        Mailbox(1, [os.getpid()] * 2, (file.fileno(), shared[1]), 1.0, board, [0, 1])
+        MessageRing(1, [os.getpid()] * 2, (file.fileno(), shared[1]), 1.0, board, [0, 1])
     assert path.read_bytes() == b"x" * size
 
 
 def test_shared_memory_cannot_be_cut_off() -> None:
     """A rank that read what is no more there was killed by SIGBUS."""
-    descriptor, nonce = mailbox.create(2)
+    descriptor, nonce = gloo.create_shared(2)
     for nbytes in (0, 1 << 30):
         with pytest.raises(PermissionError):
             os.ftruncate(descriptor, nbytes)
     os.close(descriptor)
     unsealed = os.memfd_create("shardfuse")
-    os.ftruncate(unsealed, mailbox._num_words(2) * 8)
+    os.ftruncate(unsealed, gloo._num_words(2) * 8)
     os.pwrite(unsealed, nonce.to_bytes(8, "little"), 0)
     board: Any = SimpleNamespace()
     with pytest.raises(OSError, match=r"can be cut off|Invalid argument"):
-        Mailbox(1, [os.getpid()] * 2, (unsealed, nonce), 1.0, board, [0, 1])
+        MessageRing(1, [os.getpid()] * 2, (unsealed, nonce), 1.0, board, [0, 1])
     os.close(unsealed)
 
 
@@ -63,19 +62,19 @@ def test_shared_memory_cannot_be_cut_off() -> None:
 def test_the_memory_of_another_process_of_that_number_is_not_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shared = mailbox.create(2)
-    board: Any = SimpleNamespace(rank=0, look=lambda: None)
+    shared = gloo.create_shared(2)
+    board: Any = SimpleNamespace(rank=0, poll_peers=lambda: None)
     child = subprocess.Popen(["sleep", "60"])
-    box = Mailbox(0, [os.getpid(), child.pid], shared, 1.0, board, [0, 1])
+    box = MessageRing(0, [os.getpid(), child.pid], shared, 1.0, board, [0, 1])
     os.close(shared[0])
     child.kill()
     child.wait()
     read: list[int] = []
-    monkeypatch.setattr(memory, "read", lambda pid, address, out: read.append(pid))
-    monkeypatch.setattr(memory, "is_running", lambda pid: True)
+    monkeypatch.setattr(gloo, "read_memory", lambda pid, address, out: read.append(pid))
+    monkeypatch.setattr(gloo, "is_running", lambda pid: True)
     monkeypatch.setattr(box, "take", lambda *letter: 4096)
     with pytest.raises(RuntimeError, match="process of rank 1 has ended"):
-        box.fetch(1, 0, 5, torch.empty(1))
+        box.read_part(1, 0, 5, torch.empty(1))
     assert read == []
 
 
@@ -108,13 +107,13 @@ def train_with(fault: str, struck: int) -> tuple[bool, list[str], list[float]]:
         def broken(*args: Any) -> None:
             raise ValueError("mmap length is greater than file size")
 
-        memory.read = broken
+        gloo.read_memory = broken
     result = torch.empty(2 * comm.world_size)
     try:
         comm.all_gather(result, torch.full((2,), float(comm.rank))).wait()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    return comm._mailbox is not None, lines, result.tolist()
+    return comm._exchange is not comm._sockets, lines, result.tolist()
 
 
 @pytest.mark.parametrize("struck", [0, 1])

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardfuse import ShardConfig, ShardedAdam, ShardedLamb
-from shardfuse.comm import board, watch
-from shardfuse.comm.gloo import mailbox
-from shardfuse.grads.sends import Sends
+from shardfuse.comm import gloo, session, watchdog
+from shardfuse.grads.full import FullGrads
 from tests.distributed.test_mesh import mesh_of, train_model
 from tests.support.harness import STAYING, run_procs, run_scripts
 from tests.support.overlap import ON
@@ -134,15 +133,15 @@ def test_options_that_are_refused() -> None:
 
 def train_slowly(sharding: dict[str, Any]) -> list[torch.Tensor]:
     """Train, impatient and slow; in two steps rank 0 has no backward and sends in step() alone."""
-    for module in (board, watch, mailbox):
+    for module in (session, watchdog, gloo):
         module.PATIENCE_S = 0.01  # type: ignore[attr-defined]
-    chance, send = random.Random(dist.get_rank()), Sends._send
+    chance, send = random.Random(dist.get_rank()), FullGrads._launch
 
     def send_slowly(*args: Any, **options: Any) -> Any:
         time.sleep(chance.choice([0.0, 0.0, 0.03]))
         return send(*args, **options)
 
-    Sends._send = send_slowly  # type: ignore[method-assign]
+    FullGrads._launch = send_slowly  # type: ignore[method-assign]
     names = ["plain", "plain", "without_backward", "plain", "without_backward", "plain"]
     return train_model(names, sharding)[0]
 

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import shardfuse
-from shardfuse.comm.base import PeerError
+from shardfuse.comm.session import PeerError
 from shardfuse.optim import npu, paddle
 from tests.support.harness import count_c10d_calls, run_procs, run_threads
 

@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 import shardfuse
-from shardfuse import pending_params
-from shardfuse.comm.base import PeerError
-from shardfuse.pending_params import PendingParam
+from shardfuse.comm.session import PeerError
+from shardfuse.engine import gather as pending_params
+from shardfuse.engine.gather import PendingParam
 from tests.support.in_flight import PLACEMENTS, InFlight
 
 pytestmark = [

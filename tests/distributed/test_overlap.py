@@ -15,7 +15,8 @@ from torch import Tensor
 import shardfuse
 from shardfuse import ShardedAdamW, ShardedLamb
 from shardfuse.comm import communicator_for
-from shardfuse.pending_params import PendingParam
+from shardfuse.comm.transport import AsyncModel
+from shardfuse.engine.gather import PendingParam
 from tests.support.harness import run_procs, run_threads
 from tests.support.lazy import LazyCommunicator, Post
 from tests.support.overlap import (
@@ -252,7 +253,7 @@ def choices() -> dict[str, tuple[bool, bool]]:
 def test_defaults() -> None:
     """Overlap is where bytes move while a rank computes: sockets, not the memory of one host."""
     comm = communicator_for("alone", torch.device(device_type()))
-    assert comm.progress == "when waited for"
+    assert comm.async_model is AsyncModel.BLOCKING
     for found in run_procs(2, choices):
         assert found["pairwise"] == (True, True)
         assert found["native"] == (False, False)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardfuse import ShardedSGD
-from shardfuse.comm.base import PeerError
-from shardfuse.pending_params import PendingParam
+from shardfuse.comm.session import PeerError
+from shardfuse.engine.gather import PendingParam
 from tests.support import placing
 from tests.support.harness import STAYING, run_procs, run_scripts, run_threads
 from tests.support.lazy import LazyCommunicator, Post
@@ -27,7 +27,7 @@ import os, signal, subprocess, sys
 import torch
 import torch.distributed as dist
 from shardfuse import ShardedSGD
-from shardfuse.pending_params import PendingParam
+from shardfuse.engine.gather import PendingParam
 from tests.support.harness import join_world
 
 rank, how = int(sys.argv[1]), sys.argv[3]

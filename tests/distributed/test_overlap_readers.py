@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfuse import ShardedAdamW, ShardedSGD
-from shardfuse.pending_params import PendingParam
+from shardfuse.engine.gather import PendingParam
 from tests.support.harness import run_procs, run_threads
 from tests.support.lazy import LazyCommunicator, Post
 from tests.support.overlap import OFF, ON, Net, plain, tokens

@@ -14,11 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardfuse
-from shardfuse.comm import communicator_for
-from shardfuse.comm.gloo import memory
-from shardfuse.comm.gloo.mailbox import SLOTS
-from shardfuse.comm.gloo.pairwise import PairwiseCommunicator
-from shardfuse.comm.process_group import ProcessGroupCommunicator
+from shardfuse.comm import communicator_for, gloo
+from shardfuse.comm.gloo import RING_SIZE, PairwiseCommunicator
+from shardfuse.comm.native import ProcessGroupCommunicator
 from tests.support.harness import RanksFailedError, run_procs, run_threads
 
 pytestmark = pytest.mark.gloo_only("about pairs of ranks")
@@ -109,9 +107,9 @@ def test_large_parts(world_size: int, choice: str) -> None:
 
 
 def read_or_send(broken_rank: int) -> tuple[bool, int, list[Tensor]]:
-    """Count what memory.read moves after the trial; on ``broken_rank`` it is refused."""
+    """Count what gloo.read_memory moves after the trial; on ``broken_rank`` it is refused."""
     nbytes = 0
-    original = memory.read
+    original = gloo.read_memory
 
     def read(pid: int, address: int, out: Tensor) -> None:
         nonlocal nbytes
@@ -120,7 +118,7 @@ def read_or_send(broken_rank: int) -> tuple[bool, int, list[Tensor]]:
         original(pid, address, out)
         nbytes += out.nbytes if out.numel() > 1 else 0
 
-    memory.read = read
+    gloo.read_memory = read
     try:
         comm = communicator_for(None, CPU)
         assert isinstance(comm, PairwiseCommunicator)
@@ -129,8 +127,8 @@ def read_or_send(broken_rank: int) -> tuple[bool, int, list[Tensor]]:
         _, received = comm.reduce_scatter(result).wait()
         comm.all_reduce(torch.zeros(1)).wait()
     finally:
-        memory.read = original
-    return comm._mailbox is not None, nbytes, [result, received]
+        gloo.read_memory = original
+    return comm._exchange is not comm._sockets, nbytes, [result, received]
 
 
 def may_read_memory() -> bool:
@@ -236,7 +234,7 @@ def test_other_backends_keep_their_collectives() -> None:
 def many_in_flight() -> list[Tensor]:
     """Launch more all-gathers than a mailbox has room for; wait for them from the last on."""
     comm = communicator_for(None, CPU)
-    results = [torch.empty(4) for _ in range(3 * SLOTS)]
+    results = [torch.empty(4) for _ in range(3 * RING_SIZE)]
     handles = [
         comm.all_gather(result, torch.full((2,), 10.0 * index + comm.rank))
         for index, result in enumerate(results)
@@ -255,14 +253,14 @@ def test_many_in_flight() -> None:
 
 def train_with_slow_reader(collectives: str) -> Tensor:
     """Train LAMB, gradients sent in bf16; the last rank reads 20 ms after it was told."""
-    original = memory.read
+    original = gloo.read_memory
 
     def read(pid: int, address: int, out: Tensor) -> None:
         if dist.get_rank() > 0 and out.numel() > 1:
             time.sleep(0.02)
         original(pid, address, out)
 
-    memory.read = read
+    gloo.read_memory = read
     try:
         param = torch.nn.Parameter(torch.arange(1 << 16).float() % 7 + 1)
         sharding = {
@@ -275,7 +273,7 @@ def train_with_slow_reader(collectives: str) -> Tensor:
             param.grad = values(dist.get_rank() + step, 1 << 16, torch.float32)
             optimizer.step()
     finally:
-        memory.read = original
+        gloo.read_memory = original
     return param.detach()
 
 
@@ -308,7 +306,7 @@ def peer_that_ends_unread() -> None:
     handle = comm.reduce_scatter(torch.ones(8))
     if dist.get_rank() == 1:
         os._exit(3)
-    while memory.is_running(pids[1]):
+    while gloo.is_running(pids[1]):
         time.sleep(0.01)
     handle.wait()
 

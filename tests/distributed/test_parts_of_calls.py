@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardfuse import ShardedAdamW
-from shardfuse.comm.base import PeerError
+from shardfuse.comm.session import PeerError
 from shardfuse.engine import state_io
 from shardfuse.optim import npu
 from tests.support.harness import run_procs

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardfuse import ShardedAdam, ShardedSGD, pending_params
-from shardfuse.pending_params import PendingParam
+from shardfuse import ShardedAdam, ShardedSGD
+from shardfuse.engine import gather as pending_params
+from shardfuse.engine.gather import PendingParam
 from tests.support.harness import run_procs
 
 pytestmark = [

@@ -18,7 +18,7 @@ from shardfuse import ShardedAdam, ShardedLamb
 from shardfuse.checkpoint import CheckpointError, Checkpoints, async_save
 from shardfuse.checkpoint import saving as saving_module
 from shardfuse.checkpoint.storage import PlannedPart
-from shardfuse.comm.base import PeerError
+from shardfuse.comm.session import PeerError
 from tests.distributed.test_resharding import loaded
 from tests.support.checkpoints import Job, assert_same
 from tests.support.harness import STAYING, run_procs, run_scripts, run_threads

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfuse import ShardedSGD
-from shardfuse.comm import communicator_for, communicator_over
-from shardfuse.comm.gloo import memory
-from shardfuse.comm.gloo.mailbox import Mailbox
+from shardfuse.comm import communicator_for, communicator_over, gloo
+from shardfuse.comm.gloo import MessageRing
 from tests.distributed.test_mesh import mesh_of
 from tests.support.harness import run_procs
 
@@ -29,13 +28,13 @@ def read_slowly(seconds: float = 0.2) -> None:
     """Have rank 0 read late, when others have long gone on."""
     if dist.get_rank() > 0:
         return
-    fetch = Mailbox.fetch
+    fetch = MessageRing.read_part
 
-    def late(self: Mailbox, *args: Any) -> None:
+    def late(self: MessageRing, *args: Any) -> None:
         time.sleep(seconds)
         fetch(self, *args)
 
-    Mailbox.fetch = late  # type: ignore[method-assign]
+    MessageRing.read_part = late  # type: ignore[method-assign]
 
 
 def overwritten_after_the_call(shape: tuple[int, int] | None) -> Tensor:
@@ -48,7 +47,7 @@ def overwritten_after_the_call(shape: tuple[int, int] | None) -> Tensor:
         else communicator_over(mesh_of(shape), None, cpu)
     )
     input = torch.full((comm.world_size * NUMEL,), float(dist.get_rank() + 1))
-    with comm.call("one sum"):
+    with comm.session.region("one sum"):
         total = torch.stack(comm.reduce_scatter(input).wait()).sum(0)
     input.fill_(torch.nan)
     for buffer in comm.staging._buffers.values() if shape else ():
@@ -85,8 +84,8 @@ def test_ranks_may_end_after_a_step(shape: tuple[int, int] | None) -> None:
 
 def on_two_hosts(is_slow: bool, sharding: dict[str, Any]) -> list[Tensor]:
     """Train where rows are hosts, whose ranks read memory, and columns go through sockets."""
-    host, rank = memory.host_id(), dist.get_rank()
-    memory.host_id = lambda: host + rank // 2  # type: ignore[assignment]
+    host, rank = gloo.host_id(), dist.get_rank()
+    gloo.host_id = lambda: host + rank // 2  # type: ignore[assignment]
     if is_slow:
         read_slowly(0.05)
     params = [torch.nn.Parameter(torch.zeros(NUMEL)) for _ in range(8)]

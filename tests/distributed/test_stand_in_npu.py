@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardfuse import ShardedAdam, ShardedSGD, pending_params
+from shardfuse import ShardedAdam, ShardedSGD
 from shardfuse.checkpoint import async_save
 from shardfuse.checkpoint.storage import PlannedPart
 from shardfuse.comm import communicator_for
 from shardfuse.doctor import checks
+from shardfuse.engine import gather as pending_params
 from shardfuse.training import set_device
 from tests.support import npu, placing
 from tests.support.contract_terms import ContractError

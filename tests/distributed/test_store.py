@@ -17,8 +17,7 @@ from shardfuse import ShardedAdamW
 from shardfuse.checkpoint import CheckpointError, async_save
 from shardfuse.checkpoint.asynchronous import AsyncSave
 from shardfuse.checkpoint.report import verify
-from shardfuse.comm.base import PeerError
-from shardfuse.comm.board import Board
+from shardfuse.comm.session import GroupState, PeerError
 from shardfuse.doctor.world import World
 from shardfuse.training.attempts import fresh_part
 from shardfuse.training.stop import StopTogether
@@ -42,11 +41,11 @@ def save_beside(folder: Path, told: list[str | None] | None) -> str:
     optimizer = ShardedAdamW(model.named_parameters(), lr=0.01, sharding={"kernel": "eager"})
     model(torch.ones(1, 30)).sum().backward()
     optimizer.step()
-    comm: Any = optimizer.communicator.everyone
+    comm: Any = optimizer.communicator.world
     if told is None:
-        comm._board.store = Gone()
+        comm.session.group.store = Gone()
     else:
-        comm._board.told = lambda topic: told
+        comm.session.group.read = lambda topic: told
     saving: AsyncSave = async_save({"model": model, "optimizer": optimizer}, folder)
     try:
         saving.wait()
@@ -87,7 +86,7 @@ GARBAGE = [
 def test_what_another_rank_does(text: str) -> None:
     """One that waits reads it, and stops; whoever has an error to tell passes it by."""
     store = dist.HashStore()
-    boards = [Board(store, rank, world_size=2) for rank in range(2)]
+    boards = [GroupState(store, rank, world_size=2) for rank in range(2)]
     store.set("doing/1", text)
     with pytest.raises(PeerError, match=r"store has .* under 'doing/1'"), boards[0].call("step()"):
         boards[0].look()
@@ -99,21 +98,21 @@ def test_what_another_rank_does(text: str) -> None:
 @pytest.mark.parametrize("text", GARBAGE)
 def test_ranks_that_meet_after_an_error(text: str) -> None:
     store = dist.HashStore()
-    board = Board(store, 0, world_size=2)
-    with pytest.raises(ArithmeticError), board.call("step()"):
+    board = GroupState(store, 0, world_size=2)
+    with pytest.raises(ArithmeticError), board.region("step()"):
         raise ArithmeticError
     store.set("again/0/1", text)
-    with pytest.raises(PeerError, match=r"store has .* under 'again/0/1'"), board.call("step()"):
+    with pytest.raises(PeerError, match=r"store has .* under 'again/0/1'"), board.region("step()"):
         pass
 
 
 @pytest.mark.parametrize("text", GARBAGE)
 def test_an_alarm_that_no_rank_has_raised(text: str) -> None:
     store = dist.HashStore()
-    board = Board(store, 0, world_size=2)
+    board = GroupState(store, 0, world_size=2)
     store.set("alarm/1", text)
-    with pytest.raises(PeerError, match=r"store has .* under 'alarm/1'"), board.call("step()"):
-        board.look()
+    with pytest.raises(PeerError, match=r"store has .* under 'alarm/1'"), board.region("step()"):
+        board.poll_peers()
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "1.5", "\u00b2", "9" * 5000])

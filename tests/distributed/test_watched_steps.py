@@ -24,7 +24,7 @@ from shardfuse import (
     ShardedLamb,
     ShardedSGD,
 )
-from shardfuse.comm.base import PeerError
+from shardfuse.comm.session import PeerError
 from shardfuse.training import StepMonitor, StepRecord
 from tests.support.counting import counted
 from tests.support.harness import RanksFailedError, run_procs, run_threads

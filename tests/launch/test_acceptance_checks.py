@@ -18,7 +18,7 @@ from launch.acceptance.order import judged, profiled
 from launch.acceptance.speed import as_a_graph
 from launch.acceptance.steps import host_synchronization, memory
 from shardfuse import ShardedAdamW
-from shardfuse.comm.base import SingleRank
+from shardfuse.comm.transport import SingleRank
 
 CPU = torch.device("cpu")
 

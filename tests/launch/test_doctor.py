@@ -112,7 +112,7 @@ ILL = {
 
 PROGRAM = """
 import os, sys
-from shardfuse.comm.gloo.pairwise import PairwiseCommunicator as P
+from shardfuse.comm.gloo import PairwiseCommunicator as P
 from shardfuse.doctor import checks
 from shardfuse.__main__ import main
 if os.environ["RANK"] == "1":

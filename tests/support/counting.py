@@ -42,30 +42,14 @@ class CountingCommunicator:
         return int(self.inner.world_size)
 
     @property
-    def everyone(self) -> Any:
-        """All ranks: these."""
-        return self
-
-    def call(self, name: str) -> Any:
-        """Pass on: it is no collective."""
-        return self.inner.call(name)
-
-    def declare(self, lines: Any, **options: Any) -> None:
-        """Pass on: it is no collective."""
-        self.inner.declare(lines, **options)
-
-    def tell(self, topic: str, text: str) -> None:
-        """Pass on: it is no collective."""
-        self.inner.tell(topic, text)
-
-    def told(self, topic: str) -> Any:
-        """Pass on: it is no collective."""
-        return self.inner.told(topic)
+    def session(self) -> Any:
+        """The inner one's regions."""
+        return self.inner.session
 
     @property
-    def is_store_gone(self) -> bool:
-        """Pass on: it is no collective."""
-        return bool(self.inner.is_store_gone)
+    def world(self) -> Any:
+        """All ranks: these."""
+        return self
 
     @property
     def staging_nbytes(self) -> int:
@@ -73,14 +57,9 @@ class CountingCommunicator:
         return int(self.inner.staging_nbytes)
 
     @property
-    def progress(self) -> Any:
-        """What becomes of the inner one's collectives."""
-        return self.inner.progress
-
-    @property
-    def epoch(self) -> int:
-        """How often the inner one's ranks have begun anew."""
-        return int(self.inner.epoch)
+    def async_model(self) -> Any:
+        """How the inner one's collectives progress."""
+        return self.inner.async_model
 
     def reduce_scatter(self, input: Tensor, into: Tensor | None = None, **options: Any) -> Any:
         """Record and pass on."""
@@ -92,9 +71,9 @@ class CountingCommunicator:
         self.calls.append(Call("all_gather", output.numel(), output.dtype))
         return self.inner.all_gather(output, input, **options)
 
-    def expect(self, kind: Any, tensor: Tensor, **options: Any) -> None:
+    def post_receive(self, kind: Any, tensor: Tensor, **options: Any) -> None:
         """Pass on: it is no collective."""
-        self.inner.expect(kind, tensor, **options)
+        self.inner.post_receive(kind, tensor, **options)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
         """Record and pass on."""

@@ -1,4 +1,4 @@
-"""Parameters in flight in one process: the library's own ParamSync over a stand-in for the wire.
+"""Parameters in flight in one process: the library's ParamGatherer over a stand-in for the link.
 
 Each bucket is NaN until its all-gather is waited for, so that whoever reads too early shows it.
 """
@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from shardfuse.buffers import CombinedBuffers
-from shardfuse.comm.base import Progress, SingleRank
+from shardfuse.comm.transport import AsyncModel, Completion, SingleRank
 from shardfuse.engine.flat_state import FlatState
-from shardfuse.engine.gather import ParamSync
+from shardfuse.engine.gather import ParamGatherer, PendingParam
 from shardfuse.layout import BLOCK, FlatLayout, ParamSpec
-from shardfuse.pending_params import PendingParam
 
 PLACEMENTS = ("one bucket", "two buckets", "cut by a bucket's end")
 
@@ -23,7 +22,7 @@ _ALIGN = 16  # elements: a slot of fp32 on the CPU
 
 
 class _OnItsWay:
-    """A handle whose wait() brings what other ranks sent."""
+    """A transfer whose wait() brings what other ranks sent."""
 
     def __init__(self, output: Tensor) -> None:
         self._output, self._sent = output, output.clone()
@@ -37,10 +36,12 @@ class _OnItsWay:
 class _Wire(SingleRank):
     """All-gathers that arrive when they are waited for."""
 
-    progress: Progress = "in any order"
+    async_model = AsyncModel.UNORDERED
 
-    def all_gather(self, output: Tensor, input: Tensor, *, label: str | None = None) -> _OnItsWay:
-        return _OnItsWay(output)
+    def all_gather(
+        self, output: Tensor, input: Tensor, *, label: str | None = None
+    ) -> Completion[None]:
+        return Completion(_OnItsWay(output).wait)
 
 
 class InFlight:
@@ -71,7 +72,7 @@ class InFlight:
         cap = BLOCK * 4 if placement.startswith("cut") else 25 << 20
         layout = FlatLayout(1, cap, "element").extended(specs)
         everything = [param for param, _ in members]
-        self._sync = ParamSync(_Wire(), overlaps=["in any order"])
+        self._sync = ParamGatherer(_Wire(), overlaps=[AsyncModel.UNORDERED])
         states = []
         for buffer in CombinedBuffers().add(layout.flats, torch.device("cpu")):
             slots = [slot.param for slot in buffer.flat.slots]
@@ -87,8 +88,8 @@ class InFlight:
         self._sync.plan(states)
         for state in states:
             for bucket in state.flat.buckets:
-                self._sync.start(bucket, state.params)
-        self._sync.leave()
+                self._sync.launch(bucket, state.params)
+        self._sync.defer()
         self._everything = everything
 
     @property
@@ -98,5 +99,5 @@ class InFlight:
 
     def land(self) -> None:
         """Wait for everything, and check that nothing is left in flight."""
-        self._sync.finish()
+        self._sync.wait_all()
         assert {type(param) for param in self._everything} == {nn.Parameter}

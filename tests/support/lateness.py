@@ -24,8 +24,9 @@ from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
-from shardfuse.comm.gloo.mailbox import Mailbox
-from shardfuse.comm.process_group import ProcessGroupCommunicator
+from shardfuse.comm.gloo import MessageRing
+from shardfuse.comm.native import ProcessGroupCommunicator
+from shardfuse.comm.session import GroupSession
 
 VARIABLE = "SHARDFUSE_TEST_LATE"
 """What `pytest --late` hands to the ranks, and to the stand-in's streams (npu/streams.h)."""
@@ -57,8 +58,8 @@ def begin() -> None:
     if os.environ.get(VARIABLE, "0") == "0" or _is_begun:
         return
     _is_begun.append(True)
-    call, launch = ProcessGroupCommunicator.call, ProcessGroupCommunicator._launch
-    fetch = Mailbox.fetch
+    call, launch = GroupSession.region, ProcessGroupCommunicator._launch
+    fetch = MessageRing.read_part
 
     @wraps(call)
     def late_call(self: Any, name: str) -> AbstractContextManager[None]:
@@ -75,6 +76,6 @@ def begin() -> None:
         pause()
         fetch(self, *args)
 
-    ProcessGroupCommunicator.call = late_call  # type: ignore[method-assign]
+    GroupSession.region = late_call  # type: ignore[method-assign]
     ProcessGroupCommunicator._launch = late_launch  # type: ignore[method-assign]
-    Mailbox.fetch = late_fetch  # type: ignore[method-assign]
+    MessageRing.read_part = late_fetch  # type: ignore[method-assign]

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfuse.comm.base import Parts, Progress
+from shardfuse.comm.session import LocalSession
+from shardfuse.comm.transport import AsyncModel, Completion, PartialSums
 from tests.support import placing
 
 TIMEOUT_S = 30.0
@@ -49,24 +49,19 @@ class Post:
             return placing.here(self._letters[key, rank])
 
 
-class _Late:
-    """A handle whose wait() delivers."""
-
-    def __init__(self, deliver: Callable[[], Parts]) -> None:
-        self._deliver: Callable[[], Parts] | None = deliver
-        self._parts: Parts = ()
-
-    def wait(self) -> Parts:
-        """Deliver once."""
-        if self._deliver is not None:
-            deliver, self._deliver = self._deliver, None
-            self._parts = deliver()
-        return self._parts
-
-
 def _spoil(tensor: Tensor) -> None:
     """Overwrite what nobody is to read."""
     tensor.fill_(float("nan") if tensor.is_floating_point() else 255)
+
+
+class _Session(LocalSession):
+    """Compares nothing, and reads that no rank has published anything."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+
+    def read(self, topic: str) -> list[str | None]:
+        return [None] * self._world_size
 
 
 class LazyCommunicator:
@@ -82,37 +77,19 @@ class LazyCommunicator:
     def __init__(self, post: Post, rank: int, world_size: int, seed: int | None = None) -> None:
         self._post = post
         self.rank, self.world_size = rank, world_size
-        self.progress: Progress = "in any order"
-        self.epoch, self.staging_nbytes = 0, 0
+        self.async_model = AsyncModel.UNORDERED
+        self.session = _Session(world_size)
+        self.staging_nbytes = 0
         self.log: list[str] = []
         self._number = 0
         self._rng = None if seed is None else random.Random(f"{seed} {rank}")
-        self._pending: list[tuple[_Late, str]] = []
+        self._pending: list[tuple[Completion[PartialSums], str]] = []
         self._slots: dict[int, list[Tensor]] = {}  # what was received there last
 
     @property
-    def everyone(self) -> LazyCommunicator:
+    def world(self) -> LazyCommunicator:
         """All ranks: these."""
         return self
-
-    def call(self, name: str) -> AbstractContextManager[None]:
-        """Make no record."""
-        return nullcontext()
-
-    def declare(self, lines: Sequence[str], *, is_new: bool = False) -> None:
-        """Compare nothing."""
-
-    def tell(self, topic: str, text: str) -> None:
-        """Tell nobody."""
-
-    def told(self, topic: str) -> list[str | None]:
-        """Return that nobody has told anything."""
-        return [None] * self.world_size
-
-    @property
-    def is_store_gone(self) -> bool:
-        """There is none to lose."""
-        return False
 
     def reduce_scatter(
         self,
@@ -127,7 +104,7 @@ class LazyCommunicator:
         key = self._send("reduce_scatter", input, label)
         room = self._clear(slot)
 
-        def deliver() -> Parts:
+        def deliver() -> PartialSums:
             order = [(self.rank - k) % self.world_size for k in range(self.world_size)]
             wholes = [self._post.fetch(key, rank) for rank in order]
             room.extend(whole.chunk(self.world_size)[self.rank].clone() for whole in wholes)
@@ -135,7 +112,7 @@ class LazyCommunicator:
 
         return self._late(deliver, key)
 
-    def expect(self, kind: str, tensor: Tensor, *, label: str, slot: int = 0) -> None:
+    def post_receive(self, kind: str, tensor: Tensor, *, label: str, slot: int = 0) -> None:
         """Overwrite what was received in ``slot``, or others' parts of what is gathered."""
         if kind == "reduce_scatter":
             self._clear(slot)
@@ -159,7 +136,7 @@ class LazyCommunicator:
         parts = output.detach().chunk(self.world_size)
         parts[self.rank].copy_(own)
 
-        def deliver() -> Parts:
+        def deliver() -> PartialSums:
             for rank, part in enumerate(parts):
                 part.copy_(self._post.fetch(key, rank))
             return ()
@@ -170,7 +147,7 @@ class LazyCommunicator:
         """Reduce in the order of ranks."""
         key = self._send(f"all_reduce by {op}", tensor, None)
 
-        def deliver() -> Parts:
+        def deliver() -> PartialSums:
             stacked = torch.stack([self._post.fetch(key, r) for r in range(self.world_size)])
             tensor.copy_(stacked.sum(0) if op == "sum" else stacked.amax(0))
             return ()
@@ -190,8 +167,8 @@ class LazyCommunicator:
         self._post.put(f"{kind}, {label}", self.rank, tensor)
         return f"{kind}, {label}"
 
-    def _late(self, deliver: Callable[[], Parts], key: str) -> Any:
-        handle = _Late(deliver)
+    def _late(self, deliver: Callable[[], PartialSums], key: str) -> Any:
+        handle = Completion(deliver)
         if self._rng is not None:
             # One that all have sent: a launch waits for nobody.
             if self._pending and self._rng.random() < 0.5:

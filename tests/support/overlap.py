@@ -195,12 +195,12 @@ PROGRAMS: dict[str, Program] = {
 
 def count_early(optimizer: Any) -> list[bool]:
     """Return a list that grows by a True for every bucket that leaves under backward."""
-    sends = optimizer._grads._sends
-    original, found = sends._send_early, []
+    grads = optimizer._grads
+    original, found = grads._send_early, []
 
     def counted(**kwargs: Any) -> bool:
         found.append(original(**kwargs))
         return bool(found[-1])
 
-    sends._send_early = counted
+    grads._send_early = counted
     return found

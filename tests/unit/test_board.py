@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardfuse.comm import board as board_module
-from shardfuse.comm.base import PeerError
-from shardfuse.comm.board import Board
+from shardfuse.comm import session as session_module
+from shardfuse.comm.session import GroupState, PeerError
 
 
-def two_boards() -> list[Board]:
+def two_boards() -> list[GroupState]:
     store = dist.HashStore()
-    return [Board(store, rank, world_size=2) for rank in range(2)]
+    return [GroupState(store, rank, world_size=2) for rank in range(2)]
 
 
 def together(*acts: Callable[[], Any]) -> None:
@@ -29,28 +28,28 @@ def together(*acts: Callable[[], Any]) -> None:
         assert not thread.is_alive()
 
 
-def make_call(board: Board, name: str = "step()") -> None:
-    with board.call(name):
+def make_call(board: GroupState, name: str = "step()") -> None:
+    with board.region(name):
         pass
 
 
-def fail(board: Board, num_sent: int = 0) -> None:
+def fail(board: GroupState, num_sent: int = 0) -> None:
     """Fail in a call that has sent some buckets."""
 
     def send_and_fail() -> None:
         for _ in range(num_sent):
-            board.begin_sending("a bucket")
+            board.begin_send("a bucket")
         raise ArithmeticError("of this rank")
 
-    with pytest.raises(ArithmeticError), board.call("step()"):
+    with pytest.raises(ArithmeticError), board.region("step()"):
         send_and_fail()
 
 
-def look(board: Board) -> None:
+def look(board: GroupState) -> None:
     """Look, as a rank that waits in a call does."""
-    with board.call("step()"):
-        board.present.declare(["lr = 0.1"])
-        board.look()
+    with board.region("step()"):
+        board.current.declare(["lr = 0.1"])
+        board.poll_peers()
 
 
 def test_gradients_sent_before_an_error_do_not_count() -> None:
@@ -60,8 +59,8 @@ def test_gradients_sent_before_an_error_do_not_count() -> None:
     fail(other, num_sent=3)
     together(lambda: make_call(one), lambda: make_call(other))
     for board in (one, other):
-        board.begin_sending("a bucket")
-    other._find_difference(lambda: True)  # it waits under backward, and tells what it does
+        board.begin_send("a bucket")
+    other._find_mismatch(lambda: True)  # it waits under backward, and tells what it does
     look(one)
 
 
@@ -71,10 +70,10 @@ def test_gradients_sent_after_an_error_count_before_the_ranks_meet() -> None:
     for board in (one, other):
         fail(board)
     for _ in range(2):
-        other.begin_sending("a bucket")
-    one.begin_sending("a bucket")
+        other.begin_send("a bucket")
+    one.begin_send("a bucket")
     together(lambda: make_call(one), lambda: make_call(other))
-    other._find_difference(lambda: True)
+    other._find_mismatch(lambda: True)
     with pytest.raises(PeerError, match="rank 1 is under backward"):
         look(one)
 
@@ -92,22 +91,22 @@ def test_a_rank_that_is_interrupted_while_it_waits_for_the_others_meets_them_in_
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(board_module.time, "sleep", interrupt)
+        patch.setattr(session_module.time, "sleep", interrupt)
         with pytest.raises(KeyboardInterrupt):
             make_call(one)
     make_call_of_other = threading.Thread(target=make_call, args=[other], daemon=True)
     make_call_of_other.start()  # finds what this rank has told the first time
     make_call_of_other.join(10)
     make_call(one)
-    assert one.epoch == other.epoch == 1
-    assert one.present.number == other.present.number
+    assert one.generation == other.generation == 1
+    assert one.current.number == other.current.number
 
 
 def test_a_rank_that_has_given_up_waiting_tells_who_comes_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """That one went on alone, and waited for it in its next collective."""
-    monkeypatch.setattr(board_module, "_MEET_S", 0.0)
+    monkeypatch.setattr(session_module, "_REJOIN_S", 0.0)
     one, other = two_boards()
     for board in (one, other):
         fail(board)

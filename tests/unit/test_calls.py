@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from shardfuse.comm.calls import Call, compare
+from shardfuse.comm.session import Region, compare
 
 LR, OTHER_LR, TO = ("lr = 0.1",), ("lr = 0.2",), ("to = 0",)
 
 
 def call(*parts: tuple[str, ...], name: str = "step()", ops: int = 0) -> list[dict[str, Any]]:
     """Return the calls of a rank that is in its first one, and has declared `parts` there."""
-    made = Call(1, name)
+    made = Region(1, name)
     made.declare(())
     for lines in parts:
         made.declare(lines)

@@ -14,7 +14,7 @@ from shardfuse.buffers import CombinedBuffers
 from shardfuse.checkpoint.places import ranks_with
 from shardfuse.checkpoint.state import TrainingState
 from shardfuse.checkpoint.storage import _SavePlanner
-from shardfuse.comm.base import SingleRank
+from shardfuse.comm.transport import SingleRank
 from shardfuse.engine.flat_state import FlatState
 from shardfuse.engine.parts import Parts
 from shardfuse.engine.state_io import Held

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardfuse.comm.base import SingleRank
+from shardfuse.comm.transport import AsyncModel, SingleRank
 from shardfuse.doctor import checks
 from shardfuse.doctor.devices import formats, room, settings
 from shardfuse.doctor.links import bandwidth, bandwidth_misaligned
@@ -95,7 +95,7 @@ class Recording(Tally):
     """The first of two ranks, alone; notes the buffers that it is given."""
 
     def __init__(self) -> None:
-        super().__init__(2, "in order")
+        super().__init__(2, AsyncModel.ORDERED)
         self.given: list[tuple[int, int]] = []  # (bytes, address)
 
     def reduce_scatter(self, input: torch.Tensor, *args: Any, **options: Any) -> Any:

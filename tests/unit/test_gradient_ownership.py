@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfuse import ShardedLamb, ShardedSGD
-from shardfuse.grads.ownership import GradVersions
+from shardfuse.grads.source import GradSnapshot, memory_of
 from shardfuse.optim.npu import NpuFusedAdam
 from tests.support.harness import everywhere
 
@@ -201,7 +201,7 @@ def test_usual_loops_copy_nothing_out(
     def refuse(grad: Tensor) -> None:
         raise AssertionError(f"{tuple(grad.shape)} is held")
 
-    monkeypatch.setattr("shardfuse.grads.slots.move_out", refuse)
+    monkeypatch.setattr("shardfuse.grads.full.detach_copy", refuse)
     everywhere(loop_as_usual, build, zero, clips)
     with pytest.raises(AssertionError, match="is held"):
         handle_gradients(swap_gradients, (3000,))
@@ -212,4 +212,4 @@ def test_a_gradient_of_no_elements_has_no_sum() -> None:
     param = nn.Parameter(torch.ones(0, dtype=torch.bfloat16))
     param.grad = torch.zeros(0, dtype=torch.bfloat16)[::2]
     assert param.grad.stride() == (2,)
-    assert GradVersions([param]) == GradVersions([param])
+    assert GradSnapshot([param], memory_of([param.grad])).is_current()

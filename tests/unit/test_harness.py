@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardfuse.comm.process_group import all_gather_single, reduce_scatter_single
+from shardfuse.comm.native import all_gather_single, reduce_scatter_single
 from tests.support.harness import RanksFailedError, run_procs, run_threads
 
 RUNNERS = [pytest.param(run_threads, id="threads"), pytest.param(run_procs, id="procs")]

@@ -47,12 +47,13 @@ def test_without_a_seed_nothing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 BEGUN = """
-from shardfuse.comm.gloo.mailbox import Mailbox
-from shardfuse.comm.process_group import ProcessGroupCommunicator as Communicator
+from shardfuse.comm.gloo import MessageRing
+from shardfuse.comm.native import ProcessGroupCommunicator as Communicator
+from shardfuse.comm.session import GroupSession
 from tests.support import lateness
 lateness.begin()
 lateness.begin()
-for function in (Communicator.call, Communicator._launch, Mailbox.fetch):
+for function in (GroupSession.region, Communicator._launch, MessageRing.read_part):
     names = []
     while function is not None:
         names.append(function.__code__.co_name)
@@ -75,6 +76,6 @@ def test_calls_and_collectives_pause_once(seed: str) -> None:
     )
     late = seed != "0"
     call, launch, fetch = map(ast.literal_eval, done.stdout.splitlines())
-    assert call == [*["late_call"] * late, "helper", "call"]  # helper: of contextmanager
+    assert call == [*["late_call"] * late, "helper", "region"]  # helper: of contextmanager
     assert launch == [*["late_launch"] * late, "_launch"]
-    assert fetch == [*["late_fetch"] * late, "fetch"]
+    assert fetch == [*["late_fetch"] * late, "read_part"]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardfuse.comm.gloo import mailbox, memory
-from shardfuse.comm.gloo.mailbox import READY, Mailbox
+from shardfuse.comm import gloo
+from shardfuse.comm.gloo import READY, MessageRing
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the system shares no such memory")
@@ -18,10 +18,10 @@ def test_the_sender_is_looked_for_every_tenth_of_a_second(
     late_s: float, num_looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not at once: looking opens a file, for which malloc may need 5 ms after a backward."""
-    shared = mailbox.create(2)
-    board: Any = SimpleNamespace(look=lambda: None)
+    shared = gloo.create_shared(2)
+    board: Any = SimpleNamespace(poll_peers=lambda: None)
     sender, receiver = (
-        Mailbox(rank, [os.getpid()] * 2, shared, 1.0, board, [0, 1]) for rank in (0, 1)
+        MessageRing(rank, [os.getpid()] * 2, shared, 1.0, board, [0, 1]) for rank in (0, 1)
     )
     os.close(shared[0])
     start = 1000.0
@@ -30,9 +30,9 @@ def test_the_sender_is_looked_for_every_tenth_of_a_second(
     def sleep(seconds: float) -> None:
         clock[0] += seconds
         if clock[0] - start >= late_s:
-            sender.put(1, READY, 7, 5, 42)
+            sender.post(1, READY, 7, 5, 42)
 
-    monkeypatch.setattr(mailbox, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0]))
-    monkeypatch.setattr(memory, "is_running", lambda pid: looks.append(pid) or True)
-    assert receiver.take(0, READY, 7, 5) == 42
+    monkeypatch.setattr(gloo, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0]))
+    monkeypatch.setattr(gloo, "is_running", lambda pid: looks.append(pid) or True)
+    assert receiver.wait(0, READY, 7, 5) == 42
     assert looks == [os.getpid()] * num_looks

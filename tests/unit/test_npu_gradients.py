@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import shardfuse.grads.slots
+import shardfuse.grads.full
 from tests.support.models import lie_in
 from tests.support.oracles import AdamOracle, LambOracle, SGDOracle
 from tests.support.upstream import CLASSES
@@ -67,8 +67,8 @@ def test_the_usual_step_looks_at_no_gradient(monkeypatch: pytest.MonkeyPatch) ->
         looked.append(grad.numel())
         return real(grad)
 
-    real = shardfuse.grads.slots.is_absent
-    monkeypatch.setattr(shardfuse.grads.slots, "is_absent", is_absent)
+    real = shardfuse.grads.full.is_absent
+    monkeypatch.setattr(shardfuse.grads.full, "is_absent", is_absent)
     params = [ones(5), ones(6)]
     optimizer = build("NpuFusedSGD", params, momentum=0.9)
     for step in range(3):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardfuse.codecs import BlockQuantizer
 from shardfuse.layout import BLOCK
-from shardfuse.quantize import BlockQuantizer
 
 BITS = [8, 4]
 STEPS = {8: 127, 4: 7}

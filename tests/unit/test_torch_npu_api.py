@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import shardfuse
-from shardfuse.comm import process_group
+from shardfuse.comm import native
 from shardfuse.optim import npu
 from tests.support.torch_npu_api import FOLDER, VERSIONS, inventory, main, read_from
 from tests.support.torch_npu_uses import Uses, differences, lacks, takes
@@ -187,7 +187,7 @@ def test_a_wait_is_ended_by_a_method_that_hccl_has(version: str) -> None:
     """HCCL's own method is called: abort(), which it inherits, does nothing."""
     methods = inventory("torch_npu", version)["backend_methods"]
     group = Recorder([*methods, "abort"])
-    process_group._UNBLOCKERS["hccl"](group, torch.device("cpu"))
+    native._ABORTS["hccl"](group, torch.device("cpu"))
     assert group.called == ["abort_hccl_comm"]
 
 

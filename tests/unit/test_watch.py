@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from shardfuse.comm import watch as watch_module
-from shardfuse.comm.board import Board
-from shardfuse.comm.watch import Watch
+from shardfuse.comm import watchdog as watch_module
+from shardfuse.comm.session import GroupState
+from shardfuse.comm.watchdog import Watchdog
 
 REMEDY = "as many backward() before each"
 
@@ -25,10 +25,10 @@ def test_remedy_of_a_mismatch(
 ) -> None:
     """It is named where the transport says that collectives differ, and nowhere else."""
     monkeypatch.setattr(watch_module, "RESOLVE_S", 0.0)
-    board = Board(dist.HashStore(), rank=0, world_size=2)
-    watch = Watch(board, lambda: None, blocks=False, mismatch_code=code)
-    with board.call("step()"):
-        text = str(watch.explain(RuntimeError(error), what="hccl"))
+    board = GroupState(dist.HashStore(), rank=0, world_size=2)
+    watch = Watchdog(board, lambda: None, host_waits=False, mismatch_code=code)
+    with board.region("step()"):
+        text = str(watch.attribute_error(RuntimeError(error), failed="hccl"))
     assert text.startswith(f"[rank 0] step(): hccl failed: {error}")
     assert (REMEDY in text) == is_named
     assert "Not seen in this call: rank 1." in text

@@ -50,7 +50,7 @@ class Launch:
 def _check_not_apart(environ: Mapping[str, str]) -> None:
     """Raise UsageError in one of several processes that know of no other."""
     # It imports torch, as what comes next does.
-    from shardfuse.comm.launched import launched_apart
+    from shardfuse.comm.select import launched_apart
 
     apart = launched_apart(environ)
     if apart is not None:

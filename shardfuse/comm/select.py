@@ -1,24 +1,24 @@
-"""Which communicator serves a group of ranks."""
+"""Which communicator serves a process group: its backend, and how the processes were started."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 import torch
 
-from shardfuse.comm.base import Communicator, SingleRank
-from shardfuse.comm.gloo.pairwise import PairwiseCommunicator
-from shardfuse.comm.launched import launched_apart
-from shardfuse.comm.mesh import MeshCommunicator
-from shardfuse.comm.process_group import (
+from shardfuse.comm.gloo import PairwiseCommunicator
+from shardfuse.comm.hybrid import HybridCommunicator
+from shardfuse.comm.native import (
     ProcessGroupCommunicator,
     backend_for,
     is_initialized,
+    traits_of,
 )
-from shardfuse.comm.traits import traits_of
+from shardfuse.comm.transport import Communicator, SingleRank
 
 logger = logging.getLogger("shardfuse")
 
@@ -48,8 +48,8 @@ def communicator_for(
 
 
 def _is_communicator(process_group: Any) -> TypeGuard[Communicator]:
-    """Return what isinstance() would, which reads a protocol's properties: one communicates."""
-    names = ("reduce_scatter", "all_gather", "declare")
+    """Return whether it is one; isinstance() would read properties, one of which communicates."""
+    names = ("reduce_scatter", "all_gather", "post_receive")
     return all(hasattr(type(process_group), name) for name in names)
 
 
@@ -74,10 +74,10 @@ def _chosen(
     process_group: Any,
     device: torch.device,
     collectives: str,
-    within: ProcessGroupCommunicator | None = None,
+    parent: ProcessGroupCommunicator | None = None,
 ) -> ProcessGroupCommunicator | None:
     """Return the communicator of several ranks; None for one."""
-    native = ProcessGroupCommunicator(process_group, device, within=within)
+    native = ProcessGroupCommunicator(process_group, device, parent=parent)
     if native.world_size == 1:
         return None
     if collectives == "native":
@@ -90,13 +90,13 @@ def _chosen(
     if choice == "native":
         return native
     reads_memory = collectives == "auto"
-    return PairwiseCommunicator(process_group, device, reads_memory=reads_memory, within=within)
+    return PairwiseCommunicator(process_group, device, reads_memory=reads_memory, parent=parent)
 
 
 def communicator_over(
     mesh: Any, process_group: Any, device: torch.device, collectives: str = "auto"
 ) -> Communicator:
-    """Return the Communicator that shards over one axis of ``mesh`` and adds up over both.
+    """Return the Communicator that shards over one axis of ``mesh`` and sums over both.
 
     Args:
         mesh: a torch DeviceMesh of two dimensions. They are (replicate, shard), as of FSDP2's
@@ -114,22 +114,22 @@ def communicator_over(
         )
     names = mesh.mesh_dim_names or ()
     replicate, shard = ("replicate", "shard") if {"replicate", "shard"} == set(names) else (0, 1)
-    everyone = _chosen(process_group, device, collectives)
-    if everyone is None or everyone.world_size != mesh.size():
-        num_ranks = 1 if everyone is None else everyone.world_size
+    world = _chosen(process_group, device, collectives)
+    if world is None or world.world_size != mesh.size():
+        num_ranks = 1 if world is None else world.world_size
         raise ValueError(
             f"Invalid mesh: it has {mesh.size()} ranks, the process group {num_ranks}. Give "
             "process_group the group of exactly the mesh's ranks."
         )
     _check_order(mesh, shard)
-    rows = _chosen(mesh.get_group(shard), device, collectives, everyone)
-    columns = _chosen(mesh.get_group(replicate), device, collectives, everyone)
+    rows = _chosen(mesh.get_group(shard), device, collectives, world)
+    columns = _chosen(mesh.get_group(replicate), device, collectives, world)
     if rows is None:
         raise ValueError(
             f"Invalid mesh: {mesh!r} has one rank along its shard dimension, so nothing is "
             "sharded. Use more ranks, or DistributedDataParallel."
         )
-    return everyone if columns is None else MeshCommunicator(everyone, rows, columns)
+    return world if columns is None else HybridCommunicator(world, rows, columns)
 
 
 def _check_order(mesh: Any, shard: str | int) -> None:
@@ -178,3 +178,24 @@ def _warn_of(apart: str) -> None:
         'optimizer sharding={"process_group": "alone"}.',
         apart,
     )
+
+
+_COUNTS = {
+    "SLURM_STEP_NUM_TASKS": "srun",  # of the step; SLURM_NTASKS is set in the job's script, too
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpiexec",
+}
+
+
+def launched_apart(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return "srun has started 4 processes ..." if that was without torchrun; else None.
+
+    torchrun, and launchers like it, set WORLD_SIZE and RANK.
+    """
+    if "WORLD_SIZE" in environment or "RANK" in environment:
+        return None
+    for name, launcher in _COUNTS.items():
+        text = environment.get(name, "")
+        if text.isdecimal() and int(text) > 1:
+            return f"{launcher} has started {text} processes ({name}), and WORLD_SIZE is not set"
+    return None

@@ -1,8 +1,8 @@
-"""A thread that looks at the board while this rank waits where Python cannot.
+"""A thread that polls the peers while this rank waits inside a backend.
 
-A wait for gloo, NCCL or HCCL ends only when the transport does. The thread looks at the board in
-its place and, where the ranks are out of step, ends the transport: the wait then raises, and the
-board has the reason.
+A wait for gloo, NCCL or HCCL ends only when the transport does. The thread polls the peers
+meanwhile and, if the ranks are out of step, aborts the transport: the wait then raises, and the
+group's state has the cause.
 """
 
 from __future__ import annotations
@@ -17,45 +17,44 @@ from typing import Any
 
 import torch
 
-from shardfuse.comm.base import PeerError
-from shardfuse.comm.board import PATIENCE_S, RESOLVE_S, Board
+from shardfuse.comm.session import PATIENCE_S, RESOLVE_S, GroupState, PeerError
 
 logger = logging.getLogger("shardfuse")
 
 _IDLE_S = 5.0
 _PERIOD_S = 1.0
-"""Between two looks where waits do not block the host and it is not known when they last."""
+"""Between two polls where waits do not block the host, so nothing shows when they end."""
 
 _REMEDY = (
     " Every rank has to make the same calls in the same order, and as many backward() before each."
 )
 
 
-class Watch:
-    """Looks at ``board`` whenever a wait lasts.
+class Watchdog:
+    """Polls the peers whenever a wait takes long.
 
     Args:
-        board: what is looked at.
-        unblock: ends the transport, so that waits in it raise.
-        blocks: whether wait() blocks the host, as on the CPU. On accelerators it does not, and the
-            thread looks once a second from the first collective on. (Not run on hardware.)
-        mismatch_code: what is in an error of the transport where ranks launch different
-            collectives; None if it does not compare them.
+        state: of the process group.
+        abort: aborts the transport, so that waits in it raise.
+        host_waits: whether wait() blocks the host, as on the CPU. On accelerators it does not, and
+            the thread polls once a second from the first collective on. (Not run on hardware.)
+        mismatch_code: the part of the transport's error that reports different collectives on
+            ranks; None if it does not compare them.
     """
 
     def __init__(
         self,
-        board: Board,
-        unblock: Callable[[], None],
+        state: GroupState,
+        abort: Callable[[], None],
         *,
-        blocks: bool,
+        host_waits: bool,
         mismatch_code: str | None = None,
     ) -> None:
-        self._board = board
-        self._unblock = unblock
-        self._blocks = blocks
+        self._state = state
+        self._abort = abort
+        self._host_waits = host_waits
         self._mismatch_code = mismatch_code
-        self._waits: dict[int, float] = {}  # of each thread that waits: since when
+        self._waits: dict[int, float] = {}  # of each waiting thread: since when
         self._differences: torch.Tensor | None = None
         self._before = 0
         self._thread: threading.Thread | None = None
@@ -75,9 +74,9 @@ class Watch:
         try:
             work.wait()
         except RuntimeError as error:
-            raise self.explain(error) from error
+            raise self.attribute_error(error) from error
         finally:
-            if self._blocks:
+            if self._host_waits:
                 self._waits.pop(thread, None)
 
     @property
@@ -85,32 +84,34 @@ class Watch:
         """When the oldest wait began; a thread that reads parameters may wait beside another."""
         return min(list(self._waits.values()), default=None)
 
-    def explain(
-        self, error: RuntimeError, *, what: str = "the connection to another rank"
+    def attribute_error(
+        self, error: RuntimeError, *, failed: str = "the connection to another rank"
     ) -> PeerError:
-        """Return the error to raise where ``what``, of the transport, failed with ``error``.
+        """Return the PeerError for an ``error`` of the transport, of which ``failed`` has failed.
 
-        A transport that compares is faster than the ranks are in telling each other what they do:
-        this waits for that. Where nobody has more to tell, as of hosts that ran ahead of their
-        devices, the remedy is named all the same.
+        A transport that compares collectives raises before the peers have published their regions,
+        so this waits for them. If no peer publishes anything, because hosts ran ahead of their
+        devices, the error names the remedy all the same.
         """
         if self._mismatch_code is None:
-            return self._board.explain(error, what=what)
+            return self._state.attribute_error(error, failed=failed)
         remedy = _REMEDY if self._mismatch_code in str(error) else ""
-        return self._board.explain(error, patience_s=RESOLVE_S, what=what, remedy=remedy)
+        return self._state.attribute_error(
+            error, patience_s=RESOLVE_S, failed=failed, remedy=remedy
+        )
 
     def compare(self, differences: torch.Tensor, before: int) -> None:
-        """Take note of what is all zeros where the ranks make the same calls.
+        """Take a tensor that is all zeros if the ranks run the same regions.
 
         Where waits do not block the host it adds up on the device, and the thread reads it.
 
         Raises:
-            PeerError: this rank and ``before``, or others, do not.
+            PeerError: this rank and ``before``, or others, differ.
         """
         self._before = before
-        if self._blocks:
+        if self._host_waits:
             if differences.any():
-                self._board.resolve(before)
+                self._state.raise_mismatch(before)
         elif self._differences is None:
             self._differences = differences.abs()
         else:
@@ -123,7 +124,7 @@ class Watch:
                     target=_run, args=(weakref.ref(self),), name="shardfuse-watch", daemon=True
                 )
                 self._thread.start()
-                _watches.add(self)
+                _watchdogs.add(self)
 
     def stop(self) -> None:
         """End the thread."""
@@ -133,7 +134,7 @@ class Watch:
             thread.join(timeout=2.0)
 
     def _tick(self, idle_since: float) -> bool:
-        """Look if there is reason to; return whether there is nothing more to do."""
+        """Poll if a wait takes long; return whether the thread can end."""
         now, since = time.monotonic(), self._since
         if since is None:
             if now - idle_since < _IDLE_S:
@@ -143,48 +144,48 @@ class Watch:
                     self._thread = None
                     return True
             return False
-        if self._blocks and now - since < PATIENCE_S:
+        if self._host_waits and now - since < PATIENCE_S:
             return False
         try:
-            # Where waits do not block the host, nobody knows whether this rank still waits.
-            self._board.look(lambda: self._blocks and self._since == since)
+            # Where waits do not block the host, it is not known whether this rank still waits.
+            self._state.poll_peers(lambda: self._host_waits and self._since == since)
             if self._differences is not None and bool(self._differences.any()):
-                self._board.resolve(self._before)
+                self._state.raise_mismatch(self._before)
         except PeerError as error:
-            if not self._blocks:
+            if not self._host_waits:
                 logger.error("%s", error)
-                self._board.explain(error)  # why no later call can be made
-            self._unblock()
+                self._state.attribute_error(error)  # closes the state: why no region can follow
+            self._abort()
             with self._lock:
                 self._thread = None
             return True
         return False
 
 
-_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_watchdogs: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 
 
-def _run(watch_ref: weakref.ref[Watch]) -> None:
+def _run(watchdog_ref: weakref.ref[Watchdog]) -> None:
     idle_since = time.monotonic()
     while True:
-        watch = watch_ref()
-        if watch is None:
+        watchdog = watchdog_ref()
+        if watchdog is None:
             return
-        period = PATIENCE_S if watch._blocks else _PERIOD_S
-        stop = watch._stop
-        if watch._since is not None:
+        period = PATIENCE_S if watchdog._host_waits else _PERIOD_S
+        stop = watchdog._stop
+        if watchdog._since is not None:
             idle_since = time.monotonic()
-        if watch._tick(idle_since):
+        if watchdog._tick(idle_since):
             return
-        del watch
+        del watchdog
         if stop.wait(period):
             return
 
 
 def _stop_all() -> None:
     # A thread that is in C++ when the interpreter ends would end the process by a signal.
-    for watch in list(_watches):
-        watch.stop()
+    for watchdog in list(_watchdogs):
+        watchdog.stop()
 
 
 atexit.register(_stop_all)

@@ -1,0 +1,501 @@
+"""Codecs: how gradients and parameters are encoded for a collective; 32, 16, 8 or 4 bits.
+
+[Note: lossy parameters] All ranks, including the owner, use the decoded values. With a lossy codec
+every step therefore rounds the parameters; the owner keeps an fp32 master, or the rounding error
+(error feedback). If a parameter was edited, the edit replaces a master that it no longer matches;
+a rounding error is added to whatever the parameter is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from shardfuse.buffers import FlatBuffer, ShardArena, zeros
+from shardfuse.comm import Communicator
+from shardfuse.comm.transport import BufferPool, Completion, PartialSums
+from shardfuse.layout import BLOCK, PART_NBYTES, Bucket, round_up
+
+_TILE = 128 * BLOCK
+"""Elements encoded at a time, so that temporaries stay in the cache."""
+
+_TINY = torch.finfo(torch.float32).tiny
+"""Smaller scales have no reciprocal in fp32; they count as zero."""
+
+MASTER_DTYPE = torch.float32
+
+MASTER = "param"
+"""State key of the fp32 master of a parameter that is rounded."""
+
+ERROR = "param_error"
+"""State key of the rounding error of a parameter that is sent as differences."""
+
+CHECK_NBYTES = 8
+
+
+class BlockQuantizer(NamedTuple):
+    """``bits`` (8 or 4) an element, and an fp32 scale for each block of 512.
+
+    The largest magnitude of a block becomes 127, or 7; other elements are rounded to the nearest
+    step, halves to even, so that the error of an element is at most half of its block's scale. If
+    an element is not finite, no element of its decoded block is. A block of -0.0 alone is decoded
+    as -0.0; see [Note: absent gradients] in grads/full.py.
+    """
+
+    bits: int
+
+    @property
+    def _most(self) -> int:
+        return (1 << (self.bits - 1)) - 1
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of ``numel`` encoded elements, which are whole blocks."""
+        return numel * self.bits // 8 + numel // BLOCK * 4
+
+    def encode(self, values: Tensor, out: Tensor, factor: float | None = None) -> None:
+        """Write ``values`` (n,) times ``factor`` as bytes into ``out`` (nbytes(n),)."""
+        for part, scales, codes in self._tiles(values, out):
+            rows = part.view(-1, BLOCK).float()
+            rows = rows if factor is None else rows * factor
+            torch.amax(rows.abs(), dim=1, out=scales)
+            is_zero = scales == 0
+            scales.div_(self._most).masked_fill_(scales < _TINY, 0.0)
+            steps = (rows * torch.where(scales > 0, scales.reciprocal(), 0.0)[:, None]).round_()
+            # On an accelerator always: the host would wait for the condition.
+            if scales.device.type != "cpu" or is_zero.any():
+                scales.masked_fill_(is_zero & rows.signbit().all(dim=1), -0.0)
+            whole = steps.to(torch.int8)
+            if self.bits == 8:
+                codes.view(torch.int8).view(-1, BLOCK).copy_(whole)
+            else:
+                low, high = whole.add_(8).view(torch.uint8).chunk(2, dim=1)
+                torch.bitwise_or(low, high << 4, out=codes.view(-1, BLOCK // 2))
+
+    def add(self, encoded: Tensor, into: Tensor) -> None:
+        """Add the decoded ``encoded`` (nbytes(n),) to fp32 ``into`` (n,); equal on every rank."""
+        for part, scales, codes in self._tiles(into, encoded):
+            if self.bits == 8:
+                steps = codes.view(torch.int8).view(-1, BLOCK).float()
+            else:
+                pairs = codes.view(-1, BLOCK // 2)
+                steps = torch.cat([pairs & 15, pairs >> 4], dim=1).float().sub_(8.0)
+            part.view(-1, BLOCK).add_(steps.mul_(scales[:, None]))
+
+    def _tiles(self, values: Tensor, encoded: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield (elements, their scales, their codes); all scales come first in ``encoded``."""
+        num_blocks = values.numel() // BLOCK
+        scales = encoded[: 4 * num_blocks].view(torch.float32)
+        codes = encoded[4 * num_blocks :]
+        for start in range(0, values.numel(), _TILE):
+            stop = min(start + _TILE, values.numel())
+            of_blocks = slice(start // BLOCK, stop // BLOCK)
+            of_codes = slice(start * self.bits // 8, stop * self.bits // 8)
+            yield values[start:stop], scales[of_blocks], codes[of_codes]
+
+
+# Gradients
+
+
+@dataclass(frozen=True)
+class ReduceRequest:
+    """One reduce-scatter of a bucket.
+
+    Args:
+        whole: its gradients (world_size * n,), not written until the reduce-scatter is complete.
+        factor: multiplies them; None is 1.
+        send_buffer: index of the buffer to send from, if ``whole`` itself is not sent.
+        slot, label: as of Communicator.reduce_scatter().
+        into: fp32 (n,) for the sum, or None.
+    """
+
+    whole: Tensor
+    factor: float | None = None
+    send_buffer: int = 0
+    slot: int = 0
+    label: str | None = None
+    into: Tensor | None = None
+
+
+class GradCodec(Protocol):
+    """How the gradients of one flat are encoded and summed."""
+
+    def factor_after_sum(self, num_summed: int) -> float | None:
+        """Return the factor from the sum to the mean; None is 1."""
+
+    def launch(
+        self, comm: Communicator, buffers: BufferPool, request: ReduceRequest
+    ) -> Completion[PartialSums]:
+        """Launch the reduce-scatter; its result are tensors (n,) that add up to this shard."""
+
+    def post_receive(
+        self, comm: Communicator, bucket: Bucket, where: Tensor, label: str, slot: int
+    ) -> None:
+        """Post the receives of the bucket of that label ahead, on the device of ``where``."""
+
+
+@dataclass(frozen=True)
+class CastCodec:
+    """In a dtype of torch's.
+
+    Args:
+        dtype: of the message.
+        is_summed: whether a backend may sum in transit, in this dtype; else the receiver sums in
+            fp32.
+    """
+
+    dtype: torch.dtype
+    is_summed: bool = True
+
+    def _factor_before_sum(self, factor: float | None, num_summed: int) -> float | None:
+        # In fp16 gradients are divided before the sum, which would overflow at 65504.
+        if self.dtype != torch.float16:
+            return factor
+        return (1.0 if factor is None else factor) / num_summed
+
+    def factor_after_sum(self, num_summed: int) -> float | None:
+        return None if num_summed == 1 or self.dtype == torch.float16 else 1.0 / num_summed
+
+    def launch(
+        self, comm: Communicator, buffers: BufferPool, request: ReduceRequest
+    ) -> Completion[PartialSums]:
+        factor = self._factor_before_sum(request.factor, comm.world.world_size)
+        send = self._encode(buffers, request, factor)
+        into = request.into if self.dtype == torch.float32 else None
+        return comm.reduce_scatter(
+            send, into, slot=request.slot, label=request.label, is_summed=self.is_summed
+        )
+
+    def _encode(self, buffers: BufferPool, request: ReduceRequest, factor: float | None) -> Tensor:
+        """Return the bucket times ``factor`` in this dtype; the bucket itself, if that is it."""
+        whole = request.whole
+        if factor is None and whole.dtype == self.dtype:
+            return whole
+        like = torch.empty(0, dtype=self.dtype, device=whole.device)
+        send = buffers.get("send", request.send_buffer, whole.numel(), like)
+        if factor is None:
+            return send.copy_(whole)
+        if self.dtype.itemsize > whole.dtype.itemsize:
+            return send.copy_(whole).mul_(factor)
+        return torch.mul(whole, factor, out=send)
+
+    def post_receive(
+        self, comm: Communicator, bucket: Bucket, where: Tensor, label: str, slot: int
+    ) -> None:
+        like = torch.empty(1, dtype=self.dtype, device=where.device).expand(bucket.numel)
+        comm.post_receive("reduce_scatter", like, label=label, slot=slot)
+
+
+@dataclass(frozen=True)
+class QuantCodec:
+    """In 8 or 4 bits, which no backend can sum; a rank's own part is not rounded.
+
+    Blocks hold elements of one parameter each, so that an absent gradient is decoded as absent. The
+    part for each rank is padded to an aligned start.
+    """
+
+    quantizer: BlockQuantizer
+
+    def _part_nbytes(self, numel: int) -> int:
+        return round_up(self.quantizer.nbytes(numel), PART_NBYTES)
+
+    def factor_after_sum(self, num_summed: int) -> float | None:
+        return None if num_summed == 1 else 1.0 / num_summed
+
+    def launch(
+        self, comm: Communicator, buffers: BufferPool, request: ReduceRequest
+    ) -> Completion[PartialSums]:
+        parts = request.whole.chunk(comm.world_size)
+        numel = parts[0].numel()
+        nbytes = self._part_nbytes(numel)
+        like = torch.empty(0, dtype=torch.uint8, device=request.whole.device)
+        send = buffers.get("send", request.send_buffer, comm.world_size * nbytes, like)
+        for rank, (part, out) in enumerate(zip(parts, send.chunk(comm.world_size), strict=True)):
+            if rank != comm.rank:
+                self.quantizer.encode(part, out[: self.quantizer.nbytes(numel)], request.factor)
+        completion = comm.reduce_scatter(
+            send, slot=request.slot, label=request.label, is_summed=False
+        )
+        into, own, factor = request.into, parts[comm.rank], request.factor
+
+        def decode(received: PartialSums) -> PartialSums:
+            total = into
+            if total is None:  # one buffer for all buckets: each is used up before the next
+                like = torch.empty(0, dtype=torch.float32, device=own.device)
+                total = buffers.get("sum", 0, numel, like)
+            total.copy_(own)
+            if factor is not None:
+                total.mul_(factor)
+            num_codes = self.quantizer.nbytes(numel)
+            for part in received[1:]:
+                self.quantizer.add(part[:num_codes], total)
+            return (total,)
+
+        return completion.then(decode)
+
+    def post_receive(
+        self, comm: Communicator, bucket: Bucket, where: Tensor, label: str, slot: int
+    ) -> None:
+        nbytes = self._part_nbytes(bucket.shard_numel) * comm.world_size
+        like = torch.empty(1, dtype=torch.uint8, device=where.device).expand(nbytes)
+        comm.post_receive("reduce_scatter", like, label=label, slot=slot)
+
+
+class GradCodecChoice(NamedTuple):
+    """Gradients in ``bits``, in ``dtype``, or, if both are None, in their own dtype."""
+
+    dtype: torch.dtype | None = None
+    bits: int | None = None
+
+    def of(self, grads: torch.dtype) -> GradCodec:
+        """Return the codec of gradients of a dtype."""
+        if self.bits is not None:
+            return QuantCodec(BlockQuantizer(self.bits))
+        # In their own dtype the sum may be in it, too; a dtype that was chosen is for messages.
+        return CastCodec(self.dtype or grads, is_summed=self.dtype in (None, torch.float32))
+
+
+# Parameters
+
+
+class DifferentParams(RuntimeError):
+    """Parameters that were equal on all ranks no longer are; ``bucket`` holds them."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        super().__init__(bucket)
+        self.bucket = bucket
+
+
+class ParamCodec:
+    """In their own dtype: fp32 parameters in place, fp16 and bf16 ones beside an fp32 master.
+
+    Args:
+        params: the parameters of one flat, of all ranks.
+        rank: rank in the shard group.
+    """
+
+    key: str | None = None
+    """State key of ``arena``, if it is part of the state."""
+
+    def __init__(self, params: FlatBuffer, rank: int) -> None:
+        self._params, self._rank = params, rank
+        self.arena: ShardArena | None = None
+        """fp32 shard kept beside the parameters, from allocate() on: masters, or errors."""
+        if params.data.dtype != MASTER_DTYPE:
+            self.key = MASTER
+
+    @property
+    def keeps_arena(self) -> bool:
+        """Whether there is an arena, once allocated."""
+        return self.key is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the send buffers, if the parameters are not sent from their own memory."""
+        return 0
+
+    def allocate(self) -> None:
+        """Make the arena, if there is to be one."""
+        if self.keeps_arena and self.arena is None:
+            flat = self._params.flat
+            self.arena = ShardArena(flat, self._params.data.device, MASTER_DTYPE)
+            self._fill(self.arena)
+
+    def _fill(self, arena: ShardArena) -> None:
+        for bucket in self._params.flat.buckets:
+            arena.view(bucket).copy_(self._shard(bucket))
+
+    def _shard(self, bucket: Bucket) -> Tensor:
+        return self._params.shard(bucket, self._rank)
+
+    def rollback(self) -> None:
+        """Bring the arena to a state that can be saved, after an error between the two below."""
+
+    def begin_update(self, bucket: Bucket) -> tuple[Tensor, Tensor | None]:
+        """Return (fp32 shard to update, low-precision shard for the result or None)."""
+        shard = self._shard(bucket)
+        return (shard, None) if self.arena is None else (self.arena.view(bucket), shard)
+
+    def commit(self, bucket: Bucket) -> None:
+        """Encode the updated shard of ``bucket`` into this rank's slice of the send buffer."""
+
+    def send_buffer(self, bucket: Bucket) -> Tensor:
+        """Return the tensor that an all-gather of ``bucket`` fills, in rank order."""
+        return self._params.bucket(bucket)
+
+    def own_slice(self, bucket: Bucket) -> Tensor:
+        """Return this rank's slice of send_buffer()."""
+        whole = self.send_buffer(bucket)
+        numel = whole.numel() * bucket.shard_numel // bucket.numel
+        return whole[self._rank * numel : (self._rank + 1) * numel]
+
+    def decode(self, bucket: Bucket) -> None:
+        """Write the gathered values into the parameters."""
+
+
+class CastParamCodec(ParamCodec):
+    """fp32 parameters in another dtype, from masters."""
+
+    key = MASTER
+
+    def __init__(self, params: FlatBuffer, rank: int, dtype: torch.dtype) -> None:
+        super().__init__(params, rank)
+        data = zeros(params.flat.numel, params.data.device, dtype)
+        self._buffer = FlatBuffer(params.flat, data)
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.data.nbytes
+
+    def begin_update(self, bucket: Bucket) -> tuple[Tensor, Tensor | None]:
+        """Return (master, None); edits of parameters are in it."""
+        if self.arena is None:
+            return self._shard(bucket), None
+        shard, master = self._shard(bucket), self.arena.view(bucket)
+        # commit() rounds, not the kernel: a compiled kernel that writes both takes five times as
+        # long. So the expected parameter is computed anew here, to find edits.
+        expected = self.own_slice(bucket).copy_(master).to(shard.dtype)
+        if shard.device.type != "cpu" or not _same_bits(expected, shard):
+            edited = expected.view(torch.int32) != shard.view(torch.int32)
+            torch.where(edited, shard, master, out=master)
+        return master, None
+
+    def commit(self, bucket: Bucket) -> None:
+        if self.arena is not None:
+            self.own_slice(bucket).copy_(self.arena.view(bucket))
+
+    def send_buffer(self, bucket: Bucket) -> Tensor:
+        return self._buffer.bucket(bucket)
+
+    def decode(self, bucket: Bucket) -> None:
+        self._params.bucket(bucket).copy_(self.send_buffer(bucket))
+
+
+class DeltaCodec(ParamCodec):
+    """fp32 parameters as quantized differences to the values that all ranks have.
+
+    Between steps the arena holds the rounding error of each parameter; from begin_update() to
+    commit() the exact value. Each slice ends with a checksum of the parameters that the difference
+    is to, and padding.
+
+    Args:
+        params, rank: as of ParamCodec.
+        quantizer: encodes the differences.
+        has_feedback: whether the rounding error is added to the next difference.
+    """
+
+    def __init__(
+        self, params: FlatBuffer, rank: int, quantizer: BlockQuantizer, *, has_feedback: bool
+    ) -> None:
+        super().__init__(params, rank)
+        self._quantizer = quantizer
+        self._has_feedback = has_feedback
+        self.key = ERROR if has_feedback else None
+        self._in_update: set[int] = set()  # buckets whose part of the arena holds exact values
+        self._send_buffers: dict[int, Tensor] = {}
+        flat, start = params.flat, 0
+        world_size = flat.buckets[0].numel // flat.buckets[0].shard_numel if flat.buckets else 1
+        sizes = [world_size * self._part_nbytes(bucket) for bucket in flat.buckets]
+        self._data = zeros(sum(sizes), params.data.device, torch.uint8)
+        for bucket, size in zip(flat.buckets, sizes, strict=True):
+            self._send_buffers[bucket.index] = self._data[start : start + size]
+            start += size
+
+    def _part_nbytes(self, bucket: Bucket) -> int:
+        nbytes = self._quantizer.nbytes(bucket.shard_numel) + CHECK_NBYTES
+        return round_up(nbytes, PART_NBYTES)
+
+    def _split(self, bucket: Bucket, part: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the codes and the checksum of a slice."""
+        num_codes = self._quantizer.nbytes(bucket.shard_numel)
+        return part[:num_codes], part[num_codes : num_codes + CHECK_NBYTES]
+
+    @property
+    def keeps_arena(self) -> bool:
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        return self._data.nbytes
+
+    def _fill(self, arena: ShardArena) -> None:
+        """Leave zeros: nothing has been rounded yet."""
+
+    def rollback(self) -> None:
+        for bucket in self._params.flat.buckets:
+            if bucket.index in self._in_update and self.arena is not None:
+                self.arena.view(bucket).sub_(self._shard(bucket))
+        self._in_update.clear()
+
+    def begin_update(self, bucket: Bucket) -> tuple[Tensor, Tensor | None]:
+        if self.arena is None:
+            return self._shard(bucket), None
+        value = self.arena.view(bucket)
+        if bucket.index not in self._in_update:
+            self._in_update.add(bucket.index)
+            value.add_(self._shard(bucket))
+        return value, None
+
+    def commit(self, bucket: Bucket) -> None:
+        """Encode the difference, and set this rank's parameters to what the peers will decode."""
+        if self.arena is None:
+            return
+        value, shard = self.arena.view(bucket), self._shard(bucket)
+        codes, check = self._split(bucket, self.own_slice(bucket))
+        check.copy_(_checksum(shard))
+        self._quantizer.encode(value - shard, codes)
+        self._quantizer.add(codes, shard)
+        value.sub_(shard)
+        if not self._has_feedback:
+            value.zero_()
+        self._in_update.discard(bucket.index)
+
+    def send_buffer(self, bucket: Bucket) -> Tensor:
+        return self._send_buffers[bucket.index]
+
+    def decode(self, bucket: Bucket) -> None:
+        """Add the differences of the other ranks.
+
+        Raises:
+            DifferentParams: the parameters here are not those that the differences are to.
+        """
+        whole = torch.split(self.send_buffer(bucket), self._part_nbytes(bucket))
+        parts = [self._split(bucket, part) for part in whole]
+        shards = [self._params.shard(bucket, rank) for rank in range(len(parts))]
+        others = [rank for rank in range(len(parts)) if rank != self._rank]
+        for rank in others:
+            if not torch.equal(parts[rank][1], _checksum(shards[rank])):
+                raise DifferentParams(bucket)
+        for rank in others:
+            self._quantizer.add(parts[rank][0], shards[rank])
+
+
+def _checksum(values: Tensor) -> Tensor:
+    """Return the sum of the bits of ``values`` (n,), eight bytes a number, as bytes (8,)."""
+    return values.view(torch.int64).sum().view(1).view(torch.uint8)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether fp32 tensors of a shard are the same; a NaN is itself, and -0.0 is not 0.0."""
+    return torch.equal(one.view(torch.int64), other.view(torch.int64))
+
+
+class ParamCodecChoice(NamedTuple):
+    """fp32 parameters as differences in ``bits``, in ``dtype``, or in their own dtype."""
+
+    dtype: torch.dtype | None = None
+    bits: int | None = None
+    has_feedback: bool = True
+
+    def of(self, params: FlatBuffer, rank: int) -> ParamCodec:
+        """Return the codec of the parameters of a flat."""
+        is_fp32 = params.data.dtype == MASTER_DTYPE
+        if is_fp32 and self.bits is not None:
+            quantizer = BlockQuantizer(self.bits)
+            return DeltaCodec(params, rank, quantizer, has_feedback=self.has_feedback)
+        if is_fp32 and self.dtype is not None:
+            return CastParamCodec(params, rank, self.dtype)
+        return ParamCodec(params, rank)

@@ -1,0 +1,435 @@
+"""ProcessGroupCommunicator: the collectives of torch.distributed, each as its backend has it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from shardfuse.comm.session import GroupSession, GroupState, digest
+from shardfuse.comm.transport import (
+    AsyncModel,
+    BufferPool,
+    Communicator,
+    Completion,
+    Labelled,
+    PartialSums,
+    ReduceOp,
+    restore_if_changed,
+)
+from shardfuse.comm.watchdog import Watchdog
+
+logger = logging.getLogger("shardfuse")
+
+_ABORT_TAG = 0x5EFFFFFF
+"""Of a message that no rank sends."""
+
+_COMPARE_TAGS = 0x3F000000
+"""Tags by which neighbours compare their regions are this and 24 bits of the region."""
+
+# torch 2.13 renamed these and warns on the old names; the C++ entry points are the same.
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or getattr(
+    dist, "reduce_scatter_tensor", None
+)
+all_gather_single = getattr(dist, "all_gather_single", None) or getattr(
+    dist, "all_gather_into_tensor", None
+)
+
+
+# Backends
+
+
+@dataclass(frozen=True, slots=True)
+class BackendTraits:
+    """What a backend allows, beyond SUM and MAX on contiguous tensors that all of them have."""
+
+    in_place_all_gather: bool
+    """The input may be a slice of the output."""
+
+    prefers_pairwise: bool = False
+    """Pairwise sends and receives are faster than its own reduce-scatter and all-gather on CPUs."""
+
+    aborts_on_mismatch: bool = False
+    """The process is ended by a signal where ranks give a collective different sizes."""
+
+    mismatch_code: str | None = None
+    """What is in its errors where ranks launch different collectives; None: it does not compare."""
+
+    changes_inputs: bool | None = False
+    """A reduce-scatter may change its input; None: not known before the first has run."""
+
+
+_TRAITS = {
+    "gloo": BackendTraits(in_place_all_gather=True, prefers_pairwise=True, aborts_on_mismatch=True),
+    "nccl": BackendTraits(in_place_all_gather=True),
+    # HCCL's documents can be read as forbidding overlap of send and receive buffers, so it gets a
+    # staged copy until the in-place form has been run on hardware. EI0005 reports a mismatch.
+    # TORCH_HCCL_ZERO_COPY (beta) turns zero-copy on; the input is checked without it, too.
+    "hccl": BackendTraits(in_place_all_gather=False, mismatch_code="EI0005", changes_inputs=None),
+}
+
+_CAUTIOUS = BackendTraits(in_place_all_gather=False, changes_inputs=None)
+"""Of a backend that is not listed."""
+
+
+def traits_of(backend: str) -> BackendTraits:
+    """Return the traits of ``backend``, a name as ``torch.distributed.get_backend`` gives it."""
+    traits = _TRAITS.get(backend, _CAUTIOUS)
+    if backend == "hccl" and os.environ.get("TORCH_HCCL_ZERO_COPY", "0") not in ("", "0"):
+        # CANN 9.0, "Zero-copy: Before You Start". (Not run on hardware.)
+        return replace(traits, changes_inputs=True)
+    return traits
+
+
+class _Shared(NamedTuple):
+    """What the communicators of one process group share."""
+
+    group: GroupState
+    watchdog: Watchdog | None  # None where the backend's waits need none, or cannot be ended
+
+
+_shared: weakref.WeakKeyDictionary[Any, _Shared] = weakref.WeakKeyDictionary()
+
+
+def _shared_of(group: Any, device: torch.device, backend: str) -> _Shared:
+    """Return the state and the watchdog of ``group``, the same for all its communicators."""
+    if group not in _shared:
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        store = PrefixStore("shardfuse", dist.distributed_c10d._get_process_group_store(group))
+        # A group may be destroyed and made again under the same name, in the same store.
+        life = store.add(f"lives/{rank}", 1)
+        state = GroupState(PrefixStore(str(life), store), rank, world_size)
+        _shared[group] = _Shared(state, _watchdog_of(state, group, device, backend))
+    return _shared[group]
+
+
+def _watchdog_of(
+    state: GroupState, group: Any, device: torch.device, backend: str
+) -> Watchdog | None:
+    """Return what ends waits in ``group`` where a peer has reported an error."""
+    abort = _ABORTS.get(backend)
+    if abort is None:
+        return None
+    group_ref = weakref.ref(group)
+    return Watchdog(
+        state,
+        lambda: abort(group_ref(), device),
+        host_waits=device.type == "cpu",
+        mismatch_code=traits_of(backend).mismatch_code,
+    )
+
+
+def _ranks_in(larger: Any, group: Any) -> list[int]:
+    """Return the rank in ``larger`` of each rank of ``group``."""
+    members = range(dist.get_world_size(group))
+    return [dist.get_group_rank(larger, dist.get_global_rank(group, rank)) for rank in members]
+
+
+def _close_gloo(group: Any, device: torch.device) -> None:
+    """Close all connections of a gloo group: waits on them raise, here and on the peers.
+
+    gloo closes them when a wait times out, and has no other call for it. A wait for a rank that has
+    ended raises at once and closes nothing else, so every rank is tried.
+    """
+    if group is None:
+        return
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    for distance in range(1, world_size):
+        other = (rank + distance) % world_size
+        with suppress(RuntimeError):
+            work = dist.irecv(torch.empty(1), group=group, group_src=other, tag=_ABORT_TAG)
+            assert work is not None
+            work.wait(timedelta(milliseconds=1))
+
+
+def _abort(group: Any, device: torch.device) -> None:
+    """Abort what a group of NCCL or HCCL has in flight. (Not run on hardware.)"""
+    if group is not None:
+        with suppress(RuntimeError, AttributeError):
+            backend = group._get_backend(device)
+            if hasattr(backend, "abort_hccl_comm"):
+                # HCCL's abort() is c10d's, which does nothing (torch_npu 2.7.1 to 2.14.0).
+                backend.abort_hccl_comm("shardfuse: the ranks are out of step")
+            else:
+                backend.abort()
+
+
+_ABORTS = {"gloo": _close_gloo, "nccl": _abort, "hccl": _abort}
+
+
+class ProcessGroupCommunicator:
+    """A Communicator over a torch process group of any backend.
+
+    Args:
+        process_group: a ``torch.distributed.ProcessGroup``; None is the default group.
+        device: where the tensors live; picks the backend of a group that has several.
+        parent: of a larger group, whose regions are those of this communicator, too.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        ValueError: this process is not a member of the group.
+    """
+
+    def __init__(
+        self,
+        process_group: Any,
+        device: torch.device,
+        *,
+        parent: ProcessGroupCommunicator | None = None,
+    ) -> None:
+        group = dist.group.WORLD if process_group is None else process_group
+        if group is None:
+            raise RuntimeError(
+                "torch.distributed is not initialised. Call init_process_group() first."
+            )
+        self.rank = dist.get_rank(group)
+        if self.rank < 0:
+            raise ValueError("process_group does not contain this process's rank.")
+        self.world_size = dist.get_world_size(group)
+        # Weak: a gloo group that outlives destroy_process_group() aborts the process at exit.
+        self._group_ref: weakref.ref[Any] = weakref.ref(group)
+        self.backend = backend_for(group, device)
+        self._traits = traits_of(self.backend)
+        self._changes_inputs = self._traits.changes_inputs
+        if parent is None:
+            state, self._watchdog = _shared_of(group, device, self.backend)
+            self.session = GroupSession(
+                state, check_alive=self._live_group, verify=self._verify_declared
+            )
+        else:
+            self.session = parent.session
+            self._watchdog = _watchdog_of(self._state, group, device, self.backend)
+        self._state_ranks = _ranks_in(group if parent is None else parent._live_group(), group)
+        self._buffers = BufferPool()
+        self.session.on_restart(self._renew_buffers)
+
+    @property
+    def _state(self) -> GroupState:
+        return self.session.group
+
+    @property
+    def world(self) -> Communicator:
+        """This one."""
+        return self
+
+    @property
+    def async_model(self) -> AsyncModel:
+        """Backends know no labels."""
+        return AsyncModel.ORDERED
+
+    def _verify_declared(self) -> None:
+        """Have the ranks compare what they declared: messages of backends carry no digest."""
+        if self._watchdog is None:
+            return
+        if self._traits.aborts_on_mismatch:
+            _compare_by_messages(self)
+        else:
+            self._state.verify_digest()
+
+    def _note(self, kind: str, tensor: torch.Tensor) -> None:
+        """Count a collective of the backend's own, which must be alike on all ranks."""
+        self._state.current.note(kind, tensor.numel(), tensor.dtype)
+        if self._traits.aborts_on_mismatch:
+            _compare_by_messages(self)
+        elif self._watchdog is not None and not self._state.current.is_verified:
+            _compare_by_reduction(self, self._watchdog, tensor.device)
+
+    def _launch(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Return ``function(...)`` of this group, a Work in flight."""
+        try:
+            return function(*args, group=self._live_group(), **options)
+        except RuntimeError as error:
+            if self._watchdog is None:
+                raise
+            # gloo sends here; other backends only check their arguments, and for earlier errors.
+            is_gloo = self.backend == "gloo"
+            failed = "the connection to another rank" if is_gloo else self.backend
+            raise self._watchdog.attribute_error(error, failed=failed) from error
+
+    @property
+    def staging_nbytes(self) -> int:
+        return self._buffers.nbytes
+
+    def _live_group(self) -> Any:
+        """Return the process group.
+
+        Raises:
+            RuntimeError: it was destroyed; it may be alive all the same, held by other code.
+        """
+        group: Any = self._group_ref()
+        if group is None or group not in dist.distributed_c10d._world.pg_map:
+            raise RuntimeError(
+                "The optimizer's process group was destroyed. Build a new optimizer after "
+                "init_process_group()."
+            )
+        return group
+
+    def reduce_scatter(
+        self,
+        input: torch.Tensor,
+        into: torch.Tensor | None = None,
+        *,
+        slot: int = 0,
+        label: str | None = None,
+        is_summed: bool = True,
+    ) -> Completion[PartialSums]:
+        assert reduce_scatter_single is not None
+        if is_summed and self._changes_inputs is None:
+            return self._first_reduce_scatter(input, into, slot=slot, label=label)
+        if into is None:
+            numel = input.numel() // self.world_size if is_summed else input.numel()
+            into = self._buffers.get("receive", slot, numel, input)
+        if label is None:
+            self._note("reduce_scatter" if is_summed else "all_to_all", input)
+        if is_summed and self._changes_inputs:
+            input = self._buffers.get("send", slot, input.numel(), input).copy_(input)
+        in_flight = self._state.begin_send(label)
+        function = reduce_scatter_single if is_summed else dist.all_to_all_single
+        work = self._launch(function, into, input, async_op=True)
+        parts: PartialSums = (into,)
+        if not is_summed:
+            of_ranks = into.chunk(self.world_size)
+            order = [(self.rank - distance) % len(of_ranks) for distance in range(len(of_ranks))]
+            parts = tuple(of_ranks[rank] for rank in order)
+        return Completion(
+            lambda: parts,
+            [work],
+            [into, input],
+            watcher=self._watchdog,
+            while_waiting=in_flight,
+        )
+
+    def _first_reduce_scatter(
+        self, input: torch.Tensor, *args: Any, **options: Any
+    ) -> Completion[PartialSums]:
+        """Find out by it whether inputs are left as they are, and restore this one if not."""
+        self._changes_inputs, kept = False, input.clone()
+        completion = self.reduce_scatter(input, *args, **options)
+        completion.wait()
+        self._changes_inputs = restore_if_changed(input, kept)
+        if self._changes_inputs:
+            logger.warning(
+                "%s changes the input of a reduce-scatter (zero-copy). From now on gradients are "
+                "copied before they are sent, which takes a bucket's memory.",
+                self.backend,
+            )
+        return completion
+
+    def post_receive(
+        self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0
+    ) -> None:
+        """Do nothing: backends make room for what arrives by themselves."""
+
+    def _renew_buffers(self) -> None:
+        # A message that was in flight before an error may still arrive in the old ones.
+        self._buffers = BufferPool()
+
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, *, label: str | None = None
+    ) -> Completion[None]:
+        assert all_gather_single is not None
+        if not self._traits.in_place_all_gather and _overlaps(output, input):
+            input = input.clone()
+        self._note("all_gather", output)
+        work = self._launch(all_gather_single, output, input, async_op=True)
+        return self._completion(work, output, input)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Completion[None]:
+        self._note(f"all_reduce by {op}", tensor)
+        reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+        work = self._launch(dist.all_reduce, tensor, reduce_op, async_op=True)
+        return self._completion(work, tensor)
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Completion[None]:
+        self._note("broadcast", tensor)
+        global_src = dist.get_global_rank(self._live_group(), src)
+        work = self._launch(dist.broadcast, tensor, global_src, async_op=True)
+        return self._completion(work, tensor)
+
+    def _completion(self, work: Any, *tensors: torch.Tensor) -> Completion[None]:
+        return Completion(_nothing, [work], tensors, watcher=self._watchdog)
+
+
+def _nothing() -> None:
+    """Return the result of a collective that writes its tensors in place."""
+
+
+def _compare_by_messages(comm: ProcessGroupCommunicator) -> None:
+    """Compare the current region with the neighbours', by a message of 8 bytes to the next one.
+
+    Not through the store, which does not show that a neighbour has ended.
+
+    Raises:
+        PeerError: the regions differ, or a rank cannot be reached.
+    """
+    state, rank = comm._state, comm.rank
+    region = state.current
+    if region.is_verified:
+        return
+    region.num_verified += 1  # a region may be declared anew after its first collectives
+    mine = torch.tensor([region.digest])
+    theirs = torch.empty_like(mine)
+    tag = _COMPARE_TAGS | digest(f"{region.number} {region.num_verified}") % (1 << 24)
+    before, after = ((rank + step) % comm.world_size for step in (-1, 1))
+    works = [
+        comm._launch(dist.irecv, theirs, group_src=before, tag=tag),
+        comm._launch(dist.isend, mine, group_dst=after, tag=tag),
+    ]
+    Completion(_nothing, works, [mine, theirs], watcher=comm._watchdog).wait()
+    if int(theirs) != region.digest:
+        state.raise_mismatch(comm._state_ranks[before])
+    region.is_verified = True
+
+
+def _compare_by_reduction(
+    comm: ProcessGroupCommunicator, watchdog: Watchdog, device: torch.device
+) -> None:
+    """Compare the current region on all ranks, by the maximum of its digest and of its negative.
+
+    Where waits do not block the host, the host does not read the result: ``watchdog`` does.
+
+    Raises:
+        PeerError: the regions differ.
+    """
+    state = comm._state
+    region, before = state.current, comm._state_ranks[(comm.rank - 1) % comm.world_size]
+    region.is_verified = True
+    halves = region.digest % (1 << 28), region.digest >> 28
+    marks = torch.empty(4, dtype=torch.int32, device=device)
+    for place, value in enumerate((*halves, *(-half for half in halves))):
+        marks[place].fill_(value)
+    work = comm._launch(dist.all_reduce, marks, dist.ReduceOp.MAX, async_op=True)
+    Completion(_nothing, [work], [marks], watcher=watchdog).wait()
+    watchdog.compare(marks[:2] + marks[2:], before)
+
+
+def _overlaps(output: torch.Tensor, input: torch.Tensor) -> bool:
+    start = output.data_ptr()
+    return start <= input.data_ptr() < start + output.numel() * output.element_size()
+
+
+def is_initialized() -> bool:
+    """Return whether there is a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def backend_for(process_group: Any, device: torch.device) -> str:
+    """Return the backend name that serves ``device`` in ``process_group``: "gloo", "hccl", ..."""
+    config = dist.get_backend_config(process_group)
+    for entry in config.split(","):
+        device_type, _, backend = entry.rpartition(":")
+        if device_type in ("", device.type):
+            return backend
+    raise ValueError(
+        f"The process group has no backend for {device.type!r} tensors (it has {config!r}). "
+        f"Call init_process_group({dist.get_default_backend_for_device(device)!r})."
+    )
