@@ -94,7 +94,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.cpu_only("DeepSpeed knows no such accelerator"))
 
 
+_MANY_OBJECTS = 20_000
+
+
 def pytest_collection_finish() -> None:
-    """Leave what was imported and collected out of every later garbage collection."""
+    """Leave imported modules and collected tests out of every later garbage collection."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup() -> None:
+    """Likewise modules that a test has imported: each optimizer looks through all objects twice."""
+    if len(gc.get_objects()) > _MANY_OBJECTS:
+        gc.collect()
+        gc.freeze()
