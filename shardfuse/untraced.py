@@ -18,7 +18,7 @@ from typing import Any
 # call and not here. torch.optim.Optimizer's own methods have it.
 from torch._compile import _disable_dynamo as untraced
 
-__all__ = ["before_tracing", "caller", "is_in_compiled", "untraced"]
+__all__ = ["before_tracing", "caller", "is_in_compiled", "stacklevel_of_caller", "untraced"]
 
 _OF_UNTRACED = ("torch._compile", "torch._dynamo.eval_frame")
 
@@ -70,3 +70,16 @@ def caller(depth: int) -> FrameType:
         frame = frame.f_back
         depth -= frame.f_globals.get("__name__") not in _OF_UNTRACED
     return frame
+
+
+def stacklevel_of_caller() -> int:
+    """Return the stacklevel, for a warning, of the first frame outside of shardfuse and torch.
+
+    torch wraps methods of shardfuse. The level counts from the function that calls this.
+    """
+    frame: FrameType
+    frame, level = sys._getframe(1), 1
+    ours = ("shardfuse.", "torch.")
+    while frame.f_back and str(frame.f_globals.get("__name__")).startswith(ours):
+        frame, level = frame.f_back, level + 1
+    return level

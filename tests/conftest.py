@@ -103,8 +103,9 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_runtest_setup() -> None:
-    """Likewise modules that a test has imported: each optimizer looks through all objects twice."""
+@pytest.fixture(autouse=True)
+def _imported_modules_are_frozen() -> None:
+    """Do the same for modules that a test imports: each optimizer scans all objects twice."""
     if len(gc.get_objects()) > _MANY_OBJECTS:
         gc.collect()
         gc.freeze()

@@ -30,7 +30,7 @@ from launch.bench.timing import (
     return_free_memory,
     time_ms,
 )
-from shardfuse.engine.kernels.engine import COMPILE_MIN_NUMEL
+from shardfuse.engine.kernels import COMPILE_MIN_NUMEL
 
 COMPARED = [*ours.METHODS, *peers.METHODS, *engines.METHODS]
 METHODS = {method.name: method for method in [*COMPARED, *ours.FOR_SCALING]}

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shardfuse.checkpoint.errors import DamagedCheckpoint
-from shardfuse.engine.parts import Parts
+from shardfuse.engine.sharded_state import Parts
 
 
 def ranks_with(

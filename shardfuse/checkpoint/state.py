@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from shardfuse.checkpoint.errors import CheckpointError
-from shardfuse.engine.parts import Parts
-from shardfuse.engine.sharded_io import plain_number
+from shardfuse.engine.sharded_state import Parts, plain_number
 from shardfuse.optim.base import ShardedOptimizer
 
 

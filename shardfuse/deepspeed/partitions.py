@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from shardfuse.comm import Communicator, communicator_for
-from shardfuse.engine import state_checks
-from shardfuse.engine.foreign_shards import ForeignShards, Segment
+from shardfuse.engine import torch_state
+from shardfuse.engine.external import ForeignShards, Segment
 from shardfuse.engine.kernels import Kernels
-from shardfuse.engine.state_io import merged_groups, packed_groups
 from shardfuse.engine.step import StepEngine
+from shardfuse.engine.torch_state import merged_groups, packed_groups
 from shardfuse.optim import ShardedOptimizer
 from shardfuse.optim.foreign import hand_over
 
@@ -121,7 +121,7 @@ class Partitions:
     def _update(self, optimizer: ShardedOptimizer, flat: Tensor, group: dict[str, Any]) -> None:
         rule, state, own = optimizer._rule, self.state[flat], self._partitions[id(flat)]
         index = next(i for i, own in enumerate(optimizer.param_groups) if own is group)
-        state_checks.check_options(rule, group, f"param_groups[{index}]")
+        torch_state.check_options(rule, group, f"param_groups[{index}]")
         is_known = not rule.counts_steps or state.get("step", 0) == self._counts.get(flat, 0)
         for name, value in rule.initial_states(group).items():
             if name not in state:
@@ -164,25 +164,25 @@ class Partitions:
         optimizer = self._optimizer()
         assert optimizer is not None
         groups, rule = optimizer.param_groups, optimizer._rule
-        saved = state_checks.saved_groups(state_dict)
+        saved = torch_state.saved_groups(state_dict)
         merged = merged_groups(groups, saved, rule)
         names = [f"the partition of group {index}" for index in range(len(groups))]
-        entries = [*state_checks.saved_entries(state_dict, saved, names).values()]
+        entries = [*torch_state.saved_entries(state_dict, saved, names).values()]
         for name, group, new, own, entry in zip(names, groups, merged, saved, entries, strict=True):
-            state_checks.check_known(rule, name, entry, {*rule.state_names(new)})
+            torch_state.check_known(rule, name, entry, {*rule.state_names(new)})
             _check_sizes(entry, group["params"][0])
             for key in entry.keys() - {"step"}:
                 if entry[key] is None:
                     del entry[key]
                 else:
                     shape = group["params"][0].shape
-                    state_checks.check_tensor(key, entry[key], name, shape, rule)
+                    torch_state.check_tensor(key, entry[key], name, shape, rule)
             if entry and "step" not in entry and rule.counts_steps:
                 if "step" not in own:
                     raise ValueError("loaded state dict has no step, neither of states nor groups.")
                 entry["step"] = own["step"]  # apex counts there
             if "step" in entry:
-                entry["step"] = state_checks.count(entry["step"], f"step of {name}")
+                entry["step"] = torch_state.as_count(entry["step"], f"step of {name}")
             lacking = [key for key in rule.state_names(new) if key not in entry]
             if lacking and entry.get("step", 0) > 0:
                 raise ValueError(

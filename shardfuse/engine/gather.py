@@ -44,7 +44,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,13 +54,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfuse.agreement import on_rank
 from shardfuse.buffers import FlatBuffer
-from shardfuse.codecs import DifferentParams
+from shardfuse.codecs import DifferentParams, ParamCodec
 from shardfuse.comm import Communicator, Completion
 from shardfuse.comm.session import PeerError
 from shardfuse.comm.transport import AsyncModel
-from shardfuse.engine.flat_state import FlatState
 from shardfuse.engine.kernels import Kernels
-from shardfuse.layout import Bucket, Flat, slots_in
+from shardfuse.layout import Bucket, Flat, ParamSpec, slots_in
 from shardfuse.streams import current_stream
 from shardfuse.untraced import before_tracing, is_in_compiled, untraced
 
@@ -68,6 +67,22 @@ logger = logging.getLogger("shardfuse")
 
 LOCK = threading.RLock()
 """Held while the class of a parameter, or the registry, changes; see [Note: locks]."""
+
+
+class GatheredFlat(Protocol):
+    """The parameters of one flat, of all ranks."""
+
+    @property
+    def flat(self) -> Flat:
+        """Geometry."""
+
+    @property
+    def specs(self) -> Sequence[ParamSpec]:
+        """Of the parameters, in slot order."""
+
+    @property
+    def codec(self) -> ParamCodec:
+        """How updated parameters are encoded."""
 
 
 class ParamGatherer:
@@ -88,7 +103,7 @@ class ParamGatherer:
         self._comm = comm
         self._may_overlap = overlaps
         self._waits = waits
-        self._flats: dict[int, FlatState] = {}  # by index
+        self._flats: dict[int, GatheredFlat] = {}  # by index
         self._buckets: dict[int, Bucket] = {}
         self._order: list[int] = []  # indices of buckets, in the order of forward
         self._ready: set[int] = set()  # buckets that are updated, and not launched yet
@@ -110,7 +125,7 @@ class ParamGatherer:
         enough = len(self._order) > 1 and len(self._may_overlap) > 0
         return enough and self._comm.async_model in self._may_overlap
 
-    def plan(self, flats: Sequence[FlatState]) -> None:
+    def plan(self, flats: Sequence[GatheredFlat]) -> None:
         """Expect the buckets of the flats' parameters in every step."""
         self._flats = {state.flat.index: state for state in flats}
         self._buckets = {b.index: b for state in flats for b in state.flat.buckets}
@@ -154,7 +169,7 @@ class ParamGatherer:
             completion.wait()
         self._launched.append((completion, bucket.index))
 
-    def _decode(self, state: FlatState, bucket: Bucket) -> None:
+    def _decode(self, state: GatheredFlat, bucket: Bucket) -> None:
         """Write the gathered values into the parameters.
 
         Raises:

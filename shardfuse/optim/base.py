@@ -27,30 +27,25 @@ from shardfuse.comm import Communicator, communicator_for, communicator_over, de
 from shardfuse.comm.session import Counter
 from shardfuse.comm.transport import bucket_nbytes, overlapped
 from shardfuse.config import ShardConfig
-from shardfuse.engine import intake, module_buffers
-from shardfuse.engine.averaged import AveragedCheck
-from shardfuse.engine.flat_state import FlatState, check_params, params_of_all, rebind
+from shardfuse.engine import ddp, setup
+from shardfuse.engine.consistency import AveragedCheck, IdleSteps, Terms
+from shardfuse.engine.ddp import ModuleBuffers, Owners, RestOfModel, WrittenGrads, unwrapped
 from shardfuse.engine.gather import ParamGatherer
 from shardfuse.engine.kernels import Kernels
-from shardfuse.engine.module_buffers import ModuleBuffers
-from shardfuse.engine.own_shards import OwnShards
-from shardfuse.engine.owners import Owners, unwrapped
-from shardfuse.engine.replaced_ddp import RestOfModel, WrittenGrads
-from shardfuse.engine.state_checks import check_options
+from shardfuse.engine.params import FlatState, OwnShards, check_params, params_of_all, rebind
 from shardfuse.engine.step import StepEngine
-from shardfuse.engine.terms import Terms
+from shardfuse.engine.torch_state import check_options
 from shardfuse.grads.full import FullGrads
 from shardfuse.grads.sharded import ShardedGrads
 from shardfuse.grads.source import ExternalGrads, FlatParams, GradSource, checksum, clear_grads
 from shardfuse.layout import FlatLayout
 from shardfuse.optim.foreign import is_laid_out_elsewhere
-from shardfuse.optim.idle import IdleSteps
 from shardfuse.optim.memory import MemorySummary
 from shardfuse.optim.torch_like import TorchOptions, checked
 from shardfuse.optim.watched import Watched
 from shardfuse.rules import UpdateRule
 from shardfuse.scaling import Overflow, OverflowReport, agree_on_step
-from shardfuse.untraced import untraced
+from shardfuse.untraced import stacklevel_of_caller, untraced
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -101,8 +96,8 @@ class ShardedOptimizer(Watched):
         try:
             self._config, is_known = ShardConfig.of(sharding), True
             self._rule = make_rule()
-            super().__init__(intake.given(params), checked(torch_options, type(self), defaults))
-            self._device = intake.common_device(self.param_groups)
+            super().__init__(setup.given(params), checked(torch_options, type(self), defaults))
+            self._device = setup.common_device(self.param_groups)
         except Exception as failure:
             error = failure
         try:
@@ -112,7 +107,7 @@ class ShardedOptimizer(Watched):
         except Exception as failure:
             raise error or failure from None
         with self.communicator.session.region(
-            intake.building(self._config, None if is_known else error)
+            setup.building(self._config, None if is_known else error)
         ):
             self._build(error, params if isinstance(params, nn.Module) else None)
 
@@ -219,7 +214,7 @@ class ShardedOptimizer(Watched):
         names = [spec.name for spec in self.layout.specs]
         named = list(zip(names, self._params, strict=False))  # groups may have been changed since
         if not named:
-            named = intake.named(self.param_groups)
+            named = setup.named(self.param_groups)
         owners = Owners([param for _, param in named])
         self._had_modules = self._had_modules or len(owners.roots()) > 0
         sharded = owners.sharded_by()
@@ -276,10 +271,10 @@ class ShardedOptimizer(Watched):
                     "(grads_are_reduced=False), so everything is sent twice. Leave "
                     "grads_are_reduced out, or train the model without the wrapper.",
                     UserWarning,
-                    stacklevel=intake.levels_to_caller(),
+                    stacklevel=stacklevel_of_caller(),
                 )
         elif self._config.broadcast_buffers and not self._module_buffers:
-            kept = [*params_of_all(), *module_buffers.buffers_of_all()]
+            kept = [*params_of_all(), *ddp.buffers_of_all()]
             self._rest_of_model.tell(owners.roots(), kept)
         return False
 
@@ -318,24 +313,24 @@ class ShardedOptimizer(Watched):
 
     def _keep_equal(self, model: Any, broadcasts_now: bool) -> None:
         error: Exception | None = None
-        sources: list[module_buffers.Source] = []
+        sources: list[ddp.Source] = []
         params: Sequence[tuple[str, Tensor]] = ()
         try:
             if not isinstance(model, nn.Module):
                 raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
             model = unwrapped(model)
-            sources = module_buffers.buffers_of(model)
-            params = module_buffers.params_of(model, without=self._params)
+            sources = ddp.buffers_of(model)
+            params = ddp.params_of(model, without=self._params)
         except Exception as failure:
             error = failure
-        lines = module_buffers.describe(sources, params)
+        lines = ddp.describe(sources, params)
         agree(self.communicator, self._device, lines, error, to="broadcast the model's tensors")
         buffers = ModuleBuffers(self.communicator, self._device)
         buffers.add(sources)
         if broadcasts_now:
             buffers.launch()
             buffers.wait()
-            module_buffers.broadcast(self.communicator, [param for _, param in params])
+            ddp.broadcast(self.communicator, [param for _, param in params])
         if self._config.broadcast_buffers:
             self._module_buffers.add(sources)
 
@@ -354,7 +349,7 @@ class ShardedOptimizer(Watched):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, at any time. Collective, like the constructor. See torch.optim.Optimizer."""
         if not self._built:
-            super().add_param_group(self._read_group(intake.ordered(param_group)))
+            super().add_param_group(self._read_group(setup.ordered(param_group)))
             return
         self._refuse_if_foreign("add_param_group()")
         error: Exception | None = None
@@ -362,7 +357,7 @@ class ShardedOptimizer(Watched):
         with self.communicator.session.region("add_param_group()"):
             self._grads.control.flush()
             try:
-                super().add_param_group(self._read_group(intake.ordered(param_group)))
+                super().add_param_group(self._read_group(setup.ordered(param_group)))
             except Exception as failure:
                 error = failure
             try:
@@ -385,15 +380,15 @@ class ShardedOptimizer(Watched):
         layout, rank = self.layout, self.communicator.rank
         try:
             if error is None:
-                added = intake.read(self.param_groups, first_group, self._rule)
+                added = setup.read(self.param_groups, first_group, self._rule)
                 layout = layout.extended([spec for _, spec in added])
-                entries = intake.describe(
+                entries = setup.describe(
                     self.param_groups, first_group, self._rule, self._config, added
                 )
                 entries += lines
                 if first_group > 0 and self._are_reduced:
                     self._look_at_owners()
-                intake.warn(rank, self._rule, self.param_groups, first_group, layout.specs)
+                setup.warn(rank, self._rule, self.param_groups, first_group, layout.specs)
         except Exception as failure:
             error = failure
         agree(self.communicator, self._device, entries, error)

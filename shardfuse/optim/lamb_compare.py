@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shardfuse.comm import SingleRank
-from shardfuse.engine import intake
-from shardfuse.engine.foreign_shards import ForeignShards, Segment
+from shardfuse.engine import setup
+from shardfuse.engine.external import ForeignShards, Segment
 from shardfuse.engine.kernels import Kernels
 from shardfuse.engine.step import StepEngine
 from shardfuse.rules import LambRule
@@ -142,7 +142,7 @@ def compare_lamb_variants(
     defaults = {"lr": 1.0, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     groups = _groups(params, defaults)
     rules = [_rule(variant), _rule(other)]
-    members = [intake.read(groups, 0, rule) for rule in rules]
+    members = [setup.read(groups, 0, rule) for rule in rules]
     sizes = []
     for index, ((param, spec), (_, other_spec)) in enumerate(zip(*members, strict=True)):
         if spec.frozen or not param.numel():
@@ -200,7 +200,7 @@ def _label(variant: VariantOrSwitches) -> str:
 
 def _groups(params: Iterable[Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return group dicts as an optimizer has them: parameters, and names where pairs were given."""
-    items = intake.given(params)
+    items = setup.given(params)
     groups = []
     for group in items if isinstance(items[0], Mapping) else [{"params": items}]:
         given = group["params"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from shardfuse.engine.flat_state import FlatState
+from shardfuse.engine.params import FlatState
 from shardfuse.optim.adadelta import ShardedAdadelta
 from shardfuse.optim.adam import ShardedAdam, ShardedAdamW
 from shardfuse.optim.adamp import ShardedAdamP

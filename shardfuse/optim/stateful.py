@@ -12,11 +12,11 @@ from shardfuse.agreement import agree
 from shardfuse.comm import Communicator
 from shardfuse.comm.session import Counter, PeerError
 from shardfuse.config import ShardConfig
-from shardfuse.engine import sharded_io, state_io
-from shardfuse.engine.flat_state import FlatState, rebind
-from shardfuse.engine.parts import Parts
-from shardfuse.engine.state_view import StateView
-from shardfuse.engine.terms import Terms
+from shardfuse.engine import sharded_state, torch_state
+from shardfuse.engine.consistency import Terms
+from shardfuse.engine.params import FlatState, rebind
+from shardfuse.engine.sharded_state import Parts
+from shardfuse.engine.torch_state import StateView
 from shardfuse.fragments import FragmentTensor, asked_by_torch, is_stateful_of_torch
 from shardfuse.grads.source import GradSource
 from shardfuse.layout import FlatLayout
@@ -121,12 +121,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
         asked = asked_by_torch()
         if asked is not None:
             self._can_be_saved = True
-            return state_io.for_torch(self._held(), asked)
+            return torch_state.for_torch(self._held(), asked)
         if self.communicator.world_size == 1:
             self.consolidate_state_dict(to=0)
         if self._consolidated is None and self._is_fresh:
             # Accelerate asks every optimizer that it is given; there is nothing to gather yet.
-            return {"state": {}, "param_groups": state_io.packed_groups(self.param_groups)}
+            return {"state": {}, "param_groups": torch_state.packed_groups(self.param_groups)}
         if self._consolidated is None:
             raise RuntimeError(
                 "The optimizer state is sharded and not consolidated on this rank. "
@@ -137,12 +137,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
         # scheduler steps after step(), which consolidates.
         return {
             "state": {param: dict(entry) for param, entry in self._consolidated.items()},
-            "param_groups": state_io.packed_groups(self.param_groups),
+            "param_groups": torch_state.packed_groups(self.param_groups),
         }
 
-    def _held(self) -> state_io.Held:
+    def _held(self) -> torch_state.Held:
         groups = self.param_groups
-        return state_io.Held(self.communicator, self.layout, self._flats, groups, self._rule)
+        return torch_state.Held(self.communicator, self.layout, self._flats, groups, self._rule)
 
     def _when_consolidated(self) -> str:
         every = self._config.consolidate_every
@@ -176,7 +176,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             if to is not None and not 0 <= to < num_ranks:
                 raise ValueError(f"Invalid rank to: {to}. The group has {num_ranks} ranks.")
             self.communicator.session.declare([f"to = {to}"])
-            self._consolidated = state_io.consolidate(self._held(), to)
+            self._consolidated = torch_state.consolidate(self._held(), to)
 
     @untraced
     def saves_are_arranged(self) -> None:
@@ -283,7 +283,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Check all of a state dict, between the hooks; return what loads it, and does not fail."""
         if self._foreign is not None:
             return self._foreign.prepared(state_dict)
-        load_states = state_io.prepared(self._held(), state_dict)
+        load_states = torch_state.prepared(self._held(), state_dict)
         self._tell_of_gaps(state_dict)
         is_fresh = not state_dict["state"]
 
@@ -337,7 +337,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._refuse_if_foreign("sharded_state_dict()")
         self._refuse_in_join("sharded_state_dict()")
         with self.communicator.session.region("sharded_state_dict()"):
-            return sharded_io.sharded(self._held())
+            return sharded_state.sharded(self._held())
 
     @untraced
     def parts(self) -> Parts:
@@ -370,7 +370,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             TypeError: groups or steps are of another kind.
         """
         self._refuse_if_foreign("load_sharded_state_dict()")
-        sharded_io.load_sharded(self._held(), state_dict)
+        sharded_state.load_sharded(self._held(), state_dict)
         self._consolidated = None
         self._is_fresh = False
         self._num_calls.reset()

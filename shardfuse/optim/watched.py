@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardfuse.engine.norms import StepNorms
+from shardfuse.engine.step import StepNorms
 from shardfuse.layout import FlatLayout
 from shardfuse.optim.clipping import Clipped
 from shardfuse.scaling import ScaledStep

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfuse.engine.norms import StepNorms
+from shardfuse.engine.step import StepNorms
 from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.training.records import Judge, StepRecord, TensorNorms
 

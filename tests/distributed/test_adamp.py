@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardfuse.engine.rows import _add_rows, _row_stride
+from shardfuse.engine.step import _add_rows, _row_stride
 from shardfuse.layout import ParamSpec
 from shardfuse.optim.npu import NpuFusedAdamP
 from tests.support.counting import counted

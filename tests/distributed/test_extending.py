@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfuse import ShardedOptimizer
-from shardfuse.engine import reductions
-from shardfuse.engine.units import Shards, Unit
+from shardfuse.engine import step as driver
+from shardfuse.engine.step import Shards, Unit
 from shardfuse.rules.base import (
     Group,
     ReducingRule,
@@ -132,7 +132,7 @@ def train_matrices() -> list[Tensor]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_rule_over_whole_matrices(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A grain is a rule class and an entry of REDUCTIONS; the driver stays as it is."""
-    monkeypatch.setitem(reductions.REDUCTIONS, "tensor", WholeMatrices)
+    monkeypatch.setitem(driver.REDUCTIONS, "tensor", WholeMatrices)
     expected = matrices()
     momenta = [torch.zeros_like(param) for param in expected]
     for step in range(3):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardfuse import ShardedAdamW
-from shardfuse.engine.kernels import engine
+from shardfuse.engine import kernels as engine
 from tests.distributed.test_partitioned_memory import _M_MMAP_THRESHOLD, resident
 from tests.support.harness import run_procs, run_threads
 

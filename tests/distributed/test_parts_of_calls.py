@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardfuse import ShardedAdamW
 from shardfuse.comm.session import PeerError
-from shardfuse.engine import state_io
+from shardfuse.engine import torch_state as state_io
 from shardfuse.optim import npu
 from tests.support.harness import run_procs
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 import shardfuse
-from shardfuse.engine import owners
+from shardfuse.engine import ddp as owners
 from tests.support.harness import run_procs
 
 pytestmark = pytest.mark.timeout(240)

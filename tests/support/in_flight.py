@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from shardfuse.buffers import CombinedBuffers
 from shardfuse.comm.transport import AsyncModel, Completion, SingleRank
-from shardfuse.engine.flat_state import FlatState
 from shardfuse.engine.gather import ParamGatherer, PendingParam
+from shardfuse.engine.params import FlatState
 from shardfuse.layout import BLOCK, FlatLayout, ParamSpec
 
 PLACEMENTS = ("one bucket", "two buckets", "cut by a bucket's end")

@@ -15,9 +15,9 @@ from shardfuse.checkpoint.places import ranks_with
 from shardfuse.checkpoint.state import TrainingState
 from shardfuse.checkpoint.storage import _SavePlanner
 from shardfuse.comm.transport import SingleRank
-from shardfuse.engine.flat_state import FlatState
-from shardfuse.engine.parts import Parts
-from shardfuse.engine.state_io import Held
+from shardfuse.engine.params import FlatState
+from shardfuse.engine.sharded_state import Parts
+from shardfuse.engine.torch_state import Held
 from shardfuse.layout import FlatLayout, ParamSpec
 from shardfuse.rules.adam import AdamRule
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfuse import ShardedAdam, ShardedAdamW, ShardedBertAdam, ShardedLamb, ShardedSGD
-from shardfuse.engine.kernels import SegmentSum
+from shardfuse.engine.step import SegmentSum
 from tests.support.models import flat_buffers
 from tests.support.placing import device_type
 

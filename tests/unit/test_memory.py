@@ -21,7 +21,7 @@ from shardfuse import (
     ShardedLamb,
     ShardedSGD,
 )
-from shardfuse.engine.kernels import engine as kernels
+from shardfuse.engine import kernels
 from tests.support import placing
 from tests.support.harness import run_procs, run_threads
 from tests.support.models import flat_buffers, lie_in

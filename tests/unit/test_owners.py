@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from torch import nn
 
-from shardfuse.engine.owners import Owners
+from shardfuse.engine.ddp import Owners
 
 
 @pytest.fixture

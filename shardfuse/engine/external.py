@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfuse.engine.units import BlockTable, Cohort, Shards, Span, Unit
+from shardfuse.engine.step import BlockTable, Cohort, Shards, Span, Unit
 from shardfuse.layout import BLOCK, ParamSpec
 from shardfuse.rules import UpdateRule
 

@@ -1,11 +1,14 @@
-"""Optimizer state in and out: torch's ordinary dicts, and sharded ones for checkpoints."""
+"""State dicts as of torch.optim: consolidated, checked, restored, viewed."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import reprlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from numbers import Real
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,8 +16,7 @@ from torch import Tensor
 from shardfuse.buffers import ShardArena
 from shardfuse.codecs import ERROR, MASTER
 from shardfuse.comm import Communicator
-from shardfuse.engine import state_checks
-from shardfuse.engine.flat_state import FlatState
+from shardfuse.engine.params import FlatState
 from shardfuse.fragments import Asked, FragmentTensor, Piece, gather, scatter, shaped_pieces
 from shardfuse.layout import Bucket, FlatLayout, ParamSpec
 from shardfuse.rules import UpdateRule
@@ -218,10 +220,10 @@ def merged_groups(groups: Groups, saved: Sequence[Mapping[str, Any]], rule: Upda
         options = {
             # torch.distributed.checkpoint.state_dict and JSON make lists of tuples.
             key: tuple(value) if isinstance(value, list) and _is_tuple(group, key) else value
-            for key, value in state_checks.copied(other, index).items()
+            for key, value in copied(other, index).items()
         }
         merged.append({**group, **options})
-        state_checks.check_saved_options(rule, merged[-1], index)
+        check_saved_options(rule, merged[-1], index)
         if reason := rule.mismatch(other, merged[-1]):
             raise ValueError(f"loaded state dict is of another optimizer: {reason}")
     return merged
@@ -246,11 +248,11 @@ def prepared(held: Held, state_dict: Mapping[str, Any]) -> Callable[[], None]:
         if change := state.change():
             raise TypeError(change)
     layout, groups, rule = held.layout, held.groups, held.rule
-    saved = state_checks.saved_groups(state_dict)
+    saved = saved_groups(state_dict)
     merged = merged_groups(groups, saved, rule)
-    state_checks.check_names(saved)
+    check_names(saved)
     _check_order(groups, saved)
-    entries = state_checks.saved_entries(state_dict, saved, [s.name for s in layout.specs])
+    entries = saved_entries(state_dict, saved, [s.name for s in layout.specs])
     counts = {}
     for param, spec in enumerate(layout.specs):
         entry, own = entries[param], saved[spec.group]
@@ -362,10 +364,10 @@ def _check_entry(
     spec: ParamSpec, entry: Mapping[str, Any], rule: UpdateRule, names: Sequence[str]
 ) -> None:
     """Raise unless a parameter's saved state is whole, of its shape, and of this rule."""
-    state_checks.check_known(rule, spec.name, entry, {*names, *_BESIDE})
+    check_known(rule, spec.name, entry, {*names, *_BESIDE})
     for name, value in entry.items():
         if name != "step" and value is not None:
-            state_checks.check_tensor(name, value, spec.name, spec.shape, rule)
+            check_tensor(name, value, spec.name, spec.shape, rule)
     lacking = [name for name in names if entry.get(name) is None]
     num_steps = _step_in(entry, rule, names, spec.name)
     if lacking and num_steps > 0:
@@ -379,7 +381,7 @@ def _check_entry(
             "group, so the number of its updates is unknown. Add it to the dict."
         )
     for name in entry.keys() - _BESIDE - {"step"} if num_steps == 0 else ():
-        if not state_checks.is_untouched(entry[name], rule.initial(name)):
+        if not is_untouched(entry[name], rule.initial(name)):
             raise ValueError(
                 f"State {name} of {spec.name} has had updates, and its step in the loaded state "
                 "dict is 0. Correct the step, or remove the states of the parameter."
@@ -397,7 +399,7 @@ def set_groups(
     for group, new, other in zip(held.groups, merged, saved, strict=True):
         group.update(new)
         if held.rule.counts_in_groups:
-            group["step"] = state_checks.count(other["step"], "step") if "step" in other else most
+            group["step"] = as_count(other["step"], "step") if "step" in other else most
             if not group["step"]:
                 del group["step"]
 
@@ -405,8 +407,371 @@ def set_groups(
 def _step_in(entry: Mapping[str, Any], rule: UpdateRule, names: Sequence[str], owner: str) -> int:
     """Return the update count of the saved state of the parameter ``owner``."""
     if "step" in entry:
-        return state_checks.count(entry["step"], f"step of {owner}")
+        return as_count(entry["step"], f"step of {owner}")
     # Where there are states, a master alone is none of them: a momentum was set after the updates.
     held = [name for name, value in entry.items() if value is not None]
     is_updated = not set(held) <= _BESIDE if names else bool(held)
     return int(is_updated and bool(held) and not rule.counts_steps)
+
+
+# The state attribute
+
+
+_REMEDY = (
+    "States lie in flat buffers, a part on each rank, and what optimizer.state holds only shows "
+    'them: nothing can be put in its place. Use load_state_dict() on all ranks (with "state": {} '
+    "it starts afresh), or change its tensors in place."
+)
+
+
+def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    """Say what to do in place of replacing or removing states; a method of both classes."""
+    raise RuntimeError(_REMEDY)
+
+
+class ParamState(dict[str, Any]):
+    """One parameter's state on this rank: ``step``, and tensors that alias the optimizer's own.
+
+    With one rank they have the parameter's shape. With several they are FragmentTensors of it,
+    whose ``pieces`` are what this rank has. Assigning what is there already is allowed, as those do
+    who move states to the device where they are; anything else would have no effect, and is
+    refused.
+
+    Raises:
+        RuntimeError: a value was replaced or removed.
+    """
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in self or value is not self[key]:
+            _refuse()
+
+    __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)  # so that a copy is a plain dict
+
+
+class StateView(Mapping[Tensor, ParamState]):
+    """{parameter: its state on this rank} of all parameters that are trained.
+
+    There is an entry before the first step, too, with step 0. The mapping is true, also where no
+    parameter has an entry: states exist as soon as they are needed, and nobody has to take a step
+    to make them (as torch.distributed.checkpoint.state_dict does where ``optimizer.state`` is
+    false).
+
+    Args:
+        flats: what this rank holds; may grow.
+    """
+
+    def __init__(self, flats: Sequence[FlatState]) -> None:
+        self._flats = flats
+        self._places: dict[int, tuple[FlatState, int]] = {}
+        self._num_indexed = 0
+
+    def __getitem__(self, param: Tensor) -> ParamState:
+        """Return the state of ``param``: empty for one that is frozen.
+
+        Raises:
+            KeyError: it is not a parameter of this optimizer.
+        """
+        for state in self._flats[self._num_indexed :]:
+            self._places.update((id(p), (state, at)) for at, p in enumerate(state.params))
+        self._num_indexed = len(self._flats)
+        if id(param) not in self._places:
+            raise KeyError("not a parameter of this optimizer")
+        state, position = self._places[id(param)]
+        if not is_trained(state):
+            return ParamState()
+        values: dict[str, Any] = {"step": state.step_of(state.flat.slots[position].param)}
+        for name, arena in arenas_of(state).items():
+            values[name] = _shown(state, arena, position)
+        return ParamState(values)
+
+    __setitem__ = __delitem__ = clear = _refuse
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for state in self._flats:
+            if is_trained(state):
+                yield from state.params
+
+    def __len__(self) -> int:
+        return sum(len(state.params) for state in self._flats if is_trained(state))
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return f"StateView({len(self)} parameters; a part of each on this rank)"
+
+
+def _shown(state: FlatState, arena: ShardArena, position: int) -> Tensor:
+    """Return one state of the parameter at ``position``, as ParamState has it."""
+    slot, spec = state.flat.slots[position], state.specs[position]
+    if arena.data.numel() == state.flat.numel:  # one rank, whose segments are the flat
+        start = arena.data.storage_offset() + slot.start
+        return arena.data.as_strided(spec.shape, spec.stride, start)
+    return fragment_tensors(state, arena.view, shaped_pieces, position)[0]
+
+
+# Checks before anything is changed
+
+
+MAX_STEP = 2**30
+"""Ranks exchange counts as int32; beyond this, those of further steps might not fit."""
+
+_EXACT = 2**24
+"""Whole numbers up to this are exact in fp32."""
+
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def as_count(value: Any, what: str) -> int:
+    """Return a number of updates, an int, float, or one element of a tensor or array, as an int.
+
+    Raises:
+        TypeError: it is something else, text and True included.
+        ValueError: below 0, fractional, NaN or beyond MAX_STEP.
+    """
+    number: Any = value
+    if hasattr(value, "item"):
+        try:
+            number = value.item()
+        except (TypeError, ValueError, RuntimeError):  # of several elements, or on meta
+            number = None
+    if isinstance(number, bool) or not issubclass(type(number), Real):
+        raise TypeError(f"{what} must be a whole number, got {reprlib.repr(value)}. Correct it.")
+    if not (0 <= number <= MAX_STEP and int(number) == number):
+        raise ValueError(
+            f"{what} must be a whole number from 0 to {MAX_STEP}, got {reprlib.repr(number)}. "
+            "Correct it in the dict."
+        )
+    return int(number)
+
+
+def saved_groups(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the groups of a state dict, each with a list ``params``.
+
+    Raises:
+        TypeError: they are something else.
+        ValueError: there are none.
+    """
+    groups = _part(state_dict, "param_groups")
+    if not isinstance(groups, list | tuple):
+        raise TypeError(
+            f"param_groups of the loaded state dict must be a list, got {_kind(groups)}."
+        )
+    for index, group in enumerate(groups):
+        if not isinstance(group, Mapping):
+            raise TypeError(f"{_at(index)} must be a dict, got {_kind(group)}.")
+        if not isinstance(group.get("params"), list | tuple):
+            raise TypeError(
+                f"{_at(index)} must have a list 'params' of the numbers of its parameters, got "
+                f"{reprlib.repr(group.get('params'))}."
+            )
+        names = group.get("param_names", [])
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            raise TypeError(
+                f"param_names of {_at(index)} must be a list of names, got {reprlib.repr(names)}. "
+                "Correct it, or remove the key."
+            )
+    return list(groups)
+
+
+def check_names(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError unless each group of saved_groups() has a name for each of its params."""
+    for index, group in enumerate(groups):
+        names, num_params = group.get("param_names"), len(group["params"])
+        if names is not None and len(names) != num_params:
+            raise ValueError(
+                f"param_names of {_at(index)} must be {num_params} names, one for each of its "
+                f"params, got {reprlib.repr(names)}. Correct it, or remove the key."
+            )
+
+
+def copied(group: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Return a copy of all that a saved group has beside its parameters.
+
+    Raises:
+        TypeError: something in it cannot be copied.
+    """
+    options = {}
+    for key, value in group.items():
+        if key in ("params", "param_names"):
+            continue
+        try:
+            options[key] = deepcopy(value)  # a tensor lr is not the caller's
+        except Exception as error:
+            raise TypeError(
+                f"{key!r} of {_at(index)} cannot be copied ({type(error).__name__}: {error}). "
+                "Leave it out of the dict."
+            ) from error
+    return options
+
+
+def check_options(rule: UpdateRule, group: Mapping[str, Any], where: str) -> None:
+    """Raise as ``rule.check`` does, and say where the group is."""
+    try:
+        rule.check(group)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}: {error}") from None
+
+
+def check_saved_options(rule: UpdateRule, group: Mapping[str, Any], index: int) -> None:
+    """Raise as ``rule.check`` does, or if a step that the rule counts in groups is none."""
+    check_options(rule, group, _at(index))
+    if rule.counts_in_groups and "step" in group:
+        as_count(group["step"], f"step of {_at(index)}")
+
+
+def saved_entries(
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> dict[int, dict[str, Any]]:
+    """Return {parameter, counted through all groups: its states} of a state dict.
+
+    Numbers may have become text, as keys do in JSON.
+
+    Args:
+        state_dict: has the states by the numbers, or names, that ``groups`` have.
+        groups: its saved_groups().
+        names: of the parameters here, for messages.
+
+    Raises:
+        TypeError: the states are no dict of dicts.
+        ValueError: two parameters of one number, two entries of one parameter, or an entry of none.
+    """
+    state = _part(state_dict, "state")
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state of the loaded state dict must be a dict, got {_kind(state)}.")
+    places: dict[Hashable, int] = {}
+    for group_index, group in enumerate(groups):
+        for number in group["params"]:
+            if not isinstance(number, Hashable) or isinstance(number, Tensor):
+                raise TypeError(
+                    f"params of {_at(group_index)} must be numbers, got {reprlib.repr(number)}."
+                )
+            if number in places:
+                raise ValueError(
+                    f"loaded state dict has {number!r} twice among the params of its groups, last "
+                    f"in group {group_index}. Each parameter has a number of its own, which its "
+                    "states have as key."
+                )
+            places[number] = len(places)
+    texts = {str(number): at for number, at in places.items() if isinstance(number, int)}
+    entries: dict[int, dict[str, Any]] = {at: {} for at in places.values()}
+    seen: dict[int, Any] = {}
+    for key, entry in state.items():
+        at = places.get(key, texts.get(key) if isinstance(key, str) else None)
+        if at is None:
+            raise ValueError(
+                f"loaded state dict has states of {key!r}, which is not among the params of its "
+                "groups. Give them the number of their parameter, or remove them."
+            )
+        if at in seen:
+            raise ValueError(
+                f"loaded state dict has states of {names[at]} twice, as {seen[at]!r} and as "
+                f"{key!r}. Remove one of them."
+            )
+        if not isinstance(entry, Mapping):
+            raise TypeError(f"The states of {names[at]} must be a dict, got {_kind(entry)}.")
+        seen[at], entries[at] = key, dict(entry)
+    return entries
+
+
+def check_known(rule: UpdateRule, owner: str, entry: Mapping[Any, Any], others: set[str]) -> None:
+    """Raise ValueError if an entry has a state that no optimizer of this class has."""
+    known = {*rule.optional_states, *others, "step"}
+    extra = [name for name, value in entry.items() if name not in known and value is not None]
+    if extra:
+        raise ValueError(
+            f"State {extra[0]!r} of {owner} in the loaded state dict is none of "
+            f"{type(rule).__name__.removesuffix('Rule')}'s and would be lost. Load the dict into "
+            "the class that saved it, or remove the state from it."
+        )
+
+
+def check_tensor(name: str, value: Any, owner: str, shape: Sequence[int], rule: UpdateRule) -> None:
+    """Raise unless a saved state is a dense tensor of a shape whose values fp32 can hold.
+
+    NaN and infinity are values. fp64 is rounded, as by torch.
+
+    Args:
+        name: of the state.
+        value: what is saved of it.
+        owner: the parameter's name.
+        shape: that it must have.
+        rule: says which states are squares.
+    """
+    what = f"State {name} of {owner}"
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{what} must be a tensor, got {_kind(value)}. Make it one, as by "
+            f"torch.tensor(value).reshape({tuple(shape)})."
+        )
+    parts = [value]
+    if isinstance(value, FragmentTensor):
+        parts = [piece.data for piece in value.pieces]
+    for is_so, kind, remedy in (
+        (hasattr(value, "full_tensor"), "a DTensor", "Give what its full_tensor() returns."),
+        (value.is_nested, "nested", "Make it one dense tensor of the parameter's shape."),
+        (value.is_meta, "on the meta device, without values", "Load the file on the CPU."),
+        (value.is_quantized, "quantized", "Give what its dequantize() returns."),
+        (value.layout != torch.strided, f"{value.layout}", "Give what its to_dense() returns."),
+    ):
+        if is_so:
+            raise TypeError(f"{what} is {kind}, and must be a plain dense tensor. {remedy}")
+    if value.shape != torch.Size(shape):
+        raise ValueError(
+            f"{what} has shape {tuple(value.shape)}, the parameter has {tuple(shape)}."
+        )
+    for part in parts:
+        _check_values(what, part, name in rule.squares)
+
+
+def is_untouched(value: Any, initial: float) -> bool:
+    """Return whether a state that check_tensor() has passed is what it was before any update."""
+    if value is None:
+        return True
+    parts = [p.data for p in value.pieces] if isinstance(value, FragmentTensor) else [value]
+    return all(bool(((part == 0) | (part == initial)).all()) for part in parts)
+
+
+def _check_values(what: str, value: Tensor, is_square: bool) -> None:
+    """Raise unless fp32 holds ``value``, and no average of squares is below 0."""
+    is_whole = value.dtype in _WHOLE
+    if not (is_whole or value.is_floating_point()):
+        raise TypeError(
+            f"{what} is of {value.dtype}, and states are kept in fp32. Save it again in a "
+            "floating-point dtype."
+        )
+    if value.numel() == 0:
+        return
+    if is_whole:
+        is_lost = int(value.min()) < -_EXACT or int(value.max()) > _EXACT
+    else:
+        plain = value.float()
+        is_lost = value.dtype == torch.float64 and bool((plain.isinf() & ~value.isinf()).any())
+        value = plain
+    if is_lost:
+        raise ValueError(
+            f"{what} has values that fp32, in which states are kept, does not hold. Correct them "
+            "in the dict."
+        )
+    if is_square and float(value.amin()) < 0:
+        raise ValueError(f"{what} is an average of squares, and has values below 0 in the dict.")
+
+
+def _part(state_dict: Any, key: str) -> Any:
+    if key not in state_dict:
+        raise ValueError(
+            f"loaded state dict has no {key!r}, but {reprlib.repr(list(state_dict))}. Pass what "
+            "state_dict() of an optimizer has returned."
+        )
+    return state_dict[key]
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__name__} ({reprlib.repr(value)})"
+
+
+def _at(index: int) -> str:
+    return f"param_groups[{index}] of the loaded state dict"

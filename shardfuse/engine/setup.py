@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -14,9 +13,10 @@ from torch import Tensor
 
 from shardfuse.buffers import internal_format
 from shardfuse.config import ShardConfig
-from shardfuse.engine.owners import unwrapped
+from shardfuse.engine.ddp import unwrapped
 from shardfuse.layout import ITEMSIZE, ParamSpec, dense_stride
 from shardfuse.rules import Member, UpdateRule
+from shardfuse.untraced import stacklevel_of_caller
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -161,19 +161,7 @@ def warn(
     before = rule.warnings([member for group, member in members if group < first_group])
     for kind, text in rule.warnings([member for _, member in members]).items():
         if kind not in before:
-            warnings.warn(text, UserWarning, stacklevel=levels_to_caller())
-
-
-def levels_to_caller() -> int:
-    """Return the stacklevel, in the function that calls this, of the first frame not of ours.
-
-    Nor of torch's, which wraps methods of ours.
-    """
-    frame, level = sys._getframe(1), 1
-    ours = ("shardfuse.", "torch.")
-    while frame.f_back and str(frame.f_globals.get("__name__")).startswith(ours):
-        frame, level = frame.f_back, level + 1
-    return level
+            warnings.warn(text, UserWarning, stacklevel=stacklevel_of_caller())
 
 
 def describe(

@@ -1,0 +1,289 @@
+"""ConsistencyCheck: entries that must be equal on all ranks; and steps without gradients.
+
+The hyper-parameters, the trained parameters, and the step of a loaded state are compared whole. Two
+things are compared by samples, so that nothing large is read or sent:
+
+* the parameters, by 64 elements of each flat buffer: on the CPU in every region, elsewhere (where
+  reading them waits for the device) in the first region and after a state was loaded;
+* gradients that DistributedDataParallel is said to have averaged, in the first two steps, by sums
+  of a few of them: these are equal on all ranks if they are averaged, and hardly ever otherwise.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfuse.comm import Communicator
+from shardfuse.engine.params import FlatState
+from shardfuse.untraced import stacklevel_of_caller
+
+
+class Terms:
+    """Declares them to the communicator, which sees to it that all ranks have the same.
+
+    Args:
+        comm: the ranks.
+        are_reduced: whether gradients are averaged elsewhere, as ShardConfig says.
+    """
+
+    def __init__(self, comm: Communicator, are_reduced: bool) -> None:
+        self._comm = comm
+        self._options = _Options()
+        self._unfrozen: list[str] = []  # what trains although it was frozen when it was added
+        self._loaded: list[str] = []
+        self._is_changed = True  # params and states may differ between ranks since the last call
+        self.averaged = AveragedCheck(comm, are_reduced)
+        comm.session.on_restart(self._restart)
+
+    def _restart(self) -> None:
+        # Before the error, some ranks may have declared, and others not.
+        self._is_changed = True
+        self.averaged.restart()
+
+    def declare(
+        self,
+        lines: Iterable[str],
+        groups: Sequence[Mapping[str, Any]],
+        flats: Sequence[FlatState],
+        woken: Sequence[FlatState],
+        grads: Callable[[], Sequence[tuple[str, Tensor | None]]] | None,
+    ) -> None:
+        """Declare ``lines`` of the call itself, and all else.
+
+        Args:
+            lines: what this call is done with.
+            groups: the optimizer's ``param_groups``.
+            flats: what is trained up to now.
+            woken: flats that begin to train in it.
+            grads: gives (name, gradient on this rank) of every parameter; None under a scaler,
+                which skips the step where they overflow on one rank.
+        """
+        if self._comm.world_size == 1:
+            return
+        for state in woken:
+            names = [spec.name for spec in reversed(state.specs)]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            line = f"unfrozen {', '.join(names[:3])}{more}"
+            if line not in self._unfrozen:  # once more, where the call before has failed
+                self._unfrozen.append(line)
+        is_new, averaged = bool(woken) or self._is_changed, []
+        # In the order of the layout: after an error, what begins here may train elsewhere already.
+        trained = sorted([*flats, *woken], key=lambda state: state.flat.index)
+        sampled = self._is_changed or any(s.device.type == "cpu" for s in trained)
+        params = [_sample(state) for state in trained] if sampled else []
+        self._is_changed = False
+        if grads is not None and not self.averaged.is_over:
+            is_new, averaged = True, self.averaged.lines(grads())
+        options = self._options.lines(groups)
+        held = [*lines, *self._loaded, *options, *sorted(self._unfrozen), *params, *averaged]
+        self._comm.session.declare(held, is_new=is_new)
+
+    def loaded(self, step: int) -> None:
+        """Note that this rank has loaded a state, whose params were updated ``step`` times."""
+        self._loaded = [f"loaded a state of step {step}"]
+        self._is_changed = True
+
+
+def _sample(state: FlatState) -> str:
+    """Return a line that tells the params of a flat buffer from others, by a few of them."""
+    data = state.params_buffer.data
+    step = max(1, data.numel() // 64)
+    code = zlib.crc32(repr(data[::step].tolist()).encode())
+    first, last = state.specs[-1].name, state.specs[0].name  # laid out in reverse
+    return f"params from {first} to {last}, by a sample with checksum {code:08x}"
+
+
+class _Options:
+    """The hyper-parameters, a line each; made anew on a change."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, dict[str, Any]] = {}
+        self._lines: dict[int, list[str]] = {}
+
+    def lines(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return a line for every number, text and flag in ``groups``.
+
+        Numbers have six digits: hosts of several kinds may round a schedule differently. What else
+        users keep in groups, functions say, may differ without harm and has no common text.
+        """
+        for index, group in enumerate(groups):
+            values = {key: _plain(group[key]) for key in group if key not in _NOT_TERMS}
+            if self._values.get(index) != values:
+                self._values[index] = values
+                self._lines[index] = [
+                    f"{key} = {_text(value)} in group {index}"
+                    for key, value in values.items()
+                    if value is not _OTHER
+                ]
+        return [line for index in range(len(groups)) for line in self._lines[index]]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "(" + ", ".join(_text(item) for item in value if item is not _OTHER) + ")"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+_NOT_TERMS = ("params", "param_names")
+_OTHER = object()
+
+
+def _plain(value: Any) -> Any:
+    """Return a hyper-parameter as numbers, texts, flags and tuples of them; else _OTHER."""
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
+        return float(value)
+    if isinstance(value, tuple | list):
+        return tuple(_plain(item) for item in value)
+    return _OTHER
+
+
+# Gradients that are averaged elsewhere
+
+
+_NUM_SAMPLES = 8
+
+
+@dataclass
+class AveragedCheck:
+    """Compares gradients of the first steps between ranks, if they are the mean already."""
+
+    comm: Communicator  # the ranks that share the optimizer
+    are_reduced: bool  # whether something else averages the gradients
+    _num_seen: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing more to look at."""
+        return not self.are_reduced or self._num_seen > 1 or self.comm.world_size == 1
+
+    def restart(self) -> None:
+        """Look once more: an error may have kept some ranks from having looked."""
+        self._num_seen = 0
+
+    def lines(self, grads: Sequence[tuple[str, Tensor | None]]) -> list[str]:
+        """Return what ranks must have in common in the first step, if gradients are reduced.
+
+        Args:
+            grads: (name, gradient on this rank) of every parameter.
+        """
+        self._num_seen += 1
+        if self._num_seen > 1:
+            return []
+        return [
+            f"a gradient of {name} that sums to {total} (grads_are_reduced=True is for "
+            "gradients that DistributedDataParallel or the like has averaged; it is set by itself "
+            "where a DistributedDataParallel holds the parameters, whose own forward must be "
+            "called, then)"
+            for name, total in _sample_sums(grads)
+        ]
+
+
+def _sample_sums(grads: Sequence[tuple[str, Tensor | None]]) -> list[tuple[str, str]]:
+    """Return (name, sum to three digits) of a few dense gradients, evenly spaced."""
+    present = [(name, g) for name, g in grads if g is not None and g.layout == torch.strided]
+    step = max(1, -(-len(present) // _NUM_SAMPLES))
+    return [(name, f"{float(grad.sum(dtype=torch.float32)):.3g}") for name, grad in present[::step]]
+
+
+# Steps without gradients
+
+
+_TOPIC = "a step without gradients"
+
+
+class IdleSteps:
+    """Warns, once and on every rank, in the third such step in a row.
+
+    torch allows steps without gradients, and one or two have good reasons: a step that lets a
+    scheduler begin, a batch without a loss. A model that holds other parameters has them for ever.
+    What a rank knows by itself is whether it has a gradient, and whether any came to its shard. In
+    the second such step in a row it tells the others, and in the third it hears of them: by then
+    the step's own messages have come from every rank. A step with a gradient tells nothing.
+
+    Args:
+        comm: the ranks that share the optimizer.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm.world
+        self._num_idle = 0  # steps in a row
+        self._num_made = 0  # gradients that autograd had made by the last step
+        self._told = ""
+        self._was_said = False
+        self._has_asked = False
+
+    def note(
+        self,
+        params: Sequence[Tensor],
+        num_made: int,
+        *,
+        call: int,
+        has_updated: bool,
+        name: str,
+        are_in_no_module: Callable[[], bool],
+    ) -> None:
+        """Take note of a step, and warn if it is time to. Local.
+
+        Args:
+            params: all of the optimizer.
+            num_made: gradients that autograd has made in all; if more than before, the parameters
+                are in use, and the caller has cleared the gradients.
+            call: of step(), alike on all ranks.
+            has_updated: whether a parameter had a gradient, as far as this rank knows.
+            name: of the optimizer's class.
+            are_in_no_module: tells whether modules held the parameters once, and none does now; it
+                is asked once, as it looks at all objects of this process.
+        """
+        is_used, self._num_made = num_made != self._num_made, num_made
+        if has_updated or is_used or self._was_said:
+            self._num_idle = 0
+            return
+        if not any(param.requires_grad for param in params):  # frozen: that is what was meant
+            return
+        self._num_idle += 1
+        if not self._has_asked:
+            self._has_asked = True
+            if are_in_no_module():
+                self._was_said = True
+                warnings.warn(
+                    f"No module holds the parameters of this {name} any more, so what step() "
+                    "updates is not used. The model has other Parameter objects since "
+                    "load_state_dict(assign=True), or a conversion that replaces them. Build the "
+                    "optimizer on the model's present parameters.",
+                    UserWarning,
+                    stacklevel=stacklevel_of_caller(),
+                )
+                return
+        if self._num_idle > 2 and self._have_all_told():
+            self._was_said = True
+            warnings.warn(
+                f"No parameter of this {name} had a gradient in 3 steps in a row, on any rank: "
+                "step() updates nothing. Does the model hold other Parameter objects than the "
+                "optimizer was built with, as after load_state_dict(assign=True), a conversion "
+                "that replaces them, or a new model? Build the optimizer after that, on the "
+                "model's present parameters. If this is meant, call step() only where there are "
+                "gradients.",
+                UserWarning,
+                stacklevel=stacklevel_of_caller(),
+            )
+        elif self._num_idle > 1:
+            self._told = f"{self._comm.session.generation}/{call}"
+            self._comm.session.publish(_TOPIC, self._told)
+
+    def _have_all_told(self) -> bool:
+        """Return whether the step before was without gradients on every rank."""
+        if self._comm.world_size == 1:
+            return True
+        return all(text == self._told for text in self._comm.session.read(_TOPIC))
