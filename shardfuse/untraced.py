@@ -1,4 +1,4 @@
-"""What torch.compile runs as it is: it neither traces into it nor compiles it.
+"""Code that torch.compile neither traces nor compiles, and what it tells before it traces.
 
 [Note: untraced] A compiled function may call any method of an optimizer, and torch.compile would
 trace it: collectives, locks, thousands of lines. A backward that a compiled function runs reaches
@@ -10,7 +10,8 @@ this. The compiled function ends before such a call and goes on after it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -18,20 +19,38 @@ from typing import Any
 # call and not here. torch.optim.Optimizer's own methods have it.
 from torch._compile import _disable_dynamo as untraced
 
-__all__ = ["before_tracing", "caller", "is_in_compiled", "stacklevel_of_caller", "untraced"]
+__all__ = [
+    "before_tracing",
+    "caller",
+    "compiling_kernels",
+    "is_in_compiled",
+    "stacklevel_of_caller",
+    "untraced",
+]
 
-_OF_UNTRACED = ("torch._compile", "torch._dynamo.eval_frame")
+_WRAPPERS = ("torch._compile", "torch._dynamo.eval_frame")
 
-_told: list[Callable[[bool], None]] = []
+_callbacks: list[Callable[[bool], None]] = []
+_kernels_being_compiled: list[None] = []  # one entry in every block of compiling_kernels()
+
+
+@contextmanager
+def compiling_kernels() -> Iterator[None]:
+    """Do not call the callbacks of before_tracing(): the functions compiled inside are our own."""
+    _kernels_being_compiled.append(None)
+    try:
+        yield
+    finally:
+        _kernels_being_compiled.pop()
 
 
 def before_tracing(callback: Callable[[bool], None]) -> None:
-    """Have ``callback`` called before torch.compile traces a function: with whether it does again.
+    """Have ``callback`` called before torch.compile traces a function, in this process.
 
-    That is in this process, from now on.
+    Its argument is whether the function was traced before.
     """
-    if callback not in _told:
-        _told.append(callback)
+    if callback not in _callbacks:
+        _callbacks.append(callback)
     compiler = sys.modules.get("torch._dynamo.callback")  # nothing is compiled without it
     if compiler is not None:
         handler = compiler.callback_handler
@@ -40,12 +59,14 @@ def before_tracing(callback: Callable[[bool], None]) -> None:
 
 
 def _before_compiling(*args: Any) -> None:
+    if _kernels_being_compiled:
+        return
     of = args[0] if args else None
     trigger = getattr(of, "callback_trigger", None)
     if trigger is not None and trigger.name != "DYNAMO":
         return  # a backward, say, is traced with its forward and compiled when it is run
     is_again = not str(getattr(of, "compile_id", None)).endswith("/0")
-    for callback in _told:
+    for callback in _callbacks:
         callback(is_again)
 
 
@@ -68,7 +89,7 @@ def caller(depth: int) -> FrameType:
     assert frame is not None
     while depth > 0 and frame.f_back is not None:
         frame = frame.f_back
-        depth -= frame.f_globals.get("__name__") not in _OF_UNTRACED
+        depth -= frame.f_globals.get("__name__") not in _WRAPPERS
     return frame
 
 

@@ -58,7 +58,6 @@ from shardfuse.codecs import DifferentParams, ParamCodec
 from shardfuse.comm import Communicator, Completion
 from shardfuse.comm.session import PeerError
 from shardfuse.comm.transport import AsyncModel
-from shardfuse.engine.kernels import Kernels
 from shardfuse.layout import Bucket, Flat, ParamSpec, slots_in
 from shardfuse.streams import current_stream
 from shardfuse.untraced import before_tracing, is_in_compiled, untraced
@@ -587,8 +586,7 @@ if hasattr(os, "register_at_fork"):
 
 def _before_compiling(_: bool) -> None:
     """Restore classes before torch.compile guards on them."""
-    if not Kernels.are_compiling:  # our own kernels read no parameter in flight
-        REGISTRY.finish_for_compiled()
+    REGISTRY.finish_for_compiled()
 
 
 @untraced

@@ -19,6 +19,7 @@ from torch import Tensor
 from shardfuse.buffers import return_freed_memory
 from shardfuse.rules import ElementwiseRule, ReducingRule, UpdateRule
 from shardfuse.rules.base import Group
+from shardfuse.untraced import compiling_kernels
 
 logger = logging.getLogger("shardfuse")
 
@@ -150,9 +151,6 @@ class Kernels:
         tells: log before the first compilation, as one rank does.
     """
 
-    are_compiling = False
-    """Whether what torch compiles at present are kernels, of any optimizer in this process."""
-
     def __init__(
         self, rule: UpdateRule, kernel: str, device: torch.device, *, tells: bool = True
     ) -> None:
@@ -233,9 +231,9 @@ class Kernels:
         for tensor in tensors:
             if tensor is not None and tensor.shape[-1] == row:
                 torch._dynamo.mark_static(tensor, tensor.dim() - 1)
-        Kernels.are_compiling = True
         try:
-            compiled(self._rule, flags, h, scale, tile)
+            with compiling_kernels():
+                compiled(self._rule, flags, h, scale, tile)
         except Exception as error:
             # Compilation happens before anything is written, so an eager run can take over.
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
@@ -243,8 +241,6 @@ class Kernels:
             self.choice, self.reason = "eager", f"{_FAILED}: {error}"
             logger.warning("kernel=eager on %s: %s", self._device, self.reason)
             return False
-        finally:
-            Kernels.are_compiling = False
         return True
 
     def _per_row(self, scale: Scale, num_rows: int) -> Tensor:

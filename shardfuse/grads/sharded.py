@@ -37,7 +37,6 @@ from shardfuse.codecs import GradCodec, GradCodecChoice, ReduceRequest
 from shardfuse.comm import Communicator, Completion
 from shardfuse.comm.session import Counter
 from shardfuse.comm.transport import AsyncModel, BufferPool, PartialSums, add_up
-from shardfuse.engine.kernels import Kernels
 from shardfuse.grads.source import (
     FlatParams,
     GradPhase,
@@ -709,7 +708,7 @@ def _restore_before_forward(guard: ConsumedGradGuard) -> None:
 def _before_compiling(is_again: bool) -> None:
     """Restore all: a function that sees another class is compiled again at each call."""
     global _is_silent
-    if Kernels.are_compiling or not any(guard.is_active for guard in _guards):
+    if not any(guard.is_active for guard in _guards):
         return
     if is_again and not _is_silent:
         _is_silent = True
