@@ -35,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:
-        from shardfuse.files import describe
+        from shardfuse.files import describe_os_error
 
-        print(f"It cannot be done: {describe(error)}.", file=sys.stderr)
+        print(f"It cannot be done: {describe_os_error(error)}.", file=sys.stderr)
         return 2
     return found
 
@@ -180,10 +180,10 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
 
 
 def _add_variants(command: argparse.ArgumentParser) -> None:
-    from shardfuse.plan.variants import add_options, run
+    from shardfuse.plan.command import add_variants_options, run_variants
 
-    add_options(command)
-    command.set_defaults(run=functools.partial(_with_options, run))
+    add_variants_options(command)
+    command.set_defaults(run=functools.partial(_with_options, run_variants))
 
 
 def _add_import(command: argparse.ArgumentParser) -> None:
@@ -222,7 +222,7 @@ def _with_options(run: Callable[[argparse.Namespace], int], arguments: argparse.
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from shardfuse.checkpoint.report import inspect
+    from shardfuse.checkpoint.export import inspect
 
     contents = inspect(arguments.folder)
     print(json.dumps(contents.to_json()) if arguments.json else contents.describe())
@@ -231,7 +231,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     """Return 1 where anything is damaged."""
-    from shardfuse.checkpoint.report import verify
+    from shardfuse.checkpoint.export import verify
 
     verdicts = verify(arguments.folder)
     if arguments.json:
@@ -280,17 +280,17 @@ def _check_place(path: Path | None) -> None:
 def _write(write: Callable[[Path], None], path: Path) -> None:
     """Have a file written, whole or not at all, and print its name."""
     from shardfuse.checkpoint import CheckpointError
-    from shardfuse.files import describe, replacing
+    from shardfuse.files import atomic_replacement, describe_os_error
 
     try:
-        with replacing(path, path.suffix) as temporary:
+        with atomic_replacement(path, path.suffix) as temporary:
             write(temporary)
     except CheckpointError:
         raise
     except Exception as error:
         # torch and safetensors have errors of their own.
         causes = (error, error.__context__, OSError(str(error)))
-        reason = describe(next(cause for cause in causes if isinstance(cause, OSError)))
+        reason = describe_os_error(next(cause for cause in causes if isinstance(cause, OSError)))
         raise CheckpointError(f"{path} is not written: {reason}.") from error
     print(path)
 

@@ -26,7 +26,7 @@ _REMEDIES = {
 }
 
 
-def describe(error: OSError) -> str:
+def describe_os_error(error: OSError) -> str:
     """Say in one line what the file system refused, with the remedy where there is one."""
     if error.errno is None:
         # Some libraries tell no more than that a file was not written to its end.
@@ -49,10 +49,10 @@ def digests_in(file: BinaryIO, ranges: Iterable[tuple[int, int]]) -> Iterator[st
     """
     for start, length in ranges:
         file.seek(start)
-        yield _digest_of_next(file, length)
+        yield _digest_of_next_bytes(file, length)
 
 
-def _digest_of_next(file: BinaryIO, length: int) -> str:
+def _digest_of_next_bytes(file: BinaryIO, length: int) -> str:
     digest = hashlib.sha256()
     while length:
         block = file.read(min(length, _READ_NBYTES))
@@ -63,18 +63,18 @@ def _digest_of_next(file: BinaryIO, length: int) -> str:
     return digest.hexdigest()[:DIGEST_LEN]
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     """Write a file so that after a crash there is the old one or the new one.
 
     Raises:
         OSError: it cannot be written.
     """
-    with replacing(path) as temporary:
+    with atomic_replacement(path) as temporary:
         temporary.write_bytes(data)
 
 
 @contextmanager
-def replacing(path: Path, ending: str = "") -> Iterator[Path]:
+def atomic_replacement(path: Path, ending: str = "") -> Iterator[Path]:
     """Give a name with ``ending`` to write a file under, which then gets that of ``path``.
 
     It gets the mode of the file that it replaces, else that which the umask asks for, whoever
@@ -88,20 +88,20 @@ def replacing(path: Path, ending: str = "") -> Iterator[Path]:
     # Short, and not made of the name: that may have the file system's 255 bytes already.
     temporary = path.with_name(f".{secrets.token_hex(8)}.unfinished{ending}")
     try:
-        old = _mode_of_file(path)
+        old = _file_mode(path)
         temporary.touch(exist_ok=False)
         mode = stat.S_IMODE(temporary.stat().st_mode) if old is None else old
         yield temporary
         temporary.chmod(mode)
-        sync(temporary)
+        fsync_path(temporary)
         temporary.replace(path)
     finally:
         with suppress(OSError):
             temporary.unlink()
-    sync(path.parent)
+    fsync_path(path.parent)
 
 
-def _mode_of_file(path: Path) -> int | None:
+def _file_mode(path: Path) -> int | None:
     """Return the permissions of a file; None where there is none. OSError where it is no file."""
     try:
         mode = path.stat().st_mode
@@ -112,16 +112,16 @@ def _mode_of_file(path: Path) -> int | None:
     return stat.S_IMODE(mode)
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Have a file, or a folder's list of names, written to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        _sync(descriptor)
+        _fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _sync(descriptor: int) -> None:
+def _fsync(descriptor: int) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -130,7 +130,7 @@ def _sync(descriptor: int) -> None:
             raise
 
 
-class Folder:
+class FolderHandle:
     """An open folder: its files are reached through it, whatever name it has or gets.
 
     So what another process puts in its place is never taken for it. Names are those of files in
@@ -157,7 +157,7 @@ class Folder:
 
     __del__ = close
 
-    def __enter__(self) -> Folder:
+    def __enter__(self) -> FolderHandle:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -218,7 +218,7 @@ class Folder:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.fdopen(os.open(name, flags, 0o666, dir_fd=self._descriptor), "wb")
 
-    def write_whole(self, name: str, data: bytes) -> None:
+    def write_atomically(self, name: str, data: bytes) -> None:
         """Write a file so that after a crash there is the old one or the new one.
 
         Raises:
@@ -231,26 +231,26 @@ class Folder:
             os.fsync(file.fileno())
         both = {"src_dir_fd": self._descriptor, "dst_dir_fd": self._descriptor}
         os.rename(temporary, name, **both)
-        self.sync()
+        self.fsync()
 
     def remove(self, name: str) -> None:
         """Remove a file, or a link; OSError where there is none, or it is a folder."""
         os.unlink(name, dir_fd=self._descriptor)
 
-    def sync(self) -> None:
+    def fsync(self) -> None:
         """Have its list of names written to the disk."""
-        _sync(self._descriptor)
+        _fsync(self._descriptor)
 
 
-def make_folder(path: Path) -> Folder:
+def make_folder(path: Path) -> FolderHandle:
     """Create a folder if it is not there, and open it; OSError if something else is there."""
     os.makedirs(path.parent, exist_ok=True)
     with suppress(FileExistsError):
         os.mkdir(path)
-    return Folder(path, follow=False)
+    return FolderHandle(path, follow=False)
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange_names(one: Path, other: Path) -> bool:
     """Have two folders change names, at once for whoever looks; False: the system cannot.
 
     Linux can where the file system supports renameat2(RENAME_EXCHANGE): ext4, xfs, btrfs and tmpfs

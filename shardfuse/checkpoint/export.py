@@ -1,20 +1,36 @@
-"""Whole tensors of a checkpoint, in the formats that others read."""
+"""Checkpoints for other readers: whole tensors, and reports for people and scripts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfuse.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from shardfuse.checkpoint.index import Item, Manifest, ParamNote, Part, end_faults, item_faults
-from shardfuse.checkpoint.replacement import opened
-from shardfuse.checkpoint.source import Source
-from shardfuse.checkpoint.storage import Reading, dtype_named
+from shardfuse.checkpoint.folder import Checkpoints
+from shardfuse.checkpoint.index import (
+    MANIFEST,
+    CheckpointError,
+    CheckpointReader,
+    DamagedCheckpoint,
+    IndexEntry,
+    Manifest,
+    ParamMeta,
+    ShardIndex,
+    TensorMeta,
+    entry_faults,
+    find_checkpoints,
+    length_faults,
+)
+from shardfuse.checkpoint.integrity import verify_share
+from shardfuse.checkpoint.replacement import open_checkpoint
+from shardfuse.checkpoint.storage import ShardReader, dtype_from_name
+from shardfuse.files import describe_os_error
 
 _MASTER = "param"
 """State key of the fp32 master of a parameter in low precision."""
@@ -33,19 +49,19 @@ def read_model(folder: str | Path, key: str = "model") -> dict[str, Tensor]:
         DamagedCheckpoint: what is read is not as it was written.
         CheckpointError: there is no checkpoint, or nothing of that key in it.
     """
-    with opened(Path(folder).absolute()) as files:
-        return _model_of(_Whole(files), key)
+    with open_checkpoint(Path(folder).absolute()) as files:
+        return _read_model(_FullTensorReader(files), key)
 
 
-def _model_of(source: _Whole, key: str) -> dict[str, Tensor]:
+def _read_model(source: _FullTensorReader, key: str) -> dict[str, Tensor]:
     prefix = f"{key}."
     wanted = {
-        k.removeprefix(prefix): kind for k, kind in source.kinds.items() if k.startswith(prefix)
+        k.removeprefix(prefix): kind for k, kind in source.tensors.items() if k.startswith(prefix)
     }
     if not wanted:
         raise CheckpointError(f"{source.path} has no module {key!r}. It has {source.keys}.")
     model = {
-        name: torch.empty(kind.shape, dtype=dtype_named(kind.dtype))
+        name: torch.empty(kind.shape, dtype=dtype_from_name(kind.dtype))
         for name, kind in wanted.items()
     }
     source.read({key: model})
@@ -68,26 +84,26 @@ def read_optimizer(folder: str | Path, key: str = "optimizer") -> dict[str, Any]
         DamagedCheckpoint: what is read is not as it was written.
         CheckpointError: there is no checkpoint, or no optimizer of that key in it.
     """
-    with opened(Path(folder).absolute()) as files:
-        return _optimizer_of(_Whole(files), key)
+    with open_checkpoint(Path(folder).absolute()) as files:
+        return _read_optimizer(_FullTensorReader(files), key)
 
 
-def _optimizer_of(source: _Whole, key: str) -> dict[str, Any]:
+def _read_optimizer(source: _FullTensorReader, key: str) -> dict[str, Any]:
     notes = source.manifest.params.get(key)
     if notes is None:
         raise CheckpointError(f"{source.path} has no optimizer {key!r}. It has {source.keys}.")
     flat: dict[str, Any] = {}
-    for name, kind in source.kinds.items():
+    for name, kind in source.tensors.items():
         if name.startswith(f"{key}.state."):
             flat[name.removeprefix(f"{key}.")] = torch.empty(
-                kind.shape, dtype=dtype_named(kind.dtype)
+                kind.shape, dtype=dtype_from_name(kind.dtype)
             )
     groups = source.groups(key)
     source.read({key: {**flat, "param_groups": groups}})
     state: dict[int, dict[str, Any]] = {}
     try:
         for group in groups:
-            state |= _states_of([(number, notes[number]) for number in group["params"]], flat)
+            state |= _group_states([(number, notes[number]) for number in group["params"]], flat)
     except (LookupError, TypeError, RuntimeError) as error:
         raise DamagedCheckpoint(
             [f"{source.path.name} has states of other params: {error}"]
@@ -95,11 +111,11 @@ def _optimizer_of(source: _Whole, key: str) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def _states_of(
-    params: Sequence[tuple[int, ParamNote]], flat: Mapping[str, Tensor]
+def _group_states(
+    params: Sequence[tuple[int, ParamMeta]], flat: Mapping[str, Tensor]
 ) -> dict[int, dict[str, Any]]:
     """Return the entries of one group's parameters, from {"state.<name>.<state>": (numel,)}."""
-    names = {key.rpartition(".")[2] for _, note in params for key in _keys_of(note, flat)}
+    names = {key.rpartition(".")[2] for _, note in params for key in _state_keys(note, flat)}
     entries = {}
     for number, note in params:
         step = int(flat[f"state.{note.name}.step"])
@@ -117,26 +133,26 @@ def _states_of(
     return entries
 
 
-def _keys_of(note: ParamNote, flat: Mapping[str, Tensor]) -> list[str]:
+def _state_keys(note: ParamMeta, flat: Mapping[str, Tensor]) -> list[str]:
     prefix = f"state.{note.name}."
     return [key for key in flat if key.startswith(prefix) and "." not in key[len(prefix) :]]
 
 
-class _Whole:
+class _FullTensorReader:
     """A checkpoint that is read as a whole."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: CheckpointReader) -> None:
         self._source, self.path = source, source.path
         self.manifest = Manifest.read(source)
-        self._parts: list[Part] = self.manifest.parts(source)
-        faults = end_faults(source, self._parts)  # before there is room for what they promise
+        self._parts: list[ShardIndex] = self.manifest.read_indices(source)
+        faults = length_faults(source, self._parts)  # before there is room for what they promise
         if faults:
             raise DamagedCheckpoint(faults)
-        self.kinds = {key: kind for part in self._parts for key, kind in part.kinds.items()}
+        self.tensors = {key: kind for part in self._parts for key, kind in part.tensors.items()}
         self.keys = sorted({item.key.partition(".")[0] for item in self._items()})
 
-    def _items(self) -> list[Item]:
-        return [item for part in self._parts for item in part.items]
+    def _items(self) -> list[IndexEntry]:
+        return [item for part in self._parts for item in part.entries]
 
     def groups(self, key: str) -> list[dict[str, Any]]:
         """Return param_groups of the right form, to be filled."""
@@ -147,7 +163,7 @@ class _Whole:
         # Numbers in order, so that lists grow by one.
         for path in sorted(own, key=lambda path: [(type(s) is str, s) for s in path]):
             try:
-                _grow(groups, path)
+                _make_room(groups, path)
             except (IndexError, KeyError, TypeError) as error:
                 raise DamagedCheckpoint(
                     [f"{self._source.name} has a value at {path} of {key}: {error}"]
@@ -156,16 +172,16 @@ class _Whole:
 
     def read(self, state: dict[str, Any]) -> None:
         """Fill ``state``."""
-        reading = Reading(self._source, self._parts, state)
+        reading = ShardReader(self._source, self._parts, state)
         items = reading.items(self._parts)
         self._source.keep(item.file for item in items)
-        faults = item_faults(self._source, items)
+        faults = entry_faults(self._source, items)
         if faults:
             raise DamagedCheckpoint(faults)
         reading.read()
 
 
-def _grow(holder: Any, path: Any) -> None:
+def _make_room(holder: Any, path: Any) -> None:
     """Make room in nested dicts and lists for a value at ``path``."""
     for at, following in zip(path, [*path[1:], None], strict=True):
         empty: Any = 0 if following is None else [] if isinstance(following, int) else {}
@@ -195,3 +211,114 @@ def write_model(model: Mapping[str, Tensor], path: str | Path) -> None:
             "safetensors is not installed: pip install safetensors, or name a file *.pt."
         ) from None
     save_file({name: tensor.contiguous() for name, tensor in model.items()}, path)
+
+
+_NUM_SHOWN = 30
+
+
+@dataclass
+class KeySummary:
+    """What lies under one key."""
+
+    key: str
+    dtype: str  # empty for a value that is not a tensor
+    shape: tuple[int, ...]
+    num_fragments: int
+    nbytes: int  # in files
+
+
+@dataclass
+class Contents:
+    """What a checkpoint holds."""
+
+    folder: str
+    world_size: int
+    info: Mapping[str, Any]
+    nbytes: int
+    held: list[KeySummary]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return values that JSON has."""
+        return asdict(self)
+
+    def describe(self) -> str:
+        """Return a table to be printed."""
+        lines = [
+            f"{self.folder}",
+            f"saved by {self.world_size} ranks, {self.nbytes:,} bytes, {len(self.held)} keys",
+            *(f"{name}: {value}" for name, value in self.info.items()),
+            "",
+            f"{'bytes':>15}  {'fragments':>9}  {'dtype':<9} {'shape':<18} key",
+        ]
+        for held in self.held[:_NUM_SHOWN]:
+            shape = str(list(held.shape)) if held.dtype else ""
+            lines.append(
+                f"{held.nbytes:>15,}  {held.num_fragments:>9}  {held.dtype or 'value':<9} "
+                f"{shape:<18} {held.key}"
+            )
+        if len(self.held) > _NUM_SHOWN:
+            lines.append(f"... and {len(self.held) - _NUM_SHOWN} more; --json has all")
+        return "\n".join(lines)
+
+
+def inspect(folder: Path) -> Contents:
+    """Return what a checkpoint holds, the largest first; its data is not read.
+
+    Raises:
+        DamagedCheckpoint: the files that say so are damaged.
+        CheckpointError: there is no checkpoint.
+    """
+    with open_checkpoint(folder) as source:
+        manifest = Manifest.read(source)
+        parts = manifest.read_indices(source)
+        files = {item.file for part in parts for item in part.entries}
+        files |= {MANIFEST, *(file.name for file in manifest.files)}
+        nbytes = sum(source.folder.size(n) for n in files if source.folder.has_file(n))
+    held = _summarize(parts)
+    return Contents(str(folder), manifest.world_size, manifest.info, nbytes, held)
+
+
+def _summarize(parts: Iterable[ShardIndex]) -> list[KeySummary]:
+    found: dict[str, KeySummary] = {}
+    for part in parts:
+        for item in part.entries:
+            kind = part.tensors.get(item.key, TensorMeta("", ()))
+            held = found.setdefault(item.key, KeySummary(item.key, *kind, 0, 0))
+            held.num_fragments += 1
+            held.nbytes += item.length
+    return sorted(found.values(), key=lambda held: (-held.nbytes, held.key))
+
+
+@dataclass
+class Verdict:
+    """Whether one checkpoint is whole."""
+
+    folder: str
+    faults: list[str]
+
+    def describe(self) -> str:
+        """Return lines to be printed."""
+        if not self.faults:
+            return f"{self.folder}: whole"
+        return "\n".join([f"{self.folder}: DAMAGED", *(f"  {fault}" for fault in self.faults)])
+
+
+def verify(folder: Path) -> list[Verdict]:
+    """Read every byte of a checkpoint, or of all in a run's folder; the newest first.
+
+    Raises:
+        CheckpointError: there is neither.
+    """
+    try:
+        steps = Checkpoints(folder).steps()
+        folders = [Checkpoints(folder).path(step) for step in steps]
+        if not folders and not os.path.exists(folder / MANIFEST):
+            folders = find_checkpoints(folder)  # of a run's folder
+        if not folders and not any(folder.glob("*.json")):
+            raise CheckpointError(f"There is no checkpoint in {folder}.")
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {describe_os_error(error)}.") from None
+    except ValueError as error:  # a NUL byte
+        raise CheckpointError(f"{str(folder)!r} is no name of a folder: {error}.") from None
+    folders = folders or [folder]
+    return [Verdict(str(path), verify_share(path)) for path in folders]

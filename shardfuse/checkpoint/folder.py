@@ -10,14 +10,23 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardfuse.checkpoint.asynchronous import AsyncSave, async_save
-from shardfuse.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from shardfuse.checkpoint.index import NO_STEP, step_of
-from shardfuse.checkpoint.ranks import Ranks, check_state, tried
-from shardfuse.checkpoint.replacement import clean, foreign_in, remove, remove_files
-from shardfuse.checkpoint.saving import load, save
-from shardfuse.checkpoint.whole import is_whole, odd_names_in, steps_in, told_steps
-from shardfuse.files import Folder, is_folder
+from shardfuse.checkpoint.collective import CheckpointGroup, catch, check_state
+from shardfuse.checkpoint.index import NO_STEP, CheckpointError, DamagedCheckpoint, step_in_name
+from shardfuse.checkpoint.integrity import (
+    broadcast_steps,
+    is_intact,
+    list_steps,
+    malformed_step_names,
+)
+from shardfuse.checkpoint.loading import load
+from shardfuse.checkpoint.replacement import (
+    recover_interrupted,
+    remove_checkpoint,
+    remove_checkpoint_files,
+    unrelated_names,
+)
+from shardfuse.checkpoint.saving import AsyncSave, async_save, save
+from shardfuse.files import FolderHandle, is_folder
 
 logger = logging.getLogger("shardfuse")
 
@@ -52,7 +61,7 @@ class Checkpoints:
         self.folder = Path(folder).absolute()
         self._keep = keep
         self._group = process_group
-        self._under_way: tuple[AsyncSave, Ranks, int] | None = None
+        self._under_way: tuple[AsyncSave, CheckpointGroup, int] | None = None
         self._odd: set[str] = set()
 
     def path(self, step: int) -> Path:
@@ -65,7 +74,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps of existing checkpoints, whole or not, newest first."""
-        return steps_in(self.folder)
+        return list_steps(self.folder)
 
     def save(
         self,
@@ -92,7 +101,7 @@ class Checkpoints:
         self.wait()
         is_number = hasattr(step, "__index__") and not isinstance(step, bool)
         step = operator.index(step) if is_number else step  # numpy's, too
-        ranks = Ranks(state, self._group, f"{self.folder} is not cleaned up")
+        ranks = CheckpointGroup(state, self._group, f"{self.folder} is not cleaned up")
         with ranks.call("Checkpoints.save()", f"step = {step!r}"):
             ranks.agree(None)  # a save beside training would find out late that steps differ
             if not is_number or not 0 <= step < NO_STEP - 1:
@@ -129,9 +138,9 @@ class Checkpoints:
         if os.path.lexists(latest) and not latest.is_file():
             self._tell_odd([LATEST])
         else:
-            with Folder(self.folder) as folder:
-                folder.write_whole(LATEST, f"step-{step}".encode())
-        clean(self.folder)
+            with FolderHandle(self.folder) as folder:
+                folder.write_atomically(LATEST, f"step-{step}".encode())
+        recover_interrupted(self.folder)
 
     def _tell_odd(self, names: Sequence[str]) -> None:
         """Warn once of what lies in the folder and is taken for nothing."""
@@ -143,7 +152,7 @@ class Checkpoints:
                 "%s: no checkpoint is called or made so: %s", self.folder, ", ".join(new)
             )
 
-    def _remove_old(self, ranks: Ranks, newest: int) -> None:
+    def _remove_old(self, ranks: CheckpointGroup, newest: int) -> None:
         """Remove what is older than the checkpoints that are kept. Every rank looks at its share.
 
         Collective. What is newer than the newest is of a run that was taken back: it is left there
@@ -152,24 +161,24 @@ class Checkpoints:
         with ranks.call("removing old checkpoints"):
             self._remove_older(ranks, newest)
 
-    def _remove_older(self, ranks: Ranks, newest: int) -> None:
-        older = [step for step in told_steps(ranks, self.folder) if step != newest]
+    def _remove_older(self, ranks: CheckpointGroup, newest: int) -> None:
+        older = [step for step in broadcast_steps(ranks, self.folder) if step != newest]
         num_whole, error = 1, None
         for step in older:
             if step > newest:
                 act = functools.partial(self._set_aside, step)
             else:
-                act = functools.partial(_prune, self.path(step))
+                act = functools.partial(_remove_old_checkpoint, self.path(step))
             if step < newest and num_whole < self._keep:
-                num_whole += is_whole(ranks, self.path(step))
+                num_whole += is_intact(ranks, self.path(step))
             elif ranks.comm.rank == 0 and error is None:
-                error = tried(act)[1]
+                error = catch(act)[1]
         ranks.agree(error)
 
     def _set_aside(self, step: int) -> None:
         rest = self.folder / f"superseded-step-{step}"
         if is_folder(rest):
-            remove(rest)
+            remove_checkpoint(rest)
         number = 1
         while os.path.lexists(rest):
             number += 1
@@ -202,7 +211,7 @@ class Checkpoints:
             self.wait()
         except CheckpointError as error:  # on all ranks
             logger.warning("%s", error)
-        ranks = Ranks(state, self._group, f"{self.folder} is not loaded")
+        ranks = CheckpointGroup(state, self._group, f"{self.folder} is not loaded")
         for _ in range(_ATTEMPTS):
             with ranks.call("Checkpoints.load_latest()"):
                 steps, faults = self._newest(ranks)
@@ -239,16 +248,16 @@ class Checkpoints:
             look_beside=False,
         )
 
-    def _is_gone(self, ranks: Ranks, step: int) -> bool:
+    def _is_gone(self, ranks: CheckpointGroup, step: int) -> bool:
         """Return whether the first rank sees no checkpoint of that step any more. Collective."""
-        is_there = ranks.comm.rank > 0 or step in steps_in(self.folder)
+        is_there = ranks.comm.rank > 0 or step in list_steps(self.folder)
         return ranks.words(1 if is_there else 2)[0] == 2
 
-    def _newest(self, ranks: Ranks) -> tuple[list[int], list[str]]:
+    def _newest(self, ranks: CheckpointGroup) -> tuple[list[int], list[str]]:
         """Return steps, newest first, and what is wrong if ``latest`` has another. Collective."""
         if ranks.comm.rank == 0:
-            self._tell_odd(odd_names_in(self.folder))
-        steps = told_steps(ranks, self.folder)
+            self._tell_odd(malformed_step_names(self.folder))
+        steps = broadcast_steps(ranks, self.folder)
         named = ranks.number_of_first(self._named() if ranks.comm.rank == 0 else 0)
         if not named or [named - 1] == steps[:1]:
             return steps, []
@@ -262,18 +271,18 @@ class Checkpoints:
             return NO_STEP if os.path.lexists(latest) else 0
         try:
             with latest.open("rb") as file:
-                text = file.read(_MOST_CHARACTERS).decode(errors="replace").strip()
+                text = file.read(_MAX_LATEST_NBYTES).decode(errors="replace").strip()
         except FileNotFoundError:
             return 0
-        step = step_of(text)
+        step = step_in_name(text)
         return NO_STEP if step is None else step + 1
 
 
-_MOST_CHARACTERS = 64
+_MAX_LATEST_NBYTES = 64
 """Of ``latest`` that are looked at."""
 
 
-def _prune(path: Path) -> None:
+def _remove_old_checkpoint(path: Path) -> None:
     """Remove an old checkpoint and nothing else; the link, where it lies elsewhere.
 
     Raises:
@@ -282,13 +291,13 @@ def _prune(path: Path) -> None:
     if path.is_symlink():
         path.unlink()
         return
-    others = foreign_in(path)
+    others = unrelated_names(path)
     if others:  # whose names stay
-        remove_files(path)
+        remove_checkpoint_files(path)
         logger.warning("%s is removed, but for what no checkpoint has: %s", path, others[:3])
         return
     rest = path.with_name(f".{path.name}.discarded")
     if is_folder(rest):
-        remove(rest)
+        remove_checkpoint(rest)
     os.rename(path, rest)
-    remove(rest)
+    remove_checkpoint(rest)

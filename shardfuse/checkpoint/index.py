@@ -1,44 +1,168 @@
-"""What a checkpoint's own files say: which fragment lies where, and what its digest is.
+"""The files of a checkpoint: their format, how they are read, and how damage is found.
 
 FOLDER/
     __3_0.distcp     what rank 3 wrote, in the format of torch.distributed.checkpoint
-    part-3.json      which fragments these are: key, place in the tensor, place in the file, digest
-    .metadata        the same of all ranks, pickled, for torch.distributed.checkpoint.load()
-    manifest.json    the digests of .metadata and of every part-*.json; written last
+    part-3.json      index of this file: key, offsets in the tensor, range in the file, digest
+    .metadata        all indices, pickled, for torch.distributed.checkpoint.load()
+    manifest.json    digests of .metadata and of every part-*.json; written last
 
-Both JSON files begin with the digest of the rest of their text. So every byte of every file is
-under a digest that is under the manifest's.
+Both kinds of JSON file begin with the digest of the rest of their text. So the manifest's digest
+covers every byte of every file, directly or through an index.
+
+[Note: open by descriptor] Another process may replace, rename or remove the checkpoint at any
+moment. A CheckpointReader holds the folder and its files open by descriptor, so the bytes that are
+verified are those that are read. Open files stay readable after they are removed. (On NFS only if
+the same host removed them.)
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
 import secrets
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from shardfuse.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from shardfuse.checkpoint.source import Source
-from shardfuse.files import DIGEST_LEN, digest_of, digests_in
+from shardfuse.files import DIGEST_LEN, FolderHandle, describe_os_error, digest_of, digests_in
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; raised on all ranks, and nothing was changed."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """Files of a checkpoint differ from what was written.
+
+    Args:
+        faults: what is damaged, each with its file, key and place.
+        advice: what to do, such as the name of a whole checkpoint.
+    """
+
+    def __init__(self, faults: Sequence[str], advice: str = "") -> None:
+        self.faults = list(faults)
+        shown = "; ".join(self.faults[:_NUM_SHOWN])
+        more = len(self.faults) - _NUM_SHOWN
+        if more > 0:
+            shown += f"; and {more} more"
+        super().__init__(f"{shown.rstrip('.')}. {advice}".rstrip())
+
+
+_NUM_SHOWN = 3
+
+
+_MAX_OPEN_FILES = 256
+"""Files kept open; a process may have 1,024."""
+
+_NOT_A_FOLDER = (errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
+
+
+class CheckpointReader:
+    """The folder of a checkpoint, open; also a context manager, which closes it.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._kept: dict[str, BinaryIO] = {}
+        try:
+            self.folder = FolderHandle(path)
+        except FileNotFoundError:
+            raise CheckpointError(f"There is no checkpoint {path}.") from None
+        except ValueError:  # a NUL byte
+            raise CheckpointError(f"{str(path)!r} is no name of a folder.") from None
+        except OSError as error:
+            if error.errno in _NOT_A_FOLDER:
+                raise CheckpointError(f"There is no checkpoint {path}: {error.strerror}.") from None
+            raise CheckpointError(f"{path} cannot be read: {describe_os_error(error)}.") from None
+
+    @property
+    def name(self) -> str:
+        """Name of the folder."""
+        return self.path.name
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether ``path`` names another checkpoint by now, or none."""
+        return not self.folder.is_at(self.path)
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the folder and its files."""
+        for file in self._kept.values():
+            file.close()
+        self._kept.clear()
+        self.folder.close()
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Open files that will be read more than once, and keep them open."""
+        for name in sorted(set(names) - set(self._kept))[: _MAX_OPEN_FILES - len(self._kept)]:
+            with suppress(OSError):  # told by whoever reads it
+                self._kept[name] = self.folder.open(name)
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[BinaryIO]:
+        """Give a file to be read. OSError: it cannot be."""
+        if name in self._kept:
+            yield self._kept[name]
+            return
+        with self.folder.open(name) as file:
+            yield file
+
+    def read(self, name: str, nbytes: int | None, most: int) -> bytes:
+        """Return the contents of a file.
+
+        Args:
+            name: of the file.
+            nbytes: length that it must have; None: any.
+            most: length that it must not exceed.
+
+        Raises:
+            DamagedCheckpoint: it is not there, has another length, or cannot be read.
+        """
+        place = f"{self.name}/{name}"
+        try:
+            with self.opened(name) as file:
+                size = file.seek(0, 2)
+                if nbytes is not None and size != nbytes:
+                    raise DamagedCheckpoint([f"{place} has {size:,} bytes of {nbytes:,}"])
+                if size > most:
+                    raise DamagedCheckpoint([f"{place} has {size:,} bytes, of at most {most:,}"])
+                file.seek(0)
+                return file.read(size)
+        except FileNotFoundError:
+            raise DamagedCheckpoint([f"{place} is missing"]) from None
+        except OSError as error:
+            raise DamagedCheckpoint([f"{place} cannot be read ({error.strerror})"]) from None
+
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 
-_MOST_NBYTES = 1 << 28
+_MAX_READ_NBYTES = 1 << 28
 """Of a file that is read as a whole. Python needs some eight times as much memory for it."""
 
-_MOST = 1 << 62
-_PLAIN = re.compile(r"(?!\.{1,2}$)[^/\0]{1,255}")
-_LEGIBLE = (
+_MAX_INT = 1 << 62
+_FILE_NAME = re.compile(r"(?!\.{1,2}$)[^/\0]{1,255}")
+_OTHER_FORM_ERRORS = (
     AttributeError,
     IndexError,
     KeyError,
@@ -50,49 +174,49 @@ _LEGIBLE = (
 """What reading JSON of another form raises."""
 
 
-def _number(value: Any, least: int = 0, most: int = _MOST) -> int:
+def _as_int(value: Any, least: int = 0, most: int = _MAX_INT) -> int:
     """Return an integer of JSON; ValueError where it is something else, or out of bounds."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{str(value)[:40]!r} is no whole number from {least:,} to {most:,}")
     return value
 
 
-def _numbers(values: Any) -> tuple[int, ...]:
+def _as_ints(values: Any) -> tuple[int, ...]:
     if type(values) is not list:
         raise ValueError(f"{str(values)[:40]!r} is no list")
-    return tuple(map(_number, values))
+    return tuple(map(_as_int, values))
 
 
-def _plain(name: Any) -> str:
+def _as_file_name(name: Any) -> str:
     """Return the name of a file of the folder; ValueError where it leads elsewhere."""
-    if type(name) is not str or not _PLAIN.fullmatch(name):
+    if type(name) is not str or not _FILE_NAME.fullmatch(name):
         raise ValueError(f"{str(name)[:40]!r} is no name of a file in the folder")
     return name
 
 
-def _dict(value: Any) -> dict[str, Any]:
+def _as_dict(value: Any) -> dict[str, Any]:
     if type(value) is not dict:
         raise ValueError(f"{str(value)[:40]!r} is no object")
     return value
 
 
-_STEP = re.compile(r"step-(0|[1-9][0-9]{0,14})")
+_STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,14})")
 
 NO_STEP = (1 << 48) - 1
 """More than every number of steps."""
 
 
-def step_of(name: str) -> int | None:
+def step_in_name(name: str) -> int | None:
     """Return the number of steps that the folder of a run's checkpoint is named for, or None."""
-    found = _STEP.fullmatch(name)
+    found = _STEP_NAME.fullmatch(name)
     return int(found[1]) if found and int(found[1]) < NO_STEP - 1 else None
 
 
-Place = Sequence[str | int]
+KeyPath = Sequence[str | int]
 """Where a value lies in nested dicts and lists."""
 
 
-class Item(NamedTuple):
+class IndexEntry(NamedTuple):
     """One fragment of one state of one parameter, or one value that is not a tensor."""
 
     key: str
@@ -109,11 +233,15 @@ class Item(NamedTuple):
         return f"{self.key}{place} in {self.file}"
 
 
-class Kind(NamedTuple):
-    """What the tensor of a key is as a whole."""
+class TensorMeta(NamedTuple):
+    """Dtype and full shape of the tensor of one key."""
 
     dtype: str
     shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """Return the text that errors have; users may search for it."""
+        return f"Kind(dtype={self.dtype!r}, shape={self.shape!r})"
 
     @property
     def itemsize(self) -> int:
@@ -122,30 +250,32 @@ class Kind(NamedTuple):
         return dtype.itemsize
 
 
-def _kinds(content: Any) -> dict[str, Kind]:
-    kinds = {key: Kind(dtype, _numbers(shape)) for key, (dtype, shape) in _dict(content).items()}
+def _as_tensors(content: Any) -> dict[str, TensorMeta]:
+    kinds = {
+        key: TensorMeta(dtype, _as_ints(shape)) for key, (dtype, shape) in _as_dict(content).items()
+    }
     for key, kind in kinds.items():
-        _number(len(kind.shape), most=_MOST_DIMS)
+        _as_int(len(kind.shape), most=_MAX_DIMS)
         if not isinstance(getattr(torch, str(kind.dtype), None), torch.dtype):
             raise ValueError(f"{key} has no dtype of torch, but {str(kind.dtype)[:40]!r}")
-        _number(math.prod(kind.shape))
+        _as_int(math.prod(kind.shape))
     return kinds
 
 
-def _counts(content: Any) -> dict[str, int]:
-    return {key: _number(count) for key, count in _dict(content).items()}
+def _as_counts(content: Any) -> dict[str, int]:
+    return {key: _as_int(count) for key, count in _as_dict(content).items()}
 
 
-def _item(content: Any, kinds: Mapping[str, Kind]) -> Item:
+def _as_entry(content: Any, kinds: Mapping[str, TensorMeta]) -> IndexEntry:
     """Read one item of JSON; ValueError where it does not fit the tensor that it is a part of."""
     key, offsets, sizes, file, start, length, digest = content
-    item = Item(
+    item = IndexEntry(
         key,
-        None if offsets is None else _numbers(offsets),
-        _numbers(sizes),
-        _plain(file),
-        _number(start),
-        _number(length),
+        None if offsets is None else _as_ints(offsets),
+        _as_ints(sizes),
+        _as_file_name(file),
+        _as_int(start),
+        _as_int(length),
         str(digest),
     )
     if item.offsets is None:
@@ -161,13 +291,13 @@ def _item(content: Any, kinds: Mapping[str, Kind]) -> Item:
 
 
 @dataclass
-class Part:
+class ShardIndex:
     """What one rank has written."""
 
     rank: int
-    items: list[Item] = field(default_factory=list)
-    kinds: dict[str, Kind] = field(default_factory=dict)
-    paths: dict[str, Place] = field(default_factory=dict)  # of keys in the nested state
+    entries: list[IndexEntry] = field(default_factory=list)
+    tensors: dict[str, TensorMeta] = field(default_factory=dict)
+    paths: dict[str, KeyPath] = field(default_factory=dict)  # of keys in the nested state
     counts: dict[str, int] = field(default_factory=dict)  # integers of no dimension: steps
 
     @property
@@ -177,37 +307,45 @@ class Part:
 
     def to_bytes(self) -> bytes:
         """Return the contents of its file."""
-        return sealed(vars(self))
+        # The format's keys are older than the names of the fields.
+        content = {
+            "rank": self.rank,
+            "items": self.entries,
+            "kinds": self.tensors,
+            "paths": self.paths,
+            "counts": self.counts,
+        }
+        return encode_with_digest(content)
 
     @classmethod
-    def from_bytes(cls, data: bytes, name: str) -> Part:
+    def from_bytes(cls, data: bytes, name: str) -> ShardIndex:
         """Read what to_bytes() returned; DamagedCheckpoint where it is something else."""
-        content = unsealed(data, name)
-        with _legible(name):
-            kinds = _kinds(content["kinds"])
-            items = [_item(item, kinds) for item in content["items"]]
-            paths = {key: _path(path) for key, path in _dict(content["paths"]).items()}
-            counts = _counts(content.get("counts", {}))
-            return cls(_number(content["rank"]), items, kinds, paths, counts)
+        content = decode_with_digest(data, name)
+        with _reports_other_form(name):
+            tensors = _as_tensors(content["kinds"])
+            entries = [_as_entry(entry, tensors) for entry in content["items"]]
+            paths = {key: _as_key_path(path) for key, path in _as_dict(content["paths"]).items()}
+            counts = _as_counts(content.get("counts", {}))
+            return cls(_as_int(content["rank"]), entries, tensors, paths, counts)
 
 
-def _path(path: Any) -> Place:
+def _as_key_path(path: Any) -> KeyPath:
     if type(path) is not list or not all(type(step) in (int, str) for step in path):
         raise ValueError(f"{str(path)[:40]!r} is no place in nested dicts and lists")
-    return [_number(step) if type(step) is int else step for step in path]
+    return [_as_int(step) if type(step) is int else step for step in path]
 
 
 @contextmanager
-def _legible(name: str) -> Iterator[None]:
+def _reports_other_form(name: str) -> Iterator[None]:
     """Raise DamagedCheckpoint where JSON, whose digest is right, has another form."""
     try:
         yield
-    except _LEGIBLE as error:
+    except _OTHER_FORM_ERRORS as error:
         text = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise DamagedCheckpoint([f"{name} is not as shardfuse writes it: {text[:200]}"]) from None
 
 
-class File(NamedTuple):
+class FileRecord(NamedTuple):
     """A file that is read as a whole."""
 
     name: str
@@ -215,12 +353,12 @@ class File(NamedTuple):
     digest: str
 
     @classmethod
-    def of(cls, name: str, data: bytes) -> File:
+    def of(cls, name: str, data: bytes) -> FileRecord:
         """Return what ``data`` is written as."""
         return cls(name, len(data), digest_of(data))
 
 
-class ParamNote(NamedTuple):
+class ParamMeta(NamedTuple):
     """A parameter of an optimizer, of whose states (numel,) is all that is known of their shape."""
 
     name: str
@@ -233,28 +371,39 @@ class Manifest:
     """What makes a folder a checkpoint."""
 
     world_size: int
-    files: list[File]
+    files: list[FileRecord]
     info: dict[str, Any]
     """What the user noted: values that JSON has."""
-    params: dict[str, list[ParamNote]] = field(default_factory=dict)
+    params: dict[str, list[ParamMeta]] = field(default_factory=dict)
     """Of each optimizer, by its key: its parameters in the order of their numbers."""
     layouts: dict[str, Any] = field(default_factory=dict)
     """Of each optimizer, by its key: Parts.geometry()."""
     rules: dict[str, str] = field(default_factory=dict)
     """Of each optimizer, by its key: Parts.rule. Not there in early ones."""
-    kinds: dict[str, Kind] = field(default_factory=dict)
-    """Of all parts."""
+    tensors: dict[str, TensorMeta] = field(default_factory=dict)
+    """Of all ranks' indices."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Of all parts."""
-    word: int = field(default=0, compare=False)
+    """Of all ranks' indices."""
+    checksum: int = field(default=0, compare=False)
     """Of 24 bits, the same for the same manifest; not saved."""
 
     def to_bytes(self) -> bytes:
         """Return the contents of its file."""
-        return sealed({"format": FORMAT, **{k: v for k, v in vars(self).items() if k != "word"}})
+        content = {
+            "format": FORMAT,
+            "world_size": self.world_size,
+            "files": self.files,
+            "info": self.info,
+            "params": self.params,
+            "layouts": self.layouts,
+            "rules": self.rules,
+            "kinds": self.tensors,
+            "counts": self.counts,
+        }
+        return encode_with_digest(content)
 
     @classmethod
-    def read(cls, source: Source) -> Manifest:
+    def read(cls, source: CheckpointReader) -> Manifest:
         """Return the manifest of a checkpoint.
 
         Raises:
@@ -263,7 +412,7 @@ class Manifest:
         """
         name = f"{source.name}/{MANIFEST}"
         if MANIFEST not in source.folder.names():
-            inside = checkpoints_in(source.path)
+            inside = find_checkpoints(source.path)
             if inside:
                 names = ", ".join(str(path.relative_to(source.path)) for path in reversed(inside))
                 raise CheckpointError(
@@ -274,53 +423,55 @@ class Manifest:
                 [f"{name} is missing"],
                 "If shardfuse has not saved it, torch.distributed.checkpoint.load() may read it.",
             )
-        data = source.read(MANIFEST, None, _MOST_NBYTES)
-        content = unsealed(data, name)
-        with _legible(name):
-            version = _number(content["format"])
+        data = source.read(MANIFEST, None, _MAX_READ_NBYTES)
+        content = decode_with_digest(data, name)
+        with _reports_other_form(name):
+            version = _as_int(content["format"])
             if version > FORMAT:
                 raise CheckpointError(
                     f"{source.path} has format {version}; this version reads {FORMAT}. Upgrade."
                 )
             files = [
-                File(_plain(file), _number(nbytes, most=_MOST_NBYTES), str(digest))
+                FileRecord(_as_file_name(file), _as_int(nbytes, most=_MAX_READ_NBYTES), str(digest))
                 for file, nbytes, digest in content["files"]
             ]
-            held = cls(_number(content["world_size"], 1), files, _dict(content["info"]))
-            expected = {METADATA, *(Part(rank).name for rank in range(len(files) - 1))}
+            held = cls(_as_int(content["world_size"], 1), files, _as_dict(content["info"]))
+            expected = {METADATA, *(ShardIndex(rank).name for rank in range(len(files) - 1))}
             if {file.name for file in files} != expected or held.world_size != len(files) - 1:
                 raise ValueError(f"its files are not those of {held.world_size:,} ranks")
-            for key, notes in _dict(content["params"]).items():
-                held.params[key] = [_note(note) for note in notes]
+            for key, notes in _as_dict(content["params"]).items():
+                held.params[key] = [_as_param_meta(note) for note in notes]
             # Not there in the first ones of this format: then all parts are read.
-            held.layouts = _dict(content.get("layouts", {}))
-            held.rules = {k: str(rule) for k, rule in _dict(content.get("rules", {})).items()}
-            held.counts = _counts(content.get("counts", {}))
-            held.kinds = _kinds(content.get("kinds", {}))
-        held.word = 1 + zlib.crc32(data) % ((1 << 24) - 1)
+            held.layouts = _as_dict(content.get("layouts", {}))
+            held.rules = {k: str(rule) for k, rule in _as_dict(content.get("rules", {})).items()}
+            held.counts = _as_counts(content.get("counts", {}))
+            held.tensors = _as_tensors(content.get("kinds", {}))
+        held.checksum = 1 + zlib.crc32(data) % ((1 << 24) - 1)
         return held
 
-    def read_file(self, source: Source, file: File) -> bytes:
+    def read_file(self, source: CheckpointReader, file: FileRecord) -> bytes:
         """Return the contents of one of its files; DamagedCheckpoint where they are others."""
-        data = source.read(file.name, file.nbytes, _MOST_NBYTES)
+        data = source.read(file.name, file.nbytes, _MAX_READ_NBYTES)
         if digest_of(data) != file.digest:
             raise DamagedCheckpoint([f"{source.name}/{file.name} is damaged"])
         return data
 
-    def parts(self, source: Source, ranks: Collection[int] | None = None) -> list[Part]:
+    def read_indices(
+        self, source: CheckpointReader, ranks: Collection[int] | None = None
+    ) -> list[ShardIndex]:
         """Return what ``ranks`` have written; None: all.
 
         Raises:
             DamagedCheckpoint: some are damaged; all of these are named.
         """
         parts, faults = [], []
-        names = None if ranks is None else {Part(rank).name for rank in ranks}
+        names = None if ranks is None else {ShardIndex(rank).name for rank in ranks}
         for file in self.files:
             if file.name == METADATA or (names is not None and file.name not in names):
                 continue
             try:
                 data = self.read_file(source, file)
-                part = Part.from_bytes(data, f"{source.name}/{file.name}")
+                part = ShardIndex.from_bytes(data, f"{source.name}/{file.name}")
                 faults += self._differences(source, part, file)
                 parts.append(part)
             except DamagedCheckpoint as damage:
@@ -331,53 +482,55 @@ class Manifest:
             raise DamagedCheckpoint(faults)
         return parts
 
-    def _differences(self, source: Source, part: Part, file: File) -> list[str]:
+    def _differences(
+        self, source: CheckpointReader, part: ShardIndex, file: FileRecord
+    ) -> list[str]:
         """Return how what a rank says of its tensors differs from what the manifest says."""
         name = f"{source.name}/{file.name}"
         if part.name != file.name:
             return [f"{name} is of rank {part.rank}"]
-        kinds = part.kinds.items() if self.kinds else ()
+        kinds = part.tensors.items() if self.tensors else ()
         return [
-            f"{name} has {key} as {kind}, the manifest as {self.kinds.get(key)}"
+            f"{name} has {key} as {kind}, the manifest as {self.tensors.get(key)}"
             for key, kind in kinds
-            if self.kinds.get(key) != kind
+            if self.tensors.get(key) != kind
         ]
 
 
-def _note(content: Any) -> ParamNote:
+def _as_param_meta(content: Any) -> ParamMeta:
     """Read the note of a parameter; ValueError unless it is dense, as parameters are."""
     name, shape, stride = content
-    note = ParamNote(str(name), [*_numbers(shape)], [*_numbers(stride)])
+    note = ParamMeta(str(name), [*_as_ints(shape)], [*_as_ints(stride)])
     expected = 1
     if 0 not in note.shape:
         for step, size in sorted(zip(note.stride, note.shape, strict=True)):
             if size > 1 and step != expected:
                 raise ValueError(f"{note.name} has the strides {note.stride} at {note.shape}")
             expected *= size
-    _number(expected)
+    _as_int(expected)
     return note
 
 
-def checkpoints_in(folder: Path) -> list[Path]:
+def find_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in ``folder/step-N`` or ``folder/*/step-N``, the newest first.
 
     The second is how a run's folder has them, such as RUN/checkpoints/step-N.
     """
     paths = (path.parent for way in ("", "*/") for path in folder.glob(f"{way}step-*/{MANIFEST}"))
-    found = [(step, path) for path in paths if (step := step_of(path.name)) is not None]
+    found = [(step, path) for path in paths if (step := step_in_name(path.name)) is not None]
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def item_faults(source: Source, items: Iterable[Item]) -> list[str]:
+def entry_faults(source: CheckpointReader, items: Iterable[IndexEntry]) -> list[str]:
     """Return which of ``items`` are not as they were written, by file, key and place."""
-    by_file: dict[str, list[Item]] = {}
+    by_file: dict[str, list[IndexEntry]] = {}
     for item in items:
         by_file.setdefault(item.file, []).append(item)
     faults: list[str] = []
     for name, members in sorted(by_file.items()):
         place = f"{source.name}/{name}"
         try:
-            faults += _faults_in(source, name, sorted(members, key=lambda item: item.start))
+            faults += _file_faults(source, name, sorted(members, key=lambda item: item.start))
         except FileNotFoundError:
             faults.append(f"{place} is missing")
         except OSError as error:
@@ -385,7 +538,7 @@ def item_faults(source: Source, items: Iterable[Item]) -> list[str]:
     return faults
 
 
-def _faults_in(source: Source, name: str, items: Sequence[Item]) -> Iterator[str]:
+def _file_faults(source: CheckpointReader, name: str, items: Sequence[IndexEntry]) -> Iterator[str]:
     """Yield what is damaged in one file; what is cut off, as one."""
     with source.opened(name) as file:
         nbytes = file.seek(0, 2)
@@ -404,13 +557,15 @@ def _faults_in(source: Source, name: str, items: Sequence[Item]) -> Iterator[str
         )
 
 
-def end_faults(source: Source, parts: Iterable[Part], *, is_exact: bool = False) -> list[str]:
+def length_faults(
+    source: CheckpointReader, parts: Iterable[ShardIndex], *, is_exact: bool = False
+) -> list[str]:
     """Return which files end before their last item, or, if ``is_exact``, after it.
 
     No digest is of what comes after it.
     """
     ends: dict[str, int] = {}
-    for item in (item for part in parts for item in part.items):
+    for item in (item for part in parts for item in part.entries):
         ends[item.file] = max(ends.get(item.file, 0), item.start + item.length)
     faults = []
     for name, end in sorted(ends.items()):
@@ -423,16 +578,16 @@ def end_faults(source: Source, parts: Iterable[Part], *, is_exact: bool = False)
     return faults
 
 
-def coverage_faults(parts: Iterable[Part]) -> list[str]:
+def coverage_faults(parts: Iterable[ShardIndex]) -> list[str]:
     """Return which tensors are not there as a whole, or which ranks have as different ones."""
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, TensorMeta] = {}
     boxes: dict[str, list[tuple[Sequence[int], Sequence[int]]]] = {}
     faults = []
     for part in parts:
-        for key, kind in part.kinds.items():
+        for key, kind in part.tensors.items():
             if kinds.setdefault(key, kind) != kind:
                 faults.append(f"{key} is {kind} on rank {part.rank} and {kinds[key]} on another")
-        for item in part.items:
+        for item in part.entries:
             if item.offsets is not None:
                 boxes.setdefault(item.key, []).append((item.offsets, item.sizes))
     for key, kind in kinds.items():
@@ -456,7 +611,7 @@ def are_same_elements(
     point of a field of 2**127 - 1 elements: different ones are equal there with a probability
     below 2**-60 (Schwartz-Zippel lemma). It takes the same time for every form of boxes.
     """
-    bases = [secrets.randbelow(_PRIME - 2) + 2 for _ in range(_MOST_DIMS)]
+    bases = [secrets.randbelow(_PRIME - 2) + 2 for _ in range(_MAX_DIMS)]
 
     def value(boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> int:
         total = 0
@@ -473,21 +628,21 @@ def are_same_elements(
 
 
 _PRIME = (1 << 127) - 1
-_MOST_DIMS = 64
+_MAX_DIMS = 64
 """Of a tensor of torch."""
 
 
-def sealed(content: Mapping[str, Any]) -> bytes:
+def encode_with_digest(content: Mapping[str, Any]) -> bytes:
     """Return ``content`` as JSON with a digest of its own text."""
     text = json.dumps(content, separators=(",", ":")).encode()
     return b'{"digest":"%s","content":%s}\n' % (digest_of(text).encode(), text)
 
 
-def unsealed(data: bytes, name: str) -> dict[str, Any]:
+def decode_with_digest(data: bytes, name: str) -> dict[str, Any]:
     """Return what was sealed; DamagedCheckpoint naming ``name`` where a byte is another."""
     start, end = b'{"digest":"', b"}\n"
     text = data[len(start) + DIGEST_LEN + len('","content":') : -len(end)]
     if data != b'%s%s","content":%s%s' % (start, digest_of(text).encode(), text, end):
         raise DamagedCheckpoint([f"{name} is damaged"])
-    with _legible(name):
-        return _dict(json.loads(text))
+    with _reports_other_form(name):
+        return _as_dict(json.loads(text))

@@ -20,54 +20,59 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from shardfuse.checkpoint.errors import CheckpointError
-from shardfuse.checkpoint.index import MANIFEST, METADATA, Manifest, step_of
-from shardfuse.checkpoint.source import Source
-from shardfuse.files import Folder, exchange, is_folder, make_folder, sync
+from shardfuse.checkpoint.index import (
+    MANIFEST,
+    METADATA,
+    CheckpointError,
+    CheckpointReader,
+    Manifest,
+    step_in_name,
+)
+from shardfuse.files import FolderHandle, exchange_names, fsync_path, is_folder, make_folder
 
 logger = logging.getLogger("shardfuse")
 
-_DATA = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp")
-_WRITTEN = r"part-[0-9]+\.json|manifest\.json|\.metadata"
-_NAMES = re.compile(rf"{_WRITTEN}|{_DATA.pattern}")
-_TEMPORARY = re.compile(rf"\.({_WRITTEN})(\.[0-9a-f]+)?\.unfinished")
-_SEAL = b'{"digest":"'
+_DATA_NAME = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp")
+_INDEX_NAMES = r"part-[0-9]+\.json|manifest\.json|\.metadata"
+_CHECKPOINT_NAME = re.compile(rf"{_INDEX_NAMES}|{_DATA_NAME.pattern}")
+_TEMPORARY_NAME = re.compile(rf"\.({_INDEX_NAMES})(\.[0-9a-f]+)?\.unfinished")
+_INDEX_PREFIX = b'{"digest":"'
 """How manifests and indices begin."""
 
 
-def unfinished(target: Path) -> Path:
+def staging_path(target: Path) -> Path:
     """Return the name of a checkpoint while it is written."""
     return target.with_name(f".{target.name}.unfinished")
 
 
-def replaced(target: Path) -> Path:
+def backup_path(target: Path) -> Path:
     """Return the name of an old checkpoint while a new one takes its place."""
     return target.with_name(f".{target.name}.replaced")
 
 
-def opened(target: Path) -> Source:
+def open_checkpoint(target: Path) -> CheckpointReader:
     """Open the checkpoint of that name, also where a process was killed that saved in its place.
 
     Raises:
         CheckpointError: there is none.
     """
     # Again, because names may change in between.
-    real = resolved(target)
-    hidden = [replaced(real), unfinished(real)] if real.name else []
+    real = resolve_link(target)
+    hidden = [backup_path(real), staging_path(real)] if real.name else []
     for path in 2 * [target, *hidden]:
         if os.path.exists(path / MANIFEST):
             with suppress(CheckpointError):
-                return Source(path)
-    return Source(target)
+                return CheckpointReader(path)
+    return CheckpointReader(target)
 
 
-def resolved(path: str | os.PathLike[str]) -> Path:
+def resolve_link(path: str | os.PathLike[str]) -> Path:
     """Return where a checkpoint is saved: a link stays, and what it names is replaced."""
     path = Path(path).absolute()
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
-def prepare(target: Path) -> None:
+def prepare_staging(target: Path) -> None:
     """Have a save into ``unfinished(target)`` possible. Of one process, before others write.
 
     It finishes what a killed process was about to do.
@@ -76,18 +81,18 @@ def prepare(target: Path) -> None:
         CheckpointError: there is something that is no checkpoint.
         OSError: the file system refuses.
     """
-    new, old = unfinished(target), replaced(target)
+    new, old = staging_path(target), backup_path(target)
     if os.path.lexists(target) and not is_folder(target):
         raise CheckpointError("it is a file; name a folder.")
     for path in (new, old):
         if os.path.lexists(path) and not is_folder(path):
-            _set_aside(path)
+            _keep_under_other_name(path)
     if not is_folder(target):
         if is_folder(old):
             os.rename(old, target)
         elif _has_manifest(new):
             os.rename(new, target)
-    others = foreign_in(target)
+    others = unrelated_names(target)
     if others:
         more = f" and {len(others) - 1} more" if others[1:] else ""
         raise CheckpointError(
@@ -95,29 +100,29 @@ def prepare(target: Path) -> None:
             "another, such as a new one inside of it."
         )
     for path in (new, old):
-        if is_folder(path) and (path == old or foreign_in(path, is_ours=True)):
-            remove(path)
+        if is_folder(path) and (path == old or unrelated_names(path, is_ours=True)):
+            remove_checkpoint(path)
     with make_folder(new) as folder, suppress(FileNotFoundError):
         folder.remove(MANIFEST)  # first of all: what it lists is overwritten
 
 
-def put_in_place(target: Path) -> None:
+def commit_staging(target: Path) -> None:
     """Give the finished checkpoint its name, and remove the old one. Of one process.
 
     Raises:
         OSError: the file system refuses; the old one has its name.
     """
-    new, old = unfinished(target), replaced(target)
+    new, old = staging_path(target), backup_path(target)
     if not is_folder(target):
         os.rename(new, target)
-        sync(target.parent)
+        fsync_path(target.parent)
         return
-    if exchange(new, target):
+    if exchange_names(new, target):
         old = new
         try:
-            sync(target.parent)
+            fsync_path(target.parent)
         except OSError:
-            exchange(new, target)
+            exchange_names(new, target)
             raise
     else:
         os.rename(target, old)
@@ -127,27 +132,27 @@ def put_in_place(target: Path) -> None:
             with suppress(OSError):  # something else has taken the name; readers find the old one
                 os.rename(old, target)
             raise
-        sync(target.parent)
-    remove(old)
+        fsync_path(target.parent)
+    remove_checkpoint(old)
 
 
-def remove(folder: Path) -> None:
+def remove_checkpoint(folder: Path) -> None:
     """Remove a checkpoint that nobody will read by this name, and nothing else.
 
     What else is in it is left, under a name that shows it; a warning says so. Errors of the file
     system are left to the next save, which tries again.
     """
     try:
-        remove_files(folder)
+        remove_checkpoint_files(folder)
         if os.listdir(folder):
-            _set_aside(folder)
+            _keep_under_other_name(folder)
         else:
             os.rmdir(folder)
     except OSError as error:
         logger.warning("%s is not removed: %s", folder, error)
 
 
-def _set_aside(path: Path) -> None:
+def _keep_under_other_name(path: Path) -> None:
     """Rename what is in the way and no checkpoint's, to a name that shows it."""
     name, number = path.name.strip("."), 1
     while os.path.lexists(kept := path.with_name(f"{name}.kept{number if number > 1 else ''}")):
@@ -156,31 +161,31 @@ def _set_aside(path: Path) -> None:
     logger.warning("%s is of no checkpoint, and was in the way.", kept)
 
 
-def clean(folder: Path) -> None:
+def recover_interrupted(folder: Path) -> None:
     """Finish or remove what killed processes have left of a run. Of the process that saves."""
     for name in sorted(os.listdir(folder)):
         base, _, ending = name.removeprefix(".").rpartition(".")
         is_left = name.startswith(".") and ending in ("unfinished", "replaced", "discarded")
-        if not is_left or step_of(base) is None or not is_folder(folder / name):
+        if not is_left or step_in_name(base) is None or not is_folder(folder / name):
             continue
         is_whole = ending == "replaced" or (ending == "unfinished" and _has_manifest(folder / name))
         if is_whole and not os.path.lexists(folder / base):
             os.rename(folder / name, folder / base)
         else:
-            remove(folder / name)
+            remove_checkpoint(folder / name)
 
 
-def remove_files(path: Path) -> None:
+def remove_checkpoint_files(path: Path) -> None:
     """Remove a checkpoint's files, the manifest first: without it, it is none."""
-    others = foreign_in(path, is_ours=path.name.startswith("."))
-    with Folder(path, follow=False) as folder:
+    others = unrelated_names(path, is_ours=path.name.startswith("."))
+    with FolderHandle(path, follow=False) as folder:
         names = [name for name in folder.names() if name not in others]
         for name in sorted(names, key=lambda name: name != MANIFEST):
             with suppress(FileNotFoundError):
                 folder.remove(name)
 
 
-def foreign_in(path: Path, *, is_ours: bool = False) -> list[str]:
+def unrelated_names(path: Path, *, is_ours: bool = False) -> list[str]:
     """Return names in a folder that are no checkpoint's. See [Note: what is removed].
 
     Args:
@@ -189,44 +194,46 @@ def foreign_in(path: Path, *, is_ours: bool = False) -> list[str]:
     """
     if not is_folder(path):
         return []
-    with Source(path) as source:
+    with CheckpointReader(path) as source:
         folder = source.folder
-        names = [name for name in folder.names() if not _TEMPORARY.fullmatch(name)]
+        names = [name for name in folder.names() if not _TEMPORARY_NAME.fullmatch(name)]
         listed, ranks = {MANIFEST, METADATA}, range(0)
         try:
             manifest = Manifest.read(source)
         except CheckpointError:
-            is_rest = METADATA not in names and all(map(is_name_of_checkpoint, names))
-            if not is_ours and not is_rest and not any(_is_sealed(folder, n) for n in names):
+            is_rest = METADATA not in names and all(map(is_checkpoint_file_name, names))
+            if not is_ours and not is_rest and not any(_begins_as_index(folder, n) for n in names):
                 return names
-            others = [name for name in names if not _NAMES.fullmatch(name)]
+            others = [name for name in names if not _CHECKPOINT_NAME.fullmatch(name)]
         else:
             listed, ranks = {file.name for file in manifest.files}, range(manifest.world_size)
-            others = [n for n in names if n not in listed | {MANIFEST} and _rank_of(n) not in ranks]
+            others = [
+                n for n in names if n not in listed | {MANIFEST} and _rank_in_name(n) not in ranks
+            ]
         return others + [name for name in names if name not in others and folder.has_folder(name)]
 
 
-def is_name_of_checkpoint(name: str) -> bool:
+def is_checkpoint_file_name(name: str) -> bool:
     """Return whether a file of a checkpoint may be called so."""
-    return _NAMES.fullmatch(name) is not None
+    return _CHECKPOINT_NAME.fullmatch(name) is not None
 
 
-def _rank_of(name: str) -> int:
+def _rank_in_name(name: str) -> int:
     """Return the rank whose data a file is named for; -1: it is not named so."""
-    found = _DATA.fullmatch(name)
+    found = _DATA_NAME.fullmatch(name)
     return int(found[1]) if found else -1
 
 
-def _is_sealed(folder: Folder, name: str) -> bool:
+def _begins_as_index(folder: FolderHandle, name: str) -> bool:
     """Return whether a file begins as a manifest or an index does, which may be damaged."""
-    if not _NAMES.fullmatch(name) or not folder.has_file(name):
+    if not _CHECKPOINT_NAME.fullmatch(name) or not folder.has_file(name):
         return False
     with folder.open(name) as file:
-        return file.read(len(_SEAL)) == _SEAL
+        return file.read(len(_INDEX_PREFIX)) == _INDEX_PREFIX
 
 
 def _has_manifest(path: Path) -> bool:
     if not is_folder(path):
         return False
-    with Folder(path, follow=False) as folder:
+    with FolderHandle(path, follow=False) as folder:
         return folder.has_file(MANIFEST)

@@ -1,58 +1,61 @@
-"""Save and load a checkpoint, every rank its part; one small all-reduce commits."""
+"""Save a checkpoint: each rank writes its own shards, and the first rank commits.
+
+[Note: no collective in the thread] An asynchronous save writes in a thread. Collectives of that
+thread could interleave with those of training. So ranks communicate through the process group's
+key-value store instead: each rank publishes the checksum of its index, and the first rank commits
+once it has read all of them. wait() is collective, and the training thread calls it. It also
+detects that a rank has died. If the store is gone, for example because torchrun's agent has died,
+wait() gathers the checksums by an all-reduce, and the first rank commits then.
+"""
 
 from __future__ import annotations
 
-import functools
+import json
+import logging
 import os
+import threading
+import time
+import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from shardfuse.checkpoint.beside import will_load
-from shardfuse.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from shardfuse.checkpoint.collective import (
+    CheckpointGroup,
+    catch,
+    check_state,
+    next_sequence_number,
+)
 from shardfuse.checkpoint.index import (
     MANIFEST,
     METADATA,
-    File,
+    CheckpointError,
+    FileRecord,
     Manifest,
-    ParamNote,
-    Part,
+    ParamMeta,
+    ShardIndex,
     coverage_faults,
-    item_faults,
 )
-from shardfuse.checkpoint.places import ranks_needed
-from shardfuse.checkpoint.ranks import Ranks, check_state, tried
 from shardfuse.checkpoint.replacement import (
-    opened,
-    prepare,
-    put_in_place,
-    remove,
-    resolved,
-    unfinished,
+    commit_staging,
+    prepare_staging,
+    remove_checkpoint,
+    resolve_link,
+    staging_path,
 )
-from shardfuse.checkpoint.source import Source
 from shardfuse.checkpoint.state import TrainingState
-from shardfuse.checkpoint.storage import (
-    Copies,
-    PlannedPart,
-    Reading,
-    dtype_named,
-    metadata_of,
-    pickled,
-)
-from shardfuse.checkpoint.whole import whole_beside
-from shardfuse.comm import Communicator
-from shardfuse.files import Folder, is_folder, make_folder
-
-_ATTEMPTS = 10
-"""How often a checkpoint may be replaced while ranks open it."""
+from shardfuse.checkpoint.storage import DeferredCopies, ShardWriter, dcp_metadata, pickle_metadata
+from shardfuse.comm.base import PeerError, unreadable
+from shardfuse.files import FolderHandle, is_folder, make_folder
+from shardfuse.optim.base import ShardedOptimizer
+from shardfuse.streams import current_stream
 
 
-class Save:
+class _SaveOperation:
     """One save of one rank: planned when built, then written, then committed.
 
     Args:
@@ -68,56 +71,58 @@ class Save:
         folder: str | os.PathLike[str],
         process_group: Any = None,
         info: Mapping[str, Any] | None = None,
-        copies: Copies | None = None,
+        copies: DeferredCopies | None = None,
     ) -> None:
         check_state(state)
-        self.target = resolved(folder)
-        self.ranks = Ranks(state, process_group, f"{self.target} is not saved")
-        self._unfinished = unfinished(self.target)
+        self.target = resolve_link(folder)
+        self.ranks = CheckpointGroup(state, process_group, f"{self.target} is not saved")
+        self._unfinished = staging_path(self.target)
         self._info = dict(info or {})
-        self._params: dict[str, list[ParamNote]] = {}
+        self._params: dict[str, list[ParamMeta]] = {}
         self._layouts: dict[str, Any] = {}
         self._rules: dict[str, str] = {}
-        self._planned, self._error = tried(lambda: self._plan(state, copies))
+        self._planned, self._error = catch(lambda: self._plan(state, copies))
 
-    def _plan(self, state: Mapping[str, Any], copies: Copies | None) -> PlannedPart:
+    def _plan(self, state: Mapping[str, Any], copies: DeferredCopies | None) -> ShardWriter:
         rank = self.ranks.comm.rank
         if rank == 0:
-            prepare(self.target)  # others write when all have planned
+            prepare_staging(self.target)  # others write when all have planned
         held = TrainingState(state, rank)
         self._params = {
-            key: [ParamNote(spec.name, list(spec.shape), list(spec.stride)) for spec in parts.specs]
+            key: [ParamMeta(spec.name, list(spec.shape), list(spec.stride)) for spec in parts.specs]
             for key, parts in held.parts.items()
         }
         self._layouts = {key: parts.geometry() for key, parts in held.parts.items()}
         self._rules = {key: parts.rule for key, parts in held.parts.items()}
         own = held.own_keys()
-        return PlannedPart(self._unfinished, rank, held.to_write(), copies, own)
+        return ShardWriter(self._unfinished, rank, held.to_write(), copies, own)
 
     def write(self) -> tuple[int, Exception | None]:
         """Write this rank's part; return a word for it, or what went wrong. Local."""
         if self._planned is None:
             return 0, self._error
-        part, error = tried(self._planned.write)
+        part, error = catch(self._planned.write)
         if part is not None:
-            _, error = tried(lambda: self._write_index(part))
-        return (0, error) if part is None or error is not None else (_word(part.to_bytes()), None)
+            _, error = catch(lambda: self._write_index(part))
+        return (
+            (0, error) if part is None or error is not None else (_checksum(part.to_bytes()), None)
+        )
 
-    def _write_index(self, part: Part) -> None:
+    def _write_index(self, part: ShardIndex) -> None:
         with make_folder(self._unfinished) as folder:
-            folder.write_whole(part.name, part.to_bytes())
+            folder.write_atomically(part.name, part.to_bytes())
 
     def publish(self, words: list[int], then: Callable[[], None]) -> Exception | None:
         """Make a checkpoint of all parts, by their words; return what goes wrong. Of one rank."""
         manifest = Manifest(len(words), [], self._info, self._params, self._layouts)
         manifest.rules = self._rules
-        error = tried(lambda: _publish(self.target, words, manifest))[1]
-        return tried(then)[1] if error is None else error
+        error = catch(lambda: _commit(self.target, words, manifest))[1]
+        return catch(then)[1] if error is None else error
 
     def clear(self) -> None:
         """Remove what was written and will not be published."""
         if is_folder(self._unfinished):
-            remove(self._unfinished)
+            remove_checkpoint(self._unfinished)
 
 
 def save(
@@ -147,7 +152,7 @@ def save(
     Raises:
         CheckpointError: on all ranks, if any rank cannot write.
     """
-    one = Save(state, folder, process_group, info)
+    one = _SaveOperation(state, folder, process_group, info)
     comm = one.ranks.comm
     # Not of one path: hosts may mount the file system at other places.
     with one.ranks.call("checkpoint.save()", f"name = {one.target.name}"):
@@ -161,58 +166,58 @@ def save(
             raise
 
 
-def _word(data: bytes) -> int:
+def _checksum(data: bytes) -> int:
     """Return a number of 1 to 2**24 - 1, the same for the same data."""
     return 1 + zlib.crc32(data) % ((1 << 24) - 1)
 
 
-def _publish(target: Path, words: list[int], manifest: Manifest) -> None:
+def _commit(target: Path, words: list[int], manifest: Manifest) -> None:
     """Make a checkpoint of what all ranks have written, with a manifest that lacks the files.
 
     Raises:
         CheckpointError: this rank does not see all of it, or it is not whole.
         OSError: the file system refuses.
     """
-    with Folder(unfinished(target), follow=False) as folder:
-        _finish(folder, words, manifest)
-    put_in_place(target)
+    with FolderHandle(staging_path(target), follow=False) as folder:
+        _write_manifest(folder, words, manifest)
+    commit_staging(target)
 
 
-def _finish(folder: Folder, words: list[int], manifest: Manifest) -> None:
+def _write_manifest(folder: FolderHandle, words: list[int], manifest: Manifest) -> None:
     parts, files = [], manifest.files
     for rank, word in enumerate(words):
-        name = Part(rank).name
+        name = ShardIndex(rank).name
         data = b""
         if folder.has_file(name):
             with folder.open(name) as file:
                 data = file.read()
-        if not data or _word(data) != word:
+        if not data or _checksum(data) != word:
             raise CheckpointError(
                 f"rank 0 does not see in {folder.path} what rank {rank} has written there; all "
                 "ranks must write to one file system."
             )
-        parts.append(Part.from_bytes(data, name))
-        files.append(File.of(name, data))
-        _check_sizes(folder, parts[-1])
+        parts.append(ShardIndex.from_bytes(data, name))
+        files.append(FileRecord.of(name, data))
+        _check_visible_sizes(folder, parts[-1])
     faults = coverage_faults(parts)
     if faults:
         raise CheckpointError(f"{'; '.join(faults[:5])}: ranks have saved different things.")
-    manifest.kinds = {key: kind for part in parts for key, kind in part.kinds.items()}
+    manifest.tensors = {key: kind for part in parts for key, kind in part.tensors.items()}
     manifest.counts = {key: count for part in parts for key, count in part.counts.items()}
-    metadata = pickled(metadata_of(parts))
-    folder.write_whole(METADATA, metadata)
-    files.append(File.of(METADATA, metadata))
+    metadata = pickle_metadata(dcp_metadata(parts))
+    folder.write_atomically(METADATA, metadata)
+    files.append(FileRecord.of(METADATA, metadata))
     # What an earlier attempt has left, which may have had more ranks.
-    names = {f.name for f in files} | {i.file for p in parts for i in p.items}
+    names = {f.name for f in files} | {i.file for p in parts for i in p.entries}
     for name in set(folder.names()) - names:
         folder.remove(name)
-    folder.write_whole(MANIFEST, manifest.to_bytes())
+    folder.write_atomically(MANIFEST, manifest.to_bytes())
 
 
-def _check_sizes(folder: Folder, part: Part) -> None:
+def _check_visible_sizes(folder: FolderHandle, part: ShardIndex) -> None:
     """Raise CheckpointError unless what a rank has written is seen here in its full length."""
     ends: dict[str, int] = {}
-    for item in part.items:
+    for item in part.entries:
         ends[item.file] = max(ends.get(item.file, 0), item.start + item.length)
     for name, nbytes in ends.items():
         found = folder.size(name) if folder.has_file(name) else 0
@@ -223,206 +228,246 @@ def _check_sizes(folder: Folder, part: Part) -> None:
             )
 
 
-def load(
-    state: dict[str, Any],
-    folder: str | os.PathLike[str],
-    *,
-    process_group: Any = None,
-    accept: Callable[[Mapping[str, Any]], None] = lambda info: None,
-    trusted: bool = False,
-    look_beside: bool = True,
-) -> dict[str, Any]:
-    """Load a checkpoint of save() with any number of ranks; return its ``info``. Collective.
+logger = logging.getLogger("shardfuse")
 
-    Every rank checks the digests of its part, and reads it. If anything is damaged for any rank,
-    all raise and nothing has changed. If another process saves in its place meanwhile, all ranks
-    load the old one or all the new one. Everything in ``state`` must be in the checkpoint. The
-    checkpoint may have more keys, but not more of a module or an optimizer than ``state`` has. If
-    the caller's own load_state_dict() raises on a rank, all raise, with models and optimizers
-    already loaded.
+_POLL_S = 0.02
+
+
+class AsyncSave:
+    """A save in progress, as async_save() returns it.
 
     Args:
-        state: as for save(). Objects are loaded in place, values are replaced in this dict.
-        folder: the checkpoint.
-        process_group: as for save().
-        accept: called with the saved ``info``; raises if the checkpoint shall not be loaded.
-        trusted: whether values may be of any class. Reading such values runs code from the file.
-        look_beside: whether an error of damage names the newest whole checkpoint of the same run.
-            To find it, all ranks read these checkpoints, each its share.
-
-    Raises:
-        DamagedCheckpoint: files differ from what was written. It names them and their contents.
-        CheckpointError: there is no checkpoint, or it does not fit ``state``.
+        one: what is saved, and where.
+        copies: copies of what may change before it is written.
+        then: called when the checkpoint is complete.
     """
-    check_state(state)
-    source = Path(folder).absolute()
-    ranks = Ranks(state, process_group, f"{source} is not loaded")
-    with ranks.call("checkpoint.load()", f"name = {source.name}"):
-        build = functools.partial(_Loading, state=state, ranks=ranks, accept=accept)
-        with _verified(
-            ranks, source, functools.partial(build, trusted=trusted), look_beside
-        ) as read:
-            read.finish()
-            values, error = tried(read.take_values)
-        ranks.agree(error)
-        state.update(values or {})
-    return read.manifest.info
+
+    def __init__(
+        self, one: _SaveOperation, copies: DeferredCopies, then: Callable[[], None]
+    ) -> None:
+        self._save, self._copies, self._then = one, copies, then
+        self._ranks = one.ranks
+        self._begin = _record_event(one.ranks.device)
+        self._error: Exception | None = None
+        self._written = threading.Event()
+        self._word = 0
+        self._is_unheard = False  # the first rank's: the store has not brought all words
+        self._is_abandoned = False
+        self._is_over = False
+        self._topic = f"saves/{next_sequence_number(self._ranks.comm)}"
+        self._thread = threading.Thread(target=self._run, name="shardfuse save", daemon=True)
+
+    @property
+    def extra_nbytes(self) -> int:
+        """Largest number of bytes of copies that this rank held at once."""
+        return self._copies.most_nbytes
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this rank has finished. Local: other ranks may be slower or faster."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is complete. Collective.
+
+        Raises:
+            CheckpointError: on all ranks, if any could not write.
+        """
+        if self._is_over:
+            return
+        self._is_over = True
+        try:
+            with self._ranks.call("checkpoint.wait()"):
+                self._written.wait()
+                words = self._ranks.agree(self._error, self._word)
+                self._thread.join()
+                if self._is_unheard:
+                    self._publish(words)
+                self._ranks.agree(self._error)
+        finally:
+            self._is_abandoned = True
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._thread.start()
+
+    def before_step(self) -> bool:
+        """Copy what is not written yet; raise what has gone wrong. Local.
+
+        Returns:
+            Whether there may be more to copy, or to raise.
+
+        Raises:
+            CheckpointError: this rank could not write.
+        """
+        self._copies.freeze()
+        if not self.is_done:
+            return True
+        if self._error is not None and not self._is_over:
+            with self._ranks.comm.call("step()"):
+                raise CheckpointError(f"{self._save.target} is not saved: {self._error}")
+        return False
+
+    def before_load(self) -> bool:
+        """Copy what is not written yet. Local; see before_step()."""
+        self._copies.freeze()
+        return not self._is_over
+
+    def _run(self) -> None:
+        with _on_device_after(self._ranks.device, self._begin):
+            self._word, self._error = self._save.write()
+            self._copies.freeze()
+        comm = self._ranks.comm
+        text = "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        if comm.world_size > 1:
+            comm.tell(self._topic, json.dumps([self._word, text]))
+        self._written.set()
+        if comm.rank == 0 and self._error is None:
+            try:
+                self._commit()
+            except PeerError as error:
+                self._error = error
+
+    def _commit(self) -> None:
+        """Publish once all parts are written; the first rank's."""
+        words = self._await_words() if self._ranks.comm.world_size > 1 else [self._word]
+        if words is None:
+            self._is_unheard = True
+        elif all(words):
+            self._publish(words)
+        else:
+            self._save.clear()
+
+    def _publish(self, words: list[int]) -> None:
+        self._error = self._save.publish(words, self._then)
+        if self._error is not None:
+            logger.error("%s is not saved: %s", self._save.target, self._error)
+
+    def _await_words(self) -> list[int] | None:
+        """Return every rank's word; a 0 among them as soon as there is one; None: no store."""
+        while not self._is_abandoned:
+            texts = self._ranks.comm.told(self._topic)
+            told = [_parse_checksum(text, self._topic) for text in texts if text is not None]
+            if len(told) == self._ranks.comm.world_size or 0 in told:
+                return told
+            if self._ranks.comm.is_store_gone:
+                return None
+            time.sleep(_POLL_S)
+        return [0]
+
+
+def _parse_checksum(text: str, key: str) -> int:
+    """Return the word of a rank from what it told."""
+    with suppress(ValueError, TypeError, RecursionError):
+        word, reason = json.loads(text)
+        if type(word) is int and 0 <= word < 1 << 24 and isinstance(reason, str):
+            return word
+    raise unreadable(key, text)
+
+
+def _record_event(device: torch.device) -> Any:
+    """Return an event of what this thread has launched on an accelerator; None on the CPU."""
+    stream = current_stream(device)
+    return None if stream is None else stream.record_event()
 
 
 @contextmanager
-def _verified(
-    ranks: Ranks, target: Path, build: Callable[[Source], _Loading], look_beside: bool
-) -> Iterator[_Loading]:
-    """Give this rank's reading of the one checkpoint that all ranks have opened. Collective.
+def _on_device_after(device: torch.device, begin: Any) -> Iterator[None]:
+    """Have this thread use ``device``, after ``begin``, and not wait for what training launches.
 
-    It begins anew where another process has replaced or removed the checkpoint meanwhile.
+    A thread begins with the first device of the host, which is another rank's, and with the stream
+    that training uses: torch's writer waits for it. (Not run on hardware.)
+    """
+    if begin is None:
+        yield
+        return
+    module = torch.get_device_module(device)
+    module.set_device(device)
+    stream = module.Stream(device)
+    stream.wait_event(begin)
+    with module.stream(stream):
+        yield
+
+
+def async_save(
+    state: Mapping[str, Any],
+    folder: str | os.PathLike[str],
+    *,
+    process_group: Any = None,
+    info: Mapping[str, Any] | None = None,
+    then: Callable[[], None] = lambda: None,
+) -> AsyncSave:
+    """Save as save() does, while training continues; return at once. Collective.
+
+    Optimizer states and this rank's part of the parameters do not change before the next step().
+    So a thread copies and writes one fragment at a time, and the next step() first copies the rest.
+    The extra memory is one fragment, or at most this rank's part if step() comes first
+    (``extra_nbytes`` says how much it was). Everything else, such as buffers of modules, is copied
+    at once. A load, by load() or load_state_dict(), first copies the rest, too. Nothing else may
+    change parameters or states: call wait() before you load in another way. The thread uses a core
+    for one second per GB, and the time of the disk. If ranks leave no core free, training is slower
+    during that time.
+
+    A failure is raised on all ranks, by the next step() of the rank that failed or by wait(),
+    whichever comes first. Call wait() before the next save, and before the process ends.
+
+    Args:
+        state, folder, process_group, info: as for save().
+        then: called in the thread of the first rank when the checkpoint is complete.
 
     Raises:
-        CheckpointError: as for load().
+        CheckpointError: on all ranks, if one cannot start.
     """
-    for _ in range(_ATTEMPTS):
-        with ExitStack() as stack:
-            source, error = tried(lambda: stack.enter_context(opened(target)))
-            read = None
-            if source is not None:
-                read, error = tried(functools.partial(build, source))
-            words = ranks.words(0 if read is None else read.manifest.word)
-            if all(words) and len(set(words)) == 1:
-                assert read is not None
-                yield read
-                return
-            has_moved = source is not None and source.has_moved
-            if not all(words) and 2 not in ranks.words(1 + has_moved):
-                try:
-                    ranks.agree(error)
-                except DamagedCheckpoint as damage:
-                    advice = whole_beside(ranks, target) if look_beside else ""
-                    raise DamagedCheckpoint(damage.faults, advice) from error
-    raise CheckpointError(
-        f"{target} is not loaded: another process saved in its place {_ATTEMPTS} times while it "
-        "was read. Load a copy of it, or save less often."
-    )
+    copies = DeferredCopies()
+    one = _SaveOperation(state, folder, process_group, info, copies)
+    with one.ranks.call("checkpoint.async_save()", f"name = {one.target.name}"):
+        saving = AsyncSave(one, copies, then)
+    for value in state.values():
+        if isinstance(value, ShardedOptimizer):
+            register_running_save(value, saving)
+    saving.start()
+    return saving
 
 
-def _room(manifest: Manifest, state: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
-    """Return tensors for values that were saved as tensors; None: an early manifest, without."""
-    kinds = [(key, manifest.kinds[key]) for key in state if key in manifest.kinds]
-    try:
-        room = {key: torch.empty(kind.shape, dtype=dtype_named(kind.dtype)) for key, kind in kinds}
-    except RuntimeError as error:  # no memory for it
-        raise DamagedCheckpoint(
-            [f"{MANIFEST} has sizes of more than there can be: {error}"]
-        ) from None
-    return room if manifest.kinds else None
+class RunningSave(Protocol):
+    """A save that is not over."""
+
+    def before_step(self) -> bool:
+        """Copy what is left; return whether to be told again, or raise what has gone wrong."""
+
+    def before_load(self) -> bool:
+        """Copy what is left; return whether to be told again."""
 
 
-class _Loading:
-    """One rank's reading of a checkpoint; built, it has verified and checked all that it needs."""
+_running_saves: weakref.WeakKeyDictionary[ShardedOptimizer, list[RunningSave]] = (
+    weakref.WeakKeyDictionary()
+)
 
-    def __init__(
-        self,
-        source: Source,
-        state: Mapping[str, Any],
-        ranks: Ranks,
-        accept: Callable[[Mapping[str, Any]], None],
-        trusted: bool,
-    ) -> None:
-        comm: Communicator = ranks.comm
-        self.manifest = Manifest.read(source)
-        accept(self.manifest.info)
-        self._held = held = TrainingState(state, comm.rank)
-        held.expect(self.manifest.world_size, comm.world_size)
-        self._checked = held.to_check(_room(self.manifest, state))
-        self._filled = held.to_fill()
-        counts = held.split_counts(self._checked, self.manifest.counts)
-        parts = self._planned(source, comm.rank, trusted)
-        readings = (self._first, self._rest, self._last)
-        items = {item for reading in readings for item in reading.items(parts)}
-        source.keep(item.file for item in items)
-        items |= {item for part in parts for item in part.items if item.key in part.counts}
-        faults = []
-        if comm.rank == 0:
-            metadata = next(file for file in self.manifest.files if file.name == METADATA)
-            _, damage = tried(lambda: self.manifest.read_file(source, metadata))
-            faults += damage.faults if isinstance(damage, DamagedCheckpoint) else []
-        faults += item_faults(source, items)
-        if faults:
-            raise DamagedCheckpoint(faults)
-        self._first.read()
-        for key, values in counts.items():
-            self._checked[key] |= values
-        try:
-            held.check(self._checked)
-        except ValueError as error:
-            raise CheckpointError(f"{source.path} does not fit: {error}") from error
-        self._check_order(source.path)
-        read = {f"{key}.{name}" for key, values in counts.items() for name in values}
-        self._check_extra(source.path, read.union(*(reading.keys for reading in readings)))
 
-    def _planned(self, source: Source, rank: int, trusted: bool) -> list[Part]:
-        """Plan what is read; return the indices for that. See [Note: few indices]."""
-        manifest, held = self.manifest, self._held
-        ranks = ranks_needed(manifest.layouts, manifest.world_size, held.parts, rank)
-        is_enough = bool(manifest.kinds) and len(ranks) < manifest.world_size
-        for only in (ranks, None) if is_enough else (None,):
-            parts = manifest.parts(source, only)
-            self._saved = {item.key for part in parts for item in part.items} | {*manifest.kinds}
-            plan = functools.partial(Reading, source, parts, kinds=manifest.kinds)
-            try:
-                self._first = plan(self._checked, trusted=trusted)
-                self._rest = plan(held.to_read(self._filled, self._saved))
-                self._last = plan(held.to_read_after(self._saved))
-            except CheckpointError as error:
-                if only is None:
-                    saved = self._saved | {*manifest.counts}
-                    remedy = held.without_states(self._filled, saved)
-                    raise CheckpointError(f"{error}{remedy}") from error
-                continue
-            if all(r.is_complete for r in (self._first, self._rest, self._last)):
-                break
-        return parts
+def register_running_save(optimizer: ShardedOptimizer, save: RunningSave) -> None:
+    """Have ``save`` told before step() or a load changes ``optimizer``."""
+    if optimizer not in _running_saves:
+        _running_saves[optimizer] = []
+        # For good: torch iterates over these hooks, so that none may remove itself.
+        optimizer.register_step_pre_hook(_before_step)
+        optimizer.register_load_state_dict_pre_hook(_before_load)
+    _running_saves[optimizer].append(save)
 
-    def _check_extra(self, source: Path, read: set[str]) -> None:
-        """Raise CheckpointError where a model or an optimizer would lose what was saved of it."""
-        prefixes = tuple(f"{key}." for key in self._held.whole_keys())
-        extra = sorted(key for key in self._saved - read if key.startswith(prefixes))
-        if extra:
-            raise CheckpointError(
-                f"{source} does not fit: it has {', '.join(extra[:3])}, {len(extra)} keys in all, "
-                "for which there is no place here. Build the model and the optimizer that were "
-                "saved; torch.distributed.checkpoint.load() loads parts of a checkpoint."
-            )
 
-    def _check_order(self, source: Path) -> None:
-        """Raise CheckpointError where states lie in another order of elements than they did."""
-        with_states = {k.rpartition(".")[0] for k in self._saved if not k.endswith(".step")}
-        for key, parts in self._held.parts.items():
-            notes = {note.name: note for note in self.manifest.params.get(key, [])}
-            for spec in parts.specs:
-                note = notes.get(spec.name, spec)
-                order, now = (
-                    [step for step, size in zip(strides, spec.shape, strict=False) if size > 1]
-                    for strides in (note.stride, spec.stride)
-                )
-                is_same = order == now or tuple(note.shape) != tuple(spec.shape)
-                if not is_same and f"{key}.state.{spec.name}" in with_states:
-                    raise CheckpointError(
-                        f"{source} does not fit: {spec.name} had the strides {tuple(note.stride)} "
-                        f"when it was saved, and has {tuple(spec.stride)} here. Give the model the "
-                        "memory format that it had, such as by model.to(memory_format="
-                        "torch.channels_last), and then build the optimizer."
-                    )
+def notify_before_load(optimizers: Sequence[ShardedOptimizer]) -> None:
+    """Tell the saves of ``optimizers`` that these are to be loaded. Local."""
+    for optimizer in optimizers:
+        _before_load(optimizer)
 
-    def finish(self) -> None:
-        """Have modules and optimizers take over what is read. Collective."""
-        will_load(self._held.optimizers)
-        with torch.no_grad():
-            self._rest.read()
-            self._held.fill_lacking(self._saved)
-            self._last.read()
-            self._held.take(self._checked, self._filled, self.manifest.rules)
 
-    def take_values(self) -> dict[str, Any]:
-        """Have all else take it over; return plain values. Local."""
-        with torch.no_grad():
-            return self._held.take_values(self._checked)
+def _before_load(optimizer: Any, *_: Any) -> None:
+    saves = _running_saves.get(optimizer, [])
+    saves[:] = [save for save in saves if save.before_load()]
+
+
+def _before_step(optimizer: Any, *_: Any) -> None:
+    saves = _running_saves[optimizer]
+    for save in tuple(saves):
+        saves.remove(save)  # before it raises: it does so once
+        if save.before_step():
+            saves.append(save)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from shardfuse.checkpoint.errors import CheckpointError
+from shardfuse.checkpoint.index import CheckpointError
 from shardfuse.engine.parts import Parts
 from shardfuse.engine.sharded_io import plain_number
 from shardfuse.optim.base import ShardedOptimizer
@@ -37,7 +37,7 @@ class PerRank:
     """
 
     def __init__(self, value: Any, *, on_resize: Callable[[int, int], None] | None = None) -> None:
-        if not hasattr(value, "state_dict") or _loader(value) is None:
+        if not hasattr(value, "state_dict") or _load_method(value) is None:
             kind = type(value).__name__
             raise TypeError(
                 f"PerRank takes an object with state_dict() and load_state_dict(), got {kind}."
@@ -75,7 +75,7 @@ class TrainingState:
                 beside = value.companions()
                 self.objects |= {f"{key}.{name}": other for name, other in beside.items()}
         self._refuse_copies()
-        _refuse_one_way(self.objects)
+        _refuse_without_load_method(self.objects)
 
     def _refuse_copies(self) -> None:
         """Raise CheckpointError if a module's state_dict() has copies of an optimizer's parameters.
@@ -85,7 +85,7 @@ class TrainingState:
         owned = self._params(to_write=False)
         for key, value in self.objects.items():
             if isinstance(value, nn.Module):
-                params, made = dict(_unwrapped(value).named_parameters()), _made(value)
+                params, made = dict(_unwrapped(value).named_parameters()), _computed_state(value)
                 names = [name for name in made if id(params.get(name)) in owned]
                 if names:
                     raise CheckpointError(
@@ -107,11 +107,11 @@ class TrainingState:
             if key in self.parts:
                 result[key] = self.parts[key].to_write()
             elif isinstance(value, nn.Module):
-                result[key] = _of_module(value, written)
+                result[key] = _module_state(value, written)
             elif isinstance(value, PerRank):
-                result[key] = {self._own: _as_one(value.value)}
+                result[key] = {self._own: _as_single_item(value.value)}
             else:
-                result[key] = value if isinstance(value, Tensor) else _as_one(value)
+                result[key] = value if isinstance(value, Tensor) else _as_single_item(value)
         return result
 
     def expect(self, saved: int, present: int) -> None:
@@ -143,15 +143,15 @@ class TrainingState:
         for key, value in self.objects.items():
             if key in self.parts:
                 whole = self.parts[key].to_fill()
-                result[key] = {k: v for k, v in whole.items() if not _is_part(v)}
+                result[key] = {k: v for k, v in whole.items() if not _is_sharded(v)}
             elif isinstance(value, nn.Module):
-                result[key] = copy.deepcopy(_made(value))
+                result[key] = copy.deepcopy(_computed_state(value))
             elif isinstance(value, PerRank):
                 result[key] = {} if self._resized else {self._own: (None,)}
             elif saved is None:
                 result[key] = value.clone() if isinstance(value, Tensor) else (None,)
             else:  # whatever the present one is
-                is_replaced = _loader(value) is None
+                is_replaced = _load_method(value) is None
                 result[key] = saved.get(key, (None,)) if is_replaced else (None,)
         return result
 
@@ -174,15 +174,15 @@ class TrainingState:
         for key, value in self.objects.items():
             if key in self.parts:
                 whole = self.parts[key].to_fill()
-                result[key] = {k: v for k, v in whole.items() if _is_part(v)}
+                result[key] = {k: v for k, v in whole.items() if _is_sharded(v)}
             elif isinstance(value, nn.Module):
-                whole, made = _of_module(value, filled), _made(value)
+                whole, made = _module_state(value, filled), _computed_state(value)
                 result[key] = {k: v for k, v in whole.items() if k not in made}
         return result
 
     def _take_own(self, value: PerRank, checked: Mapping[str, Any]) -> None:
         if self._resized is None:
-            load = _loader(value.value)
+            load = _load_method(value.value)
             assert load is not None  # else it was refused
             load(checked[self._own][0])
         elif value.on_resize is not None:
@@ -297,13 +297,13 @@ class TrainingState:
     def _take_value(self, key: str, checked: Any, values: dict[str, Any]) -> None:
         value = self.objects[key]
         if isinstance(value, nn.Module):
-            _set_made(_unwrapped(value), checked)
+            _load_computed_state(_unwrapped(value), checked)
         elif isinstance(value, PerRank):
             self._take_own(value, checked)
-        elif (load := _loader(value)) is not None:
-            load(_placed(checked[0], value.state_dict()))
+        elif (load := _load_method(value)) is not None:
+            load(_moved_like(checked[0], value.state_dict()))
         else:
-            values[key] = _placed(checked[0] if isinstance(checked, tuple) else checked, value)
+            values[key] = _moved_like(checked[0] if isinstance(checked, tuple) else checked, value)
 
     def _params(self, *, to_write: bool) -> dict[int, Tensor]:
         """Return {id of a parameter: this rank's part of it} of all optimizers."""
@@ -311,10 +311,10 @@ class TrainingState:
         return {id(param): part for pairs in lists for param, part in pairs}
 
 
-def _refuse_one_way(objects: Mapping[str, Any]) -> None:
+def _refuse_without_load_method(objects: Mapping[str, Any]) -> None:
     """Raise CheckpointError for an object that would not get back what is saved of it."""
     for key, value in objects.items():
-        if hasattr(value, "state_dict") and _loader(value) is None:
+        if hasattr(value, "state_dict") and _load_method(value) is None:
             raise CheckpointError(
                 f"state[{key!r}] has state_dict() but no load_state_dict(). Give "
                 f"{type(value).__name__} that method, or pass what state_dict() returns."
@@ -331,70 +331,70 @@ def _unwrapped(module: nn.Module) -> nn.Module:
         module = inner
 
 
-def _of_module(module: nn.Module, parts: Mapping[int, Tensor]) -> dict[str, Any]:
+def _module_state(module: nn.Module, parts: Mapping[int, Tensor]) -> dict[str, Any]:
     state = _unwrapped(module).state_dict(keep_vars=True)
-    return {name: parts.get(id(value), _plain(value)) for name, value in state.items()}
+    return {name: parts.get(id(value), _detached(value)) for name, value in state.items()}
 
 
-def _plain(value: Any) -> Any:
+def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _is_part(value: Any) -> bool:
+def _is_sharded(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _loader(value: Any) -> Callable[[Any], Any] | None:
+def _load_method(value: Any) -> Callable[[Any], Any] | None:
     """Return the method by which an object takes over what its state_dict() returned, or None."""
     load = getattr(value, "load_state_dict", None)
     return getattr(value, "set_state_dict", None) if load is None else load  # Paddle's name
 
 
-def _as_one(value: Any) -> tuple[Any]:
+def _as_single_item(value: Any) -> tuple[Any]:
     """Return a value, or what its state_dict() returns, as torch's planners take it for one item.
 
     That is in a tuple. They would take dicts apart, and the keys that there are when it is loaded,
     such as those of an optimizer that has not made a step, would be all that is read.
     """
     state = value.state_dict() if hasattr(value, "state_dict") else value
-    return (tree_map(_on_host, state),)
+    return (tree_map(_to_plain_cpu, state),)
 
 
-def _on_host(value: Any) -> Any:
+def _to_plain_cpu(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else plain_number(value)
 
 
-def _placed(new: Any, own: Any) -> Any:
+def _moved_like(new: Any, own: Any) -> Any:
     """Return ``new`` with tensors on the devices of those in the same places of ``own``."""
     if isinstance(new, Tensor) and isinstance(own, Tensor):
         return new.to(own.device)
     if isinstance(new, dict) and isinstance(own, Mapping):
-        new.update({key: _placed(new[key], own[key]) for key in new if key in own})
+        new.update({key: _moved_like(new[key], own[key]) for key in new if key in own})
     elif isinstance(new, list) and isinstance(own, list):
-        new[: len(own)] = [_placed(*pair) for pair in zip(new, own, strict=False)]
+        new[: len(own)] = [_moved_like(*pair) for pair in zip(new, own, strict=False)]
     return new
 
 
-def _made(module: nn.Module) -> dict[str, Any]:
+def _computed_state(module: nn.Module) -> dict[str, Any]:
     """Return what state_dict() makes for its caller: extra state, and copies of tensors.
 
     A copy is of other memory at every call; filling it does not reach the module.
     """
     first, again = (_unwrapped(module).state_dict(keep_vars=True) for _ in range(2))
     return {
-        name: _plain(value)
+        name: _detached(value)
         for name, value in first.items()
-        if name.endswith("_extra_state") or not _is_one(value, again[name])
+        if name.endswith("_extra_state") or not _shares_memory(value, again[name])
     }
 
 
-def _is_one(value: Any, other: Any) -> bool:
+def _shares_memory(value: Any, other: Any) -> bool:
     if not isinstance(value, Tensor) or not isinstance(other, Tensor):
         return False
     return not value.numel() or value.data_ptr() == other.data_ptr()
 
 
-def _set_made(module: nn.Module, state: Mapping[str, Any]) -> None:
+def _load_computed_state(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Have the module take over what its state_dict() had made."""
     if state:
         module.load_state_dict(state, strict=False)

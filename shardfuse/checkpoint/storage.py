@@ -39,34 +39,40 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from shardfuse.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from shardfuse.checkpoint.index import Item, Kind, Part, are_same_elements
-from shardfuse.checkpoint.source import Source
-from shardfuse.files import Folder, digests_in, make_folder
+from shardfuse.checkpoint.index import (
+    CheckpointError,
+    CheckpointReader,
+    DamagedCheckpoint,
+    IndexEntry,
+    ShardIndex,
+    TensorMeta,
+    are_same_elements,
+)
+from shardfuse.files import FolderHandle, digests_in, make_folder
 from shardfuse.fragments import FragmentTensor
 
 
-def dtype_named(name: str) -> torch.dtype:
+def dtype_from_name(name: str) -> torch.dtype:
     """Return the dtype that is called so, without "torch."."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype), name
     return dtype
 
 
-class _FilesOf(FileSystem):
+class _FolderFileSystem(FileSystem):
     """Opens files of a folder for torch's reader and writer, as ``Folder`` does.
 
     Args:
         folder: the folder, or the checkpoint in it that is read; None: nothing is opened yet.
     """
 
-    def __init__(self, folder: Folder | Source | None = None) -> None:
+    def __init__(self, folder: FolderHandle | CheckpointReader | None = None) -> None:
         self._folder = folder
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         name = Path(path).name
-        if isinstance(self._folder, Source):
+        if isinstance(self._folder, CheckpointReader):
             with self._folder.opened(name) as file:
                 yield file
         else:
@@ -84,7 +90,7 @@ class _FilesOf(FileSystem):
 class _SavePlanner(DefaultSavePlanner):
     """Plans what this rank writes, without the others; see [Note: no planning collective]."""
 
-    def __init__(self, rank: int, copies: Copies | None, own: Iterable[str]) -> None:
+    def __init__(self, rank: int, copies: DeferredCopies | None, own: Iterable[str]) -> None:
         super().__init__()
         self._rank = rank
         self._own = tuple(f"{key}." for key in own)
@@ -141,7 +147,7 @@ class _SavePlanner(DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
-class _Writer(FileSystemWriter):
+class _FileSystemWriter(FileSystemWriter):
     """Lets errors of the file system through as they are."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
@@ -154,7 +160,7 @@ class _Writer(FileSystemWriter):
             raise
 
 
-class Copies:
+class DeferredCopies:
     """Fragments copied one by one as they are written, or all that are left, when they may change.
 
     [Note: what may change] States and a rank's own part of the parameters stay as they are from one
@@ -191,7 +197,7 @@ class Copies:
         self.most_nbytes = max(self.most_nbytes, nbytes)
 
 
-class PlannedPart:
+class ShardWriter:
     """What ``rank`` writes of a nested ``state`` into ``folder``, planned when it is built.
 
     Args:
@@ -211,12 +217,12 @@ class PlannedPart:
         folder: Path,
         rank: int,
         state: Mapping[str, Any],
-        copies: Copies | None = None,
+        copies: DeferredCopies | None = None,
         own: Iterable[str] = (),
     ) -> None:
         self._folder, self._rank = folder, rank
-        self._planner, self._writer = _SavePlanner(rank, copies, own), _Writer(folder)
-        self._writer.fs = _FilesOf()
+        self._planner, self._writer = _SavePlanner(rank, copies, own), _FileSystemWriter(folder)
+        self._writer.fs = _FolderFileSystem()
         self._writer.set_up_storage_writer(rank == 0)
         self._planner.set_up_planner(dict(state), self._writer.storage_meta(), rank == 0)
         plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
@@ -231,17 +237,17 @@ class PlannedPart:
         plan = replace(plan, items=[item for item in plan.items if self._planner.is_first(item)])
         self._plan = replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
 
-    def write(self) -> Part:
+    def write(self) -> ShardIndex:
         """Write it, and return what that was; OSError where the file system refuses."""
         with make_folder(self._folder) as folder:
             return self._write(folder)
 
-    def _write(self, folder: Folder) -> Part:
-        self._writer.fs = _FilesOf(folder)
+    def _write(self, folder: FolderHandle) -> ShardIndex:
+        self._writer.fs = _FolderFileSystem(folder)
         written = self._writer.write_data(self._planner.finish_plan(self._plan), self._planner)
         written.wait()
         paths: dict[str, Any] = {k: list(v) for k, v in self._planner.mappings.items()}
-        part = Part(self._rank, paths=paths, counts=self._counts)
+        part = ShardIndex(self._rank, paths=paths, counts=self._counts)
         places = {result.index: result.storage_data for result in written.value()}
         for planned in self._items:
             data, key = planned.tensor_data, planned.index.fqn
@@ -251,15 +257,15 @@ class PlannedPart:
             if data is not None:
                 offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
                 dtype = str(data.properties.dtype).removeprefix("torch.")
-                part.kinds[key] = Kind(dtype, tuple(data.size))
-            item = Item(key, offsets, sizes, info.relative_path, info.offset, info.length, "")
-            part.items.append(item)
-        part.items.sort(key=lambda item: item.start)
-        part.items = _digested(folder, part.items)
+                part.tensors[key] = TensorMeta(dtype, tuple(data.size))
+            item = IndexEntry(key, offsets, sizes, info.relative_path, info.offset, info.length, "")
+            part.entries.append(item)
+        part.entries.sort(key=lambda item: item.start)
+        part.entries = _with_digests(folder, part.entries)
         return part
 
 
-def _digested(folder: Folder, items: list[Item]) -> list[Item]:
+def _with_digests(folder: FolderHandle, items: list[IndexEntry]) -> list[IndexEntry]:
     """Return the items, which one file holds, with the digests of what has been written."""
     if not items:
         return []
@@ -269,21 +275,23 @@ def _digested(folder: Folder, items: list[Item]) -> list[Item]:
     return [item._replace(digest=found) for item, found in zip(items, digests, strict=True)]
 
 
-def metadata_of(parts: Iterable[Part], others: Mapping[str, Kind] | None = None) -> Metadata:
+def dcp_metadata(
+    parts: Iterable[ShardIndex], others: Mapping[str, TensorMeta] | None = None
+) -> Metadata:
     """Return what torch.distributed.checkpoint has in ``.metadata``.
 
     Args:
         parts: what ranks have written.
         others: of tensors that other ranks may have.
     """
-    kinds = {key: _whole(kind) for key, kind in (others or {}).items()}
+    kinds = {key: _tensor_metadata(kind) for key, kind in (others or {}).items()}
     storage: dict[MetadataIndex, Any] = {}
     paths: dict[str, Any] = {}
     for part in parts:
         paths.update((key, tuple(path)) for key, path in part.paths.items())
-        for key, kind in part.kinds.items():
-            kinds.setdefault(key, _whole(kind))
-        for item in part.items:
+        for key, kind in part.tensors.items():
+            kinds.setdefault(key, _tensor_metadata(kind))
+        for item in part.entries:
             if item.offsets is None:
                 index = MetadataIndex(item.key)
                 kinds[item.key] = BytesStorageMetadata()
@@ -298,12 +306,12 @@ def metadata_of(parts: Iterable[Part], others: Mapping[str, Kind] | None = None)
     return metadata
 
 
-def _whole(kind: Kind) -> Any:
-    properties = TensorProperties(dtype=dtype_named(kind.dtype))
+def _tensor_metadata(kind: TensorMeta) -> Any:
+    properties = TensorProperties(dtype=dtype_from_name(kind.dtype))
     return TensorStorageMetadata(properties, torch.Size(kind.shape), [])
 
 
-def pickled(metadata: Metadata) -> bytes:
+def pickle_metadata(metadata: Metadata) -> bytes:
     """Return the contents of ``.metadata``."""
     return pickle.dumps(metadata)
 
@@ -331,7 +339,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-class Reading:
+class ShardReader:
     """What this rank reads into a nested ``state``, planned when it is built.
 
     Args:
@@ -351,17 +359,17 @@ class Reading:
 
     def __init__(
         self,
-        source: Source,
-        parts: Iterable[Part],
+        source: CheckpointReader,
+        parts: Iterable[ShardIndex],
         state: dict[str, Any],
         *,
         trusted: bool = False,
-        kinds: Mapping[str, Kind] | None = None,
+        kinds: Mapping[str, TensorMeta] | None = None,
     ) -> None:
-        metadata = metadata_of(parts, kinds)
+        metadata = dcp_metadata(parts, kinds)
         self._source = source
         self._planner, self._reader = _LoadPlanner(trusted), FileSystemReader(source.path)
-        self._reader.fs = _FilesOf(source)
+        self._reader.fs = _FolderFileSystem(source)
         self._reader.set_up_storage_reader(metadata, True)
         self._planner.set_up_planner(state, metadata, True)
         try:
@@ -377,20 +385,20 @@ class Reading:
         read: dict[str, list[Any]] = {}
         for item in self._plan.items:
             if item.type == LoadItemType.TENSOR:
-                read.setdefault(item.dest_index.fqn, []).append(_box(item))
+                read.setdefault(item.dest_index.fqn, []).append(_filled_box(item))
         return all(
-            are_same_elements(read.get(key, ()), _boxes(value))
+            are_same_elements(read.get(key, ()), _held_boxes(value))
             for key, value in self._planner.state_dict.items()
             if isinstance(value, Tensor)
         )
 
-    def items(self, parts: Iterable[Part]) -> list[Item]:
+    def items(self, parts: Iterable[ShardIndex]) -> list[IndexEntry]:
         """Return what read() will read of ``parts``, and tensors without elements."""
         wanted = {item.storage_index for item in self._plan.items}
         return [
             item
             for part in parts
-            for item in part.items
+            for item in part.entries
             if MetadataIndex(item.key, item.offsets) in wanted
             or (0 in item.sizes and item.key in self.keys)
         ]
@@ -413,13 +421,13 @@ class Reading:
             raise DamagedCheckpoint([f"{name} is not what its index says: {text}"]) from error
 
 
-def _box(item: Any) -> tuple[Sequence[int], Sequence[int]]:
+def _filled_box(item: Any) -> tuple[Sequence[int], Sequence[int]]:
     """Return (offsets, sizes) of what one item of a plan to load fills in a whole tensor."""
     first = item.dest_index.offset or (0,) * len(item.lengths)
     return [a + b for a, b in zip(first, item.dest_offsets, strict=True)], item.lengths
 
 
-def _boxes(value: Tensor) -> list[tuple[Sequence[int], Sequence[int]]]:
+def _held_boxes(value: Tensor) -> list[tuple[Sequence[int], Sequence[int]]]:
     """Return (offsets, sizes) of what of a whole tensor is here."""
     if isinstance(value, FragmentTensor):
         return [(piece.offsets, piece.data.shape) for piece in value.pieces]

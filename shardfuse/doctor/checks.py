@@ -1,10 +1,17 @@
-"""What is tried on all ranks together, on their device, with the optimizers themselves."""
+"""Checks that all ranks run together on their devices, with the optimizers themselves.
+
+torch_npu is never imported here: torch does that where it is installed. Nothing here was run on an
+NPU; the tests put a stand-in in its place.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
+import os
+import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,15 +21,213 @@ import torch
 from torch import Tensor, nn
 
 from shardfuse import checkpoint, optim
+from shardfuse.buffers import PLAIN_FORMATS
 from shardfuse.comm import Communicator
 from shardfuse.comm.base import unreadable
-from shardfuse.doctor.devices import formats, room, settings
-from shardfuse.doctor.findings import Finding
-from shardfuse.doctor.links import bandwidth, bandwidth_misaligned
+from shardfuse.doctor.host import Finding, buffer_mb
 from shardfuse.layout import SLOT_NBYTES
 from shardfuse.scaling import ShardedGradScaler
 
+_SIZES_MIB = (1, 25)
+_LARGE_MIB = 200
+_LEAST_REPEATS = 3
+_WARM_MIB = 20
+_KINDS = ("reduce-scatter", "all-gather")
+
+
+def bandwidth(comm: Communicator, device: torch.device, *, is_full: bool = False) -> Finding:
+    """Bytes per second of reduce-scatter and all-gather; a slow link shows here.
+
+    At 200 MiB, HCCL's own buffer, only on accelerators or with ``is_full``.
+    """
+    return _bandwidth(comm, device, is_full=is_full, offset=0)
+
+
+def bandwidth_misaligned(
+    comm: Communicator, device: torch.device, *, is_full: bool = False
+) -> Finding:
+    """The same of buffers that begin 4 bytes off, which shardfuse's own never do.
+
+    HCCL's all-gather fell to 0.1 GB/s so (MindStudio 8.3). After a transport that refuses such
+    buffers nothing more is sent in this process group.
+    """
+    try:
+        return _bandwidth(comm, device, is_full=is_full, offset=1)
+    except RuntimeError as error:
+        text = f"the transport refuses such buffers: {str(error).splitlines()[0][:300]}"
+        remedy = "Nothing, if the check of alignment is well: buffers here are never such."
+        return Finding("", "warning", text, remedy)
+
+
+def _bandwidth(comm: Communicator, device: torch.device, *, is_full: bool, offset: int) -> Finding:
+    if comm.world_size == 1:
+        return Finding("", "not run", "one rank sends nothing")
+    sizes = [*_SIZES_MIB, *([_LARGE_MIB] if is_full or device.type != "cpu" else [])]
+    found: dict[str, float] = {}
+    rates: dict[str, list[float]] = {kind: [] for kind in _KINDS}
+    for mib in sizes:
+        with comm.call("doctor: bandwidth"):
+            of_size = _measure_rates(comm, device, mib, offset)
+        for kind, rate in of_size.items():
+            rates[kind].append(rate)
+            found[f"{kind} of {mib} MiB{', 4 bytes off' * offset}, GB/s"] = rate
+    shown = "; ".join(
+        f"{kind} {', '.join(f'{rate:.2f}' for rate in of_kind)}" for kind, of_kind in rates.items()
+    )
+    return Finding("", "ok", f"GB/s at {', '.join(map(str, sizes))} MiB: {shown}", values=found)
+
+
+def _measure_rates(
+    comm: Communicator, device: torch.device, mib: int, offset: int
+) -> dict[str, float]:
+    """Return GB/s of each kind, of buffers that begin at element ``offset`` of aligned ones."""
+    numel = (mib << 20) // 4 // (512 * comm.world_size) * 512 * comm.world_size
+    whole = torch.ones(numel + offset, device=device)[offset:]
+    out = torch.ones(numel + offset, device=device)[offset:]
+    own = out.chunk(comm.world_size)[comm.rank]
+    moved = whole.nbytes * (comm.world_size - 1) / comm.world_size
+    calls: list[Callable[[], object]] = [
+        lambda: comm.reduce_scatter(whole).wait(),
+        lambda: comm.all_gather(out, own).wait(),
+    ]
+    repeats = max(_LEAST_REPEATS, _WARM_MIB // mib)
+    found = {}
+    for kind, call in zip(_KINDS, calls, strict=True):
+        for _ in range(repeats):
+            call()
+        _synchronize(device)
+        started = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        _synchronize(device)
+        found[kind] = moved * repeats / (time.perf_counter() - started) / 1e9
+    return found
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":  # not run on hardware
+        torch.accelerator.synchronize(device)
+
+
 Device = torch.device
+
+
+_MANY_COMMUNICATORS = 3
+"""Of hybrid sharding: all ranks, a row and a column."""
+
+_ABSENT = "no torch_npu: formats and settings are those of an Ascend NPU"
+
+
+def loaded_torch_npu() -> Any:
+    """Return torch_npu where torch has loaded it, or None."""
+    return sys.modules.get("torch_npu")
+
+
+def format_of(tensor: torch.Tensor, torch_npu: Any) -> int:
+    """Return the number of the format in which ``tensor`` lies in an NPU's memory."""
+    return int(torch_npu.get_npu_format(tensor))
+
+
+def memory_formats(comm: Communicator, device: Device, torch_npu: Any = None) -> Finding:
+    """Params lie as torch says, before and after they are moved into a flat buffer."""
+    torch_npu = torch_npu or loaded_torch_npu()
+    if torch_npu is None:
+        return Finding("", "not run", _ABSENT)
+    layer = nn.Linear(64, 32).to(device)
+    layer(torch.ones(2, 64, device=device))
+    found = {"before": _formats_of(layer, torch_npu)}
+    if not _internal_formats(found):  # else the optimizer refuses them
+        sharding = {"process_group": "alone", "kernel": "eager"}
+        optim.ShardedAdam(layer.named_parameters(), sharding=sharding)
+        found["after"] = _formats_of(layer, torch_npu)
+    own = _internal_formats(found)
+    if own:
+        return Finding(
+            "",
+            "failed",
+            f"parameters lie in Ascend's internal formats {', '.join(map(str, own))}: a flat "
+            "buffer would be of another order",
+            "Set torch.npu.config.allow_internal_format = False before the model is built.",
+            found,
+        )
+    names = sorted({PLAIN_FORMATS[n] for numbers in found.values() for n in numbers})
+    return Finding(
+        "", "ok", f"parameters lie as {' and '.join(names)}, before and after", "", found
+    )
+
+
+def _internal_formats(found: Mapping[str, Sequence[int]]) -> list[int]:
+    return sorted({n for numbers in found.values() for n in numbers} - set(PLAIN_FORMATS))
+
+
+def _formats_of(module: nn.Module, torch_npu: Any) -> list[int]:
+    return [format_of(param.data, torch_npu) for param in module.parameters()]
+
+
+def npu_settings(comm: Communicator, device: Device, torch_npu: Any = None) -> Finding:
+    """Operators are not compiled as they are met, and no internal formats are made."""
+    torch_npu = torch_npu or loaded_torch_npu()
+    if torch_npu is None:
+        return Finding("", "not run", _ABSENT)
+    held = {
+        "jit_compile": _ask(lambda: not torch_npu.npu.is_jit_compile_false()),
+        "allow_internal_format": _ask(lambda: _allows_internal_formats(torch_npu)),
+    }
+    text = ", ".join(f"{name}={value}" for name, value in held.items())
+    remedies = {
+        "jit_compile": "torch.npu.set_compile_mode(jit_compile=False)",
+        "allow_internal_format": "torch.npu.config.allow_internal_format = False",
+    }
+    wanted = [remedies[name] for name, value in held.items() if value]
+    if wanted:
+        remedy = f"Call {' and '.join(wanted)} before the model is built."
+        return Finding("", "warning", text, remedy, held)
+    return Finding("", "ok", text, "", held)
+
+
+def _allows_internal_formats(torch_npu: Any) -> bool:
+    value = torch_npu._C._npu_getOption("ALLOW_INTERNAL_FORMAT")
+    return value is not None and value.decode() == "enable"
+
+
+def _ask(ask: Any) -> bool | None:
+    """Return the answer; None where this torch_npu has no such question."""
+    try:
+        return bool(ask())
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def communicator_memory(
+    comm: Communicator,
+    device: Device,
+    free_nbytes: int | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> Finding:
+    """HCCL's communicators, which take twice HCCL_BUFFSIZE each, fit beside what is there.
+
+    Args:
+        free_nbytes: of the device; None: ask it.
+    """
+    if device.type != "npu":
+        return Finding("", "not run", f"no HCCL on {device.type}: buffers of its communicators")
+    if free_nbytes is None:
+        ask = getattr(torch.get_device_module(device), "mem_get_info", None)
+        if ask is None:
+            return Finding("", "not run", "torch does not tell this device's free memory")
+        free_nbytes = int(ask(device)[0])
+    each = 2 * buffer_mb(environment) << 20
+    number = free_nbytes // each
+    text = f"{free_nbytes / 2**30:.1f} GiB are free; a communicator takes {each >> 20} MiB"
+    values = {"free_nbytes": free_nbytes, "nbytes_each": each, "communicators": number}
+    remedy = "End what else runs on this device (npu-smi info), or set HCCL_BUFFSIZE lower."
+    if number < 1:
+        return Finding("", "failed", f"{text}: not one fits", remedy, values)
+    if number < _MANY_COMMUNICATORS:
+        text = f"{text}: hybrid sharding has {_MANY_COMMUNICATORS}, {number} fit"
+        return Finding("", "warning", text, remedy, values)
+    return Finding("", "ok", text, "", values)
+
 
 _NORM_ERROR = 1e-5
 """Relative, of norms in fp32 after three steps."""
@@ -138,8 +343,10 @@ def optimizers(comm: Communicator, device: Device) -> Finding:
     """Five steps of every optimizer, on all ranks and device, against one process on the CPU."""
     worst: dict[str, float] = {}
     for name, build in _BUILDS.items():
-        ours = _trained(build, device, _sharding(), comm.world_size, comm.rank)
-        alone = _trained(build, Device("cpu"), {"process_group": "alone"}, comm.world_size, None)
+        ours = _train_five_steps(build, device, _sharding(), comm.world_size, comm.rank)
+        alone = _train_five_steps(
+            build, Device("cpu"), {"process_group": "alone"}, comm.world_size, None
+        )
         pairs = zip(ours, alone, strict=True)
         worst[name] = max(
             float((a.cpu() - b).abs().max() / b.abs().max().clamp_min(1e-12)) for a, b in pairs
@@ -179,11 +386,13 @@ def lamb_norms(comm: Communicator, device: Device) -> Finding:
     worst = {"trust ratios": 0.0, "global norm": 0.0}
     for step in range(3):
         for index, param in enumerate(params):
-            param.grad = _grad(param.numel(), step, index, comm.rank).view_as(param).to(device)
+            param.grad = (
+                _integer_grad(param.numel(), step, index, comm.rank).view_as(param).to(device)
+            )
         norm = float(optimizer.grad_norm())
         optimizer.step()
         means = [
-            torch.stack([_grad(p.numel(), step, i, r) for r in range(comm.world_size)])
+            torch.stack([_integer_grad(p.numel(), step, i, r) for r in range(comm.world_size)])
             .double()
             .mean(0)
             for i, p in enumerate(params)
@@ -223,7 +432,7 @@ class _LambReference:
         return ratios, float(torch.cat(list(grads)).norm())
 
 
-def _grad(numel: int, step: int, index: int, rank: int) -> Tensor:
+def _integer_grad(numel: int, step: int, index: int, rank: int) -> Tensor:
     return _integers(numel, 100 * step + 10 * index + 1000 * rank, Device("cpu")) / 8
 
 
@@ -236,7 +445,7 @@ def save_and_load(comm: Communicator, device: Device) -> Finding:
         told = f"{own}/checkpoint"
         with comm.call("doctor: a folder in common"):
             comm.tell("doctor's folder", told)
-            _meet(comm, device)
+            _barrier(comm, device)
         folder = Path(comm.told("doctor's folder")[0] or told)
         if not folder.parent.name.startswith(_PREFIX):
             raise unreadable("doctor's folder", str(folder))
@@ -255,7 +464,7 @@ def save_and_load(comm: Communicator, device: Device) -> Finding:
             optimizer.synchronize()
             values.append([param.detach().clone() for param in model.parameters()])
         with comm.call("doctor: all have read it"):
-            _meet(comm, device)
+            _barrier(comm, device)
     if all(torch.equal(a, b) for a, b in zip(*values, strict=True)):
         return Finding("", "ok", "a checkpoint comes back bit for bit")
     return Finding("", "failed", "a checkpoint came back different", "Check the file system.")
@@ -266,7 +475,7 @@ def _integers(numel: int, rank: int, device: Device) -> Tensor:
     return torch.randint(-9, 10, (numel,), generator=generator).float().to(device)
 
 
-def _meet(comm: Communicator, device: Device) -> None:
+def _barrier(comm: Communicator, device: Device) -> None:
     """Return once all ranks are here: a device's wait() does not block the host, item() does."""
     total = torch.zeros(1, device=device)
     comm.all_reduce(total).wait()
@@ -278,7 +487,7 @@ def _sharding() -> dict[str, Any]:
     return {"kernel": "eager", "consolidate_every": 0}
 
 
-def _trained(
+def _train_five_steps(
     build: Callable[..., Any],
     device: Device,
     sharding: dict[str, Any],
@@ -312,9 +521,9 @@ CHECKS: dict[str, Check] = {
     "inf and nan": non_finite,
     "overflow of one rank": overflow,
     "alignment": alignment,
-    "formats": formats,
-    "NPU settings": settings,
-    "room for communicators": room,
+    "formats": memory_formats,
+    "NPU settings": npu_settings,
+    "room for communicators": communicator_memory,
     "optimizers": optimizers,
     "LAMB's norms": lamb_norms,
     "save and load": save_and_load,

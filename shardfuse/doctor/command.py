@@ -14,19 +14,17 @@ from typing import Literal, TextIO
 
 from shardfuse.comm import communicator_for
 from shardfuse.doctor.checks import CHECKS, FULL_CHECKS, Check
-from shardfuse.doctor.environment import check_environment
-from shardfuse.doctor.findings import Finding, Verdict
-from shardfuse.doctor.versions import check_versions
+from shardfuse.doctor.host import Finding, Verdict, check_environment, check_versions
 from shardfuse.doctor.world import CONNECT_REMEDY, World
 
-_MOST_S = 1e8
+_MAX_S = 1e8
 """Three years; what waits cannot count very far."""
 
 
 def seconds(text: str) -> float:
     """Return an option's value, for argparse."""
     value = float(text)
-    if not 0 < value <= _MOST_S:
+    if not 0 < value <= _MAX_S:
         raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
     return value
 
@@ -49,12 +47,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what is found, on the first rank; return 1 where anything has failed."""
-    with _apart_from_libraries() as out:
+    with _private_stdout() as out:
         return _run(arguments, out)
 
 
 @contextmanager
-def _apart_from_libraries() -> Iterator[TextIO]:
+def _private_stdout() -> Iterator[TextIO]:
     """Yield standard output, to which others write no more: what gloo of torch 2.9 prints there
     goes to standard error."""
     if sys.stdout is not sys.__stdout__ or sys.stdout is None:  # a caller has put his own there
@@ -83,7 +81,7 @@ def _run(arguments: argparse.Namespace, out: TextIO) -> int:
 
     checks = FULL_CHECKS if arguments.full else CHECKS
     world = World(arguments.limit_s, arguments.device)
-    with _Watched(3 * arguments.limit_s, end) as watched:
+    with _InactivityTimer(3 * arguments.limit_s, end) as watched:
         for finding in _findings(world, arguments.backend, checks):
             found.append(finding)
             watched.begin_anew()
@@ -126,14 +124,14 @@ def examine(
     return found
 
 
-class _Watched:
+class _InactivityTimer:
     """Calls ``end`` in a thread of its own where nothing has come for so many seconds."""
 
     def __init__(self, limit_s: float, end: Callable[[], None]) -> None:
         self._limit_s, self._end = limit_s, end
         self._timer: threading.Timer | None = None
 
-    def __enter__(self) -> _Watched:
+    def __enter__(self) -> _InactivityTimer:
         self.begin_anew()
         return self
 
@@ -162,8 +160,8 @@ def _findings(
     with world.leaving():
         yield world.together("ranks", lambda: met)
         for name in ("torch", "torch_npu and CANN", "environment"):
-            yield world.together(name, functools.partial(_local, name))
-        found = world.together("process group", lambda: _connected(world, backend))
+            yield world.together(name, functools.partial(_local_finding, name))
+        found = world.together("process group", lambda: _connect(world, backend))
         yield found
         has_group, is_well = found.verdict != "failed", found.verdict != "failed"
         for name, check in checks.items():
@@ -177,12 +175,12 @@ def _findings(
             yield found
 
 
-def _connected(world: World, backend: str | None) -> Finding:
+def _connect(world: World, backend: str | None) -> Finding:
     taken = world.take_device()
     return taken if taken.verdict == "failed" else world.connect(backend)
 
 
-def _local(name: str) -> Finding:
+def _local_finding(name: str) -> Finding:
     """Return the finding of that name on this rank; "environment" is the worst of it."""
     if name != "environment":
         return next(finding for finding in check_versions() if finding.name == name)

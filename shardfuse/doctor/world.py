@@ -18,9 +18,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardfuse.comm.base import unreadable
 from shardfuse.comm.launched import launched_apart
-from shardfuse.doctor.findings import VERDICTS, Finding, merged
-from shardfuse.training.attempts import fresh_part
-from shardfuse.training.device import set_device
+from shardfuse.doctor.host import VERDICTS, Finding, merge_findings
+from shardfuse.training.attempts import attempt_store, set_device
 
 CONNECT_REMEDY = (
     "A firewall that blocks ports between the hosts, or another network interface than meant, ends "
@@ -29,7 +28,7 @@ CONNECT_REMEDY = (
 )
 
 
-def _number(name: str, default: str) -> int:
+def _env_int(name: str, default: str) -> int:
     """Return a variable of the environment; -1 for what is no number."""
     text = os.environ.get(name, default)
     return int(text) if text.isascii() and text.isdigit() else -1
@@ -45,8 +44,8 @@ class World:
     """
 
     def __init__(self, limit_s: float, device: Literal["cpu"] | None = None) -> None:
-        self.rank = _number("RANK", "0")
-        self.world_size = _number("WORLD_SIZE", "1")
+        self.rank = _env_int("RANK", "0")
+        self.world_size = _env_int("WORLD_SIZE", "1")
         self.device = torch.device("cpu")
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is not None and device is None:  # not run on hardware
@@ -94,7 +93,7 @@ class World:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         try:
             store, _, _ = next(iter(rendezvous("env://", timeout=self._limit)))
-            self._store = fresh_part(store, self.rank, self.world_size, self._limit)
+            self._store = attempt_store(store, self.rank, self.world_size, self._limit)
         except (RuntimeError, TimeoutError, ValueError) as error:
             return Finding(
                 "ranks",
@@ -146,7 +145,7 @@ class World:
             self._is_broken = True
         have_raised = {answer["has_raised"] for answer in told if answer is not None}
         self.is_in_step &= not self._is_broken and len(have_raised) == 1
-        return merged(name, [a if a is None else Finding(**a["finding"]) for a in told])
+        return merge_findings(name, [a if a is None else Finding(**a["finding"]) for a in told])
 
     def _exchanged(self, own: dict[str, Any]) -> list[dict[str, Any] | None]:
         """Return what every rank tells; None of those that do not in time."""

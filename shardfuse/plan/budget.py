@@ -1,19 +1,31 @@
 """Bytes that each rank holds and sends, from the same layout that the optimizers use.
 
-Nothing is measured and nothing is allocated: a layout is integers, and what a rule needs per
-element is learnt from a tiny optimizer; see probe.py. Activations, the framework's own memory and
-temporaries of autograd are not counted.
+Nothing is measured, and no model is allocated: a layout consists of integers. The states, masters
+and small all-reduces of an update rule are read off a step of a tiny optimizer (probe_optimizer()),
+so a new rule is planned without a second description of it. Activations, the framework's own memory
+and temporaries of autograd are not counted.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
-from shardfuse.comm.base import Progress, bucket_nbytes, overlapped
+from shardfuse.comm.base import (
+    Done,
+    Handle,
+    PartsHandle,
+    Progress,
+    ReduceOp,
+    SingleRank,
+    bucket_nbytes,
+    overlapped,
+)
 from shardfuse.comm.traits import traits_of
 from shardfuse.config import ShardConfig
 from shardfuse.engine.param_wires import CHECK_NBYTES
@@ -21,9 +33,115 @@ from shardfuse.grads.flights import num_in_flight
 from shardfuse.grads.rounds import NUM_COUNTS
 from shardfuse.grads.sends import IN_FLIGHT
 from shardfuse.layout import PART_NBYTES, FlatLayout, ParamSpec, dense_stride, round_up
-from shardfuse.plan.models import NamedShape, count
-from shardfuse.plan.probe import Traits, probe
+from shardfuse.plan.models import NamedShape, count_elements
 from shardfuse.quantize import BlockQuantizer
+
+_NUMEL = 4096
+_WORLD_SIZE = 2
+
+
+class CountingCommunicator(SingleRank):
+    """The first of ``world_size`` ranks, without the others: counts what would go to them."""
+
+    def __init__(self, world_size: int, progress: Progress) -> None:
+        self.world_size, self.progress = world_size, progress
+        self.all_reduces: list[int] = []
+        """Elements of each."""
+
+    def reduce_scatter(
+        self, input: torch.Tensor, into: torch.Tensor | None = None, **_: Any
+    ) -> PartsHandle:
+        part = input.chunk(self.world_size)[0]
+        return Done((part if into is None else into.copy_(part),))
+
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, *, label: str | None = None
+    ) -> Handle:
+        return Done()
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
+        self.all_reduces.append(tensor.numel())
+        return Done()
+
+
+@dataclass(frozen=True)
+class OptimizerTraits:
+    """Of an optimizer's class and configuration."""
+
+    grain: str
+    """As of FlatLayout."""
+
+    param_itemsize: float
+    """Bytes an element on every rank: the parameter, and what it travels in."""
+
+    state_itemsize: float
+    """Bytes an element of a rank's shard: moments, masters."""
+
+    keeps_reduced: bool
+    """Whether a step keeps the reduced gradients, in fp32, of a rank's shard."""
+
+    all_reduces: tuple[tuple[float, float], ...]
+    """Small ones of a step: each of (elements, elements for each parameter)."""
+
+
+def probe_optimizer(
+    build: Callable[..., Any], dtype: torch.dtype, config: ShardConfig
+) -> OptimizerTraits:
+    """Return the traits of ``build(params, sharding=config)`` for parameters of ``dtype``."""
+    held = _build_counted(build, dtype, config, 2)
+    summary = held.memory_summary()
+    padded = sum(flat.numel for flat in held.layout.flats)
+    plain = replace(config, grad_sync_dtype=None, param_sync_dtype=None, grad_sync_bits=None)
+    plain = replace(plain, param_sync_bits=None, stage=1)
+    calls = []
+    for num_params in (2, 4):
+        stepped = _build_counted(build, dtype, plain, num_params)
+        for _ in range(2):
+            stepped.communicator.all_reduces.clear()
+            params = [param for group in stepped.param_groups for param in group["params"]]
+            for param in params:
+                param.grad = torch.ones_like(param)
+            stepped.step()
+        calls.append(list(stepped.communicator.all_reduces))
+    slopes = [(more - fewer) / 2 for fewer, more in zip(*calls, strict=True)]
+    return OptimizerTraits(
+        grain=held.layout.grain,
+        param_itemsize=summary.param_nbytes / padded,
+        state_itemsize=summary.state_nbytes * _WORLD_SIZE / padded,
+        keeps_reduced=config.stage == 1 and _keeps_more_than_gradients(stepped, dtype),
+        all_reduces=tuple(
+            (fewer - 2 * slope, slope) for fewer, slope in zip(calls[0], slopes, strict=True)
+        ),
+    )
+
+
+def _build_counted(
+    build: Callable[..., Any], dtype: torch.dtype, config: ShardConfig, num_params: int
+) -> Any:
+    """Return an optimizer of so many parameters, alone with a Tally."""
+    params = [(f"p{i}", nn.Parameter(torch.ones(_NUMEL, dtype=dtype))) for i in range(num_params)]
+    own = replace(
+        config,
+        process_group="alone",  # at first, for errors to be those of one rank
+        mesh=None,
+        kernel="eager",
+        overlap_grad_sync=False,
+        overlap_param_sync=False,
+        consolidate_every=0,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of names and shapes that are nobody's
+        build(params, sharding=own)
+        return build(
+            params,
+            sharding=replace(own, process_group=CountingCommunicator(_WORLD_SIZE, "in order")),
+        )
+
+
+def _keeps_more_than_gradients(optimizer: Any, dtype: torch.dtype) -> bool:
+    padded = sum(flat.numel for flat in optimizer.layout.flats)
+    return bool(optimizer.memory_summary().grad_nbytes > padded * dtype.itemsize)
+
 
 Axis = Literal["shard", "replicate", "all"]
 
@@ -137,13 +255,13 @@ def plan(
         raise ValueError(
             f"Invalid world_size: {world_size} ranks in {num_replicas} rows. Give a multiple."
         )
-    config = _as_run(sharding or ShardConfig(), world_size, num_replicas)
+    config = _effective_config(sharding or ShardConfig(), world_size, num_replicas)
     how: Progress = progress or ("in any order" if device == "cpu" else "in order")
     costs = _Costs(shapes, build, world_size // num_replicas, num_replicas, dtype, config, how)
     return costs.budget(device)
 
 
-def _as_run(config: ShardConfig, world_size: int, num_replicas: int) -> ShardConfig:
+def _effective_config(config: ShardConfig, world_size: int, num_replicas: int) -> ShardConfig:
     """Return the options that have an effect on so many ranks.
 
     Raises:
@@ -181,7 +299,7 @@ class _Costs:
     ) -> None:
         self.shapes, self.dtype, self.config, self.progress = shapes, dtype, config, progress
         self.shards, self.replicas = num_shards, num_replicas
-        self.traits: Traits = probe(build, dtype, config)
+        self.traits: OptimizerTraits = probe_optimizer(build, dtype, config)
         # Over two axes sums wait for each other.
         self.moves: Progress = "in order" if num_replicas > 1 else progress
         is_sent = num_shards > 1
@@ -193,7 +311,7 @@ class _Costs:
     def budget(self, device: str) -> Budget:
         layout = self._layout(device)
         self.layout = layout
-        numel, padded = count(self.shapes), sum(flat.numel for flat in layout.flats)
+        numel, padded = count_elements(self.shapes), sum(flat.numel for flat in layout.flats)
         return Budget(
             num_params=len(self.shapes),
             numel=numel,

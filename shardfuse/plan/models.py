@@ -45,11 +45,11 @@ def shapes_of(model: str) -> list[NamedShape]:
     """
     if model in BERT:
         return list(_bert(BERT[model]))
-    numel = _number(model)
+    numel = _parse_count(model)
     if numel is not None:
         return list(_layers(numel))
     with torch.device("meta"):
-        return shapes_in(_build(model))
+        return shapes_of_module(_build(model))
 
 
 def params_of(model: str, seed: int) -> list[tuple[str, torch.Tensor]]:
@@ -66,12 +66,12 @@ def params_of(model: str, seed: int) -> list[tuple[str, torch.Tensor]]:
     """
     if ":" not in model:
         shapes = shapes_of(model)
-        _check_room(model, shapes)
+        _check_host_memory(model, shapes)
         generator = torch.Generator().manual_seed(seed)
-        return [(name, _drawn(shape, name, generator)) for name, shape in shapes]
+        return [(name, _draw_values(shape, name, generator)) for name, shape in shapes]
     torch.manual_seed(seed)
     module = _build(model)
-    shapes_in(module)
+    shapes_of_module(module)
     params = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     for name, param in params:
         if param.is_meta:
@@ -88,9 +88,9 @@ def _on_host(param: torch.Tensor) -> torch.Tensor:
     return host
 
 
-def _check_room(model: str, shapes: Sequence[NamedShape]) -> None:
+def _check_host_memory(model: str, shapes: Sequence[NamedShape]) -> None:
     """Refuse what would have this process killed."""
-    nbytes = 4 * count(shapes)
+    nbytes = 4 * count_elements(shapes)
     held = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if nbytes > held:
         raise ValueError(
@@ -99,7 +99,7 @@ def _check_room(model: str, shapes: Sequence[NamedShape]) -> None:
         )
 
 
-def _drawn(shape: tuple[int, ...], name: str, generator: torch.Generator) -> torch.Tensor:
+def _draw_values(shape: tuple[int, ...], name: str, generator: torch.Generator) -> torch.Tensor:
     if len(shape) > 1:
         drawn = torch.randn(shape, generator=generator) * 0.02
     else:
@@ -124,7 +124,7 @@ def _build(model: str) -> nn.Module:
     return built
 
 
-def shapes_in(module: nn.Module) -> list[NamedShape]:
+def shapes_of_module(module: nn.Module) -> list[NamedShape]:
     """Return (name, shape) of each parameter that a module trains."""
     named = [(name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad]
     if not named:
@@ -132,12 +132,12 @@ def shapes_in(module: nn.Module) -> list[NamedShape]:
     return named
 
 
-def count(shapes: Sequence[NamedShape]) -> int:
+def count_elements(shapes: Sequence[NamedShape]) -> int:
     """Return the number of elements."""
     return sum(math.prod(shape) for _, shape in shapes)
 
 
-def _number(text: str) -> int | None:
+def _parse_count(text: str) -> int | None:
     units = {"k": 10**3, "m": 10**6, "b": 10**9}
     digits, unit = text[:-1], units.get(text[-1:].lower())
     try:

@@ -71,7 +71,7 @@ def predict(budget: Budget, speeds: Speeds, forward_s: float, backward_s: float)
         if not 0 <= value < float("inf"):
             raise ValueError(f"Invalid time of {name}: {value * 1e3} ms. Must be >= 0.")
     buckets = budget.buckets
-    one = _Steps(buckets, speeds, forward_s, backward_s, needs_all=budget.needs_all)
+    one = _StepClock(buckets, speeds, forward_s, backward_s, needs_all=budget.needs_all)
     ranks = budget.world_size
     whole = [
         BucketCost(
@@ -83,7 +83,7 @@ def predict(budget: Budget, speeds: Speeds, forward_s: float, backward_s: float)
         )
         for bucket in buckets
     ]
-    replicated = _Steps(whole, speeds, forward_s, backward_s, needs_all=True)
+    replicated = _StepClock(whole, speeds, forward_s, backward_s, needs_all=True)
     return Times(
         compute=forward_s + backward_s,
         traffic=sum(one.seconds(b.reduce) + one.seconds(b.gather) for b in buckets),
@@ -97,7 +97,7 @@ def _itemsize(budget: Budget) -> float:
     return budget.memory["parameters"] / budget.padded_numel
 
 
-class _Steps:
+class _StepClock:
     """A clock for compute and one for the link."""
 
     def __init__(

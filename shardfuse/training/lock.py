@@ -30,8 +30,8 @@ logger = logging.getLogger("shardfuse")
 LOCK_FILE = ".lock"
 """Empty, but for who has the lock."""
 
-_HELD = (errno.EAGAIN, errno.EACCES)
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_HELD_ERRNOS = (errno.EAGAIN, errno.EACCES)
+_NO_LOCKS_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _POLL_S = 0.2
 
 
@@ -107,13 +107,13 @@ class FolderLock:
             FolderInUse, OSError: as for take().
         """
         self.release()
-        self._descriptor = _open(folder / LOCK_FILE)
+        self._descriptor = _open_lock_file(folder / LOCK_FILE)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in _HELD:
+            if error.errno in _HELD_ERRNOS:
                 raise FolderInUse(f"{folder} is in use by {_owner(self._descriptor)}") from error
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in _NO_LOCKS_ERRNOS:
                 raise
             logger.warning(
                 "%s: this file system has no locks (%s). Make sure that no other job uses the same "
@@ -126,15 +126,15 @@ class FolderLock:
 _locks: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
-def _leave_to_parent() -> None:
+def _release_in_child() -> None:
     for lock in list(_locks):
         lock.release()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_release_in_child)
 
 
-_KINDS = {
+_FILE_KINDS = {
     stat.S_IFLNK: "a symbolic link, which is not followed",
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -144,15 +144,15 @@ _KINDS = {
 }
 
 
-def _open(path: Path) -> int:
+def _open_lock_file(path: Path) -> int:
     """Return a descriptor of the lock file, which is made if there is none."""
     with suppress(FileNotFoundError):
         _check_kind(os.lstat(path), path)  # opening a device may do something
     try:
-        descriptor = os.open(path, _FLAGS, 0o644)
+        descriptor = os.open(path, _OPEN_FLAGS, 0o644)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK):  # a link since then
-            raise _not_ours(path, _KINDS[stat.S_IFLNK]) from error
+            raise _foreign_file_error(path, _FILE_KINDS[stat.S_IFLNK]) from error
         raise
     try:
         _check_kind(os.fstat(descriptor), path)
@@ -163,13 +163,13 @@ def _open(path: Path) -> int:
 
 
 # A FIFO that nobody reads must not block, and a terminal must not become this process's.
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def _check_kind(found: os.stat_result, path: Path) -> None:
     kind = stat.S_IFMT(found.st_mode)
     if kind != stat.S_IFREG:
-        raise _not_ours(path, _KINDS.get(kind, "no file"))
+        raise _foreign_file_error(path, _FILE_KINDS.get(kind, "no file"))
 
 
 def _check_content(descriptor: int, path: Path) -> None:
@@ -179,10 +179,10 @@ def _check_content(descriptor: int, path: Path) -> None:
     """
     start = os.pread(descriptor, 4096, 0)
     if start.strip(b"\0") and not start.startswith(b'{"pid"'):
-        raise _not_ours(path, "a file with something else in it")
+        raise _foreign_file_error(path, "a file with something else in it")
 
 
-def _not_ours(path: Path, what: str) -> OSError:
+def _foreign_file_error(path: Path, what: str) -> OSError:
     text = f"the name of the lock file is that of {what}: remove it, or name another folder"
     return OSError(errno.EINVAL, text, str(path))
 

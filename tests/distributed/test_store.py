@@ -15,13 +15,13 @@ from torch import nn
 
 from shardfuse import ShardedAdamW
 from shardfuse.checkpoint import CheckpointError, async_save
-from shardfuse.checkpoint.asynchronous import AsyncSave
-from shardfuse.checkpoint.report import verify
+from shardfuse.checkpoint.export import verify
+from shardfuse.checkpoint.saving import AsyncSave
 from shardfuse.comm.base import PeerError
 from shardfuse.comm.board import Board
 from shardfuse.doctor.world import World
-from shardfuse.training.attempts import fresh_part
-from shardfuse.training.stop import StopTogether
+from shardfuse.training.attempts import attempt_store
+from shardfuse.training.job import CoordinatedStop
 from tests.support.harness import run_threads
 
 pytestmark = pytest.mark.timeout(120)
@@ -122,7 +122,7 @@ def test_a_word_to_stop(text: str, tmp_path: Path) -> None:
     for is_store_gone in (False, True):
         comm = SimpleNamespace(world_size=2, epoch=0, is_store_gone=is_store_gone)
         comm.told = lambda topic, told=text, gone=is_store_gone: [None, None if gone else told]
-        stop = StopTogether(_ranks(comm), tmp_path, 7)
+        stop = CoordinatedStop(_ranks(comm), tmp_path, 7)
         if is_store_gone and len(text) < 100:
             (tmp_path / f".stop-{7:012x}-{text}").touch()
         elif is_store_gone:
@@ -147,7 +147,7 @@ def test_the_start_of_an_attempt(rank: int, text: str) -> None:
 
     def begin() -> None:
         try:
-            fresh_part(store, rank, 2, limit)
+            attempt_store(store, rank, 2, limit)
         except PeerError as error:
             ended.append(str(error))
 

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from shardfuse.__main__ import main
-from shardfuse.doctor.environment import buffer_mb, check_environment
+from shardfuse.doctor.host import buffer_mb, check_environment
 from shardfuse.doctor.world import World
 
 HOST = ["lo", "eth0", "eth1", "enp3s0"]

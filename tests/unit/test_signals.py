@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shardfuse.training import Job
-from shardfuse.training.signals import Signals
+from shardfuse.training.job import StopSignals
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_nohup_is_kept(tmp_path: Path) -> None:
 
 def test_a_signal_that_is_given_twice_is_given_back() -> None:
     before = signal.getsignal(signal.SIGUSR2)
-    signals = Signals([signal.SIGUSR2, signal.SIGUSR2])
+    signals = StopSignals([signal.SIGUSR2, signal.SIGUSR2])
     signals.take()
     signals.give_back()
     assert signal.getsignal(signal.SIGUSR2) == before
@@ -94,7 +94,7 @@ def test_another_parent(
     else:
         monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr(os, "getppid", lambda: 77)
-    signals = Signals(())
+    signals = StopSignals(())
     signals.take()
     assert not signals.is_noted
     monkeypatch.setattr(os, "getppid", lambda: 1)

@@ -26,8 +26,8 @@ from pretraining.metrics import METRICS_FILE, read_records
 from pretraining.rundir import CONFIG_FILE
 
 from largebatch.design import WHOLE, Design, Trial
+from shardfuse.training.job import StopSignals
 from shardfuse.training.lock import FolderInUse, FolderLock
-from shardfuse.training.signals import Signals
 
 PRETRAIN = Path(__file__).parents[1] / "pretrain.py"
 DESIGN_FILE = "study.json"
@@ -81,7 +81,7 @@ class Study:
 
         Raises `UsageError` where a run fails for another reason than its learning rate.
         """
-        stop = Signals((signal.SIGINT, signal.SIGTERM))
+        stop = StopSignals((signal.SIGINT, signal.SIGTERM))
         stop.take()
         is_ending = False
         while True:

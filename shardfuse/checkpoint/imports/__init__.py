@@ -8,10 +8,8 @@ low-precision parameters, they are there as "param". bf16 and fp16 states are wi
 exact. fp64 states are an error, because fp32 would lose digits.
 """
 
-from shardfuse.checkpoint.imports.apex import read_apex
-from shardfuse.checkpoint.imports.torch_optim import read_torch, read_zero_redundancy
-from shardfuse.checkpoint.imports.universal import read_deepspeed_universal
-from shardfuse.checkpoint.imports.zero import read_deepspeed
+from shardfuse.checkpoint.imports.deepspeed import read_deepspeed, read_deepspeed_universal
+from shardfuse.checkpoint.imports.torch_optim import read_apex, read_torch, read_zero_redundancy
 
 __all__ = [
     "read_apex",

@@ -1,4 +1,4 @@
-"""Who saves or loads together, and how they hear of each other's errors."""
+"""Collectives of the ranks that save or load together, which also report errors to all of them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from shardfuse.agreement import everyones_errors, everyones_words
-from shardfuse.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from shardfuse.checkpoint.index import CheckpointError, DamagedCheckpoint
 from shardfuse.comm import Communicator, communicator_for, device_for
-from shardfuse.files import describe
+from shardfuse.files import describe_os_error
 from shardfuse.optim.base import ShardedOptimizer
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ def check_state(state: Any) -> None:
         )
 
 
-class Ranks:
+class CheckpointGroup:
     """All ranks that share what is saved. Building one cannot fail on one of them alone.
 
     Args:
@@ -92,24 +92,26 @@ def _as_checkpoint_error(error: Exception | None) -> Exception | None:
     if error is None or isinstance(error, CheckpointError):
         return error
     if isinstance(error, OSError):
-        return CheckpointError(describe(error))
+        return CheckpointError(describe_os_error(error))
     return CheckpointError(f"{type(error).__name__}: {error}")
 
 
-_numbers: weakref.WeakKeyDictionary[Communicator, tuple[int, int]] = weakref.WeakKeyDictionary()
+_sequence_numbers: weakref.WeakKeyDictionary[Communicator, tuple[int, int]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def next_number(comm: Communicator) -> str:
+def next_sequence_number(comm: Communicator) -> str:
     """Return a new number that is the same on all ranks: what was told stays in the group's store.
 
     Ranks that have begun anew after an error count anew: some may have been further than others.
     """
-    epoch, last = _numbers.get(comm, (0, 0))
-    _numbers[comm] = epoch, last = comm.epoch, last + 1 if epoch == comm.epoch else 1
+    epoch, last = _sequence_numbers.get(comm, (0, 0))
+    _sequence_numbers[comm] = epoch, last = comm.epoch, last + 1 if epoch == comm.epoch else 1
     return f"{epoch}.{last}"
 
 
-def tried(act: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def catch(act: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """Return (what ``act`` returns, None) or (None, what it raises)."""
     try:
         return act(), None

@@ -1,0 +1,310 @@
+"""Load a checkpoint with any number of ranks: each rank reads its own shards, verified first.
+
+[Note: index selection] The index file of each saving rank lists the fragments that this rank wrote.
+For thousands of ranks all index files together take gigabytes. Which rank wrote which elements
+follows from the layout in the manifest, which is a few integers. So each loading rank reads the
+index files of the ranks whose shards overlap its own, plus every W-th of the rest, so that each
+byte is verified by one rank. If entries are missing then (replicas wrote the data, or a module is
+loaded without its optimizer), the rank reads all index files.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardfuse.checkpoint.collective import CheckpointGroup, catch, check_state
+from shardfuse.checkpoint.index import (
+    MANIFEST,
+    METADATA,
+    CheckpointError,
+    CheckpointReader,
+    DamagedCheckpoint,
+    Manifest,
+    ShardIndex,
+    entry_faults,
+)
+from shardfuse.checkpoint.integrity import name_intact_sibling
+from shardfuse.checkpoint.replacement import open_checkpoint
+from shardfuse.checkpoint.saving import notify_before_load
+from shardfuse.checkpoint.state import TrainingState
+from shardfuse.checkpoint.storage import ShardReader, dtype_from_name
+from shardfuse.comm import Communicator
+from shardfuse.engine.parts import Parts
+
+_MAX_ATTEMPTS = 10
+"""How often a checkpoint may be replaced while ranks open it."""
+
+
+def load(
+    state: dict[str, Any],
+    folder: str | os.PathLike[str],
+    *,
+    process_group: Any = None,
+    accept: Callable[[Mapping[str, Any]], None] = lambda info: None,
+    trusted: bool = False,
+    look_beside: bool = True,
+) -> dict[str, Any]:
+    """Load a checkpoint of save() with any number of ranks; return its ``info``. Collective.
+
+    Every rank checks the digests of its part, and reads it. If anything is damaged for any rank,
+    all raise and nothing has changed. If another process saves in its place meanwhile, all ranks
+    load the old one or all the new one. Everything in ``state`` must be in the checkpoint. The
+    checkpoint may have more keys, but not more of a module or an optimizer than ``state`` has. If
+    the caller's own load_state_dict() raises on a rank, all raise, with models and optimizers
+    already loaded.
+
+    Args:
+        state: as for save(). Objects are loaded in place, values are replaced in this dict.
+        folder: the checkpoint.
+        process_group: as for save().
+        accept: called with the saved ``info``; raises if the checkpoint shall not be loaded.
+        trusted: whether values may be of any class. Reading such values runs code from the file.
+        look_beside: whether an error of damage names the newest whole checkpoint of the same run.
+            To find it, all ranks read these checkpoints, each its share.
+
+    Raises:
+        DamagedCheckpoint: files differ from what was written. It names them and their contents.
+        CheckpointError: there is no checkpoint, or it does not fit ``state``.
+    """
+    check_state(state)
+    source = Path(folder).absolute()
+    ranks = CheckpointGroup(state, process_group, f"{source} is not loaded")
+    with ranks.call("checkpoint.load()", f"name = {source.name}"):
+        build = functools.partial(_LoadOperation, state=state, ranks=ranks, accept=accept)
+        with _open_same_checkpoint(
+            ranks, source, functools.partial(build, trusted=trusted), look_beside
+        ) as read:
+            read.finish()
+            values, error = catch(read.take_values)
+        ranks.agree(error)
+        state.update(values or {})
+    return read.manifest.info
+
+
+@contextmanager
+def _open_same_checkpoint(
+    ranks: CheckpointGroup,
+    target: Path,
+    build: Callable[[CheckpointReader], _LoadOperation],
+    look_beside: bool,
+) -> Iterator[_LoadOperation]:
+    """Give this rank's reading of the one checkpoint that all ranks have opened. Collective.
+
+    It begins anew where another process has replaced or removed the checkpoint meanwhile.
+
+    Raises:
+        CheckpointError: as for load().
+    """
+    for _ in range(_MAX_ATTEMPTS):
+        with ExitStack() as stack:
+            source, error = catch(lambda: stack.enter_context(open_checkpoint(target)))
+            read = None
+            if source is not None:
+                read, error = catch(functools.partial(build, source))
+            words = ranks.words(0 if read is None else read.manifest.checksum)
+            if all(words) and len(set(words)) == 1:
+                assert read is not None
+                yield read
+                return
+            has_moved = source is not None and source.has_moved
+            if not all(words) and 2 not in ranks.words(1 + has_moved):
+                try:
+                    ranks.agree(error)
+                except DamagedCheckpoint as damage:
+                    advice = name_intact_sibling(ranks, target) if look_beside else ""
+                    raise DamagedCheckpoint(damage.faults, advice) from error
+    raise CheckpointError(
+        f"{target} is not loaded: another process saved in its place {_MAX_ATTEMPTS} times while "
+        "it was read. Load a copy of it, or save less often."
+    )
+
+
+def _allocate_values(
+    manifest: Manifest, state: Mapping[str, Any]
+) -> dict[str, torch.Tensor] | None:
+    """Return tensors for values that were saved as tensors; None: an early manifest, without."""
+    kinds = [(key, manifest.tensors[key]) for key in state if key in manifest.tensors]
+    try:
+        room = {
+            key: torch.empty(kind.shape, dtype=dtype_from_name(kind.dtype)) for key, kind in kinds
+        }
+    except RuntimeError as error:  # no memory for it
+        raise DamagedCheckpoint(
+            [f"{MANIFEST} has sizes of more than there can be: {error}"]
+        ) from None
+    return room if manifest.tensors else None
+
+
+class _LoadOperation:
+    """One rank's reading of a checkpoint; built, it has verified and checked all that it needs."""
+
+    def __init__(
+        self,
+        source: CheckpointReader,
+        state: Mapping[str, Any],
+        ranks: CheckpointGroup,
+        accept: Callable[[Mapping[str, Any]], None],
+        trusted: bool,
+    ) -> None:
+        comm: Communicator = ranks.comm
+        self.manifest = Manifest.read(source)
+        accept(self.manifest.info)
+        self._held = held = TrainingState(state, comm.rank)
+        held.expect(self.manifest.world_size, comm.world_size)
+        self._checked = held.to_check(_allocate_values(self.manifest, state))
+        self._filled = held.to_fill()
+        counts = held.split_counts(self._checked, self.manifest.counts)
+        parts = self._planned(source, comm.rank, trusted)
+        readings = (self._first, self._rest, self._last)
+        items = {item for reading in readings for item in reading.items(parts)}
+        source.keep(item.file for item in items)
+        items |= {item for part in parts for item in part.entries if item.key in part.counts}
+        faults = []
+        if comm.rank == 0:
+            metadata = next(file for file in self.manifest.files if file.name == METADATA)
+            _, damage = catch(lambda: self.manifest.read_file(source, metadata))
+            faults += damage.faults if isinstance(damage, DamagedCheckpoint) else []
+        faults += entry_faults(source, items)
+        if faults:
+            raise DamagedCheckpoint(faults)
+        self._first.read()
+        for key, values in counts.items():
+            self._checked[key] |= values
+        try:
+            held.check(self._checked)
+        except ValueError as error:
+            raise CheckpointError(f"{source.path} does not fit: {error}") from error
+        self._check_order(source.path)
+        read = {f"{key}.{name}" for key, values in counts.items() for name in values}
+        self._check_extra(source.path, read.union(*(reading.keys for reading in readings)))
+
+    def _planned(self, source: CheckpointReader, rank: int, trusted: bool) -> list[ShardIndex]:
+        """Plan what is read; return the indices for that. See [Note: few indices]."""
+        manifest, held = self.manifest, self._held
+        ranks = ranks_to_read(manifest.layouts, manifest.world_size, held.parts, rank)
+        is_enough = bool(manifest.tensors) and len(ranks) < manifest.world_size
+        for only in (ranks, None) if is_enough else (None,):
+            parts = manifest.read_indices(source, only)
+            self._saved = {item.key for part in parts for item in part.entries} | {
+                *manifest.tensors
+            }
+            plan = functools.partial(ShardReader, source, parts, kinds=manifest.tensors)
+            try:
+                self._first = plan(self._checked, trusted=trusted)
+                self._rest = plan(held.to_read(self._filled, self._saved))
+                self._last = plan(held.to_read_after(self._saved))
+            except CheckpointError as error:
+                if only is None:
+                    saved = self._saved | {*manifest.counts}
+                    remedy = held.without_states(self._filled, saved)
+                    raise CheckpointError(f"{error}{remedy}") from error
+                continue
+            if all(r.is_complete for r in (self._first, self._rest, self._last)):
+                break
+        return parts
+
+    def _check_extra(self, source: Path, read: set[str]) -> None:
+        """Raise CheckpointError where a model or an optimizer would lose what was saved of it."""
+        prefixes = tuple(f"{key}." for key in self._held.whole_keys())
+        extra = sorted(key for key in self._saved - read if key.startswith(prefixes))
+        if extra:
+            raise CheckpointError(
+                f"{source} does not fit: it has {', '.join(extra[:3])}, {len(extra)} keys in all, "
+                "for which there is no place here. Build the model and the optimizer that were "
+                "saved; torch.distributed.checkpoint.load() loads parts of a checkpoint."
+            )
+
+    def _check_order(self, source: Path) -> None:
+        """Raise CheckpointError where states lie in another order of elements than they did."""
+        with_states = {k.rpartition(".")[0] for k in self._saved if not k.endswith(".step")}
+        for key, parts in self._held.parts.items():
+            notes = {note.name: note for note in self.manifest.params.get(key, [])}
+            for spec in parts.specs:
+                note = notes.get(spec.name, spec)
+                order, now = (
+                    [step for step, size in zip(strides, spec.shape, strict=False) if size > 1]
+                    for strides in (note.stride, spec.stride)
+                )
+                is_same = order == now or tuple(note.shape) != tuple(spec.shape)
+                if not is_same and f"{key}.state.{spec.name}" in with_states:
+                    raise CheckpointError(
+                        f"{source} does not fit: {spec.name} had the strides {tuple(note.stride)} "
+                        f"when it was saved, and has {tuple(spec.stride)} here. Give the model the "
+                        "memory format that it had, such as by model.to(memory_format="
+                        "torch.channels_last), and then build the optimizer."
+                    )
+
+    def finish(self) -> None:
+        """Have modules and optimizers take over what is read. Collective."""
+        notify_before_load(self._held.optimizers)
+        with torch.no_grad():
+            self._rest.read()
+            self._held.fill_lacking(self._saved)
+            self._last.read()
+            self._held.take(self._checked, self._filled, self.manifest.rules)
+
+    def take_values(self) -> dict[str, Any]:
+        """Have all else take it over; return plain values. Local."""
+        with torch.no_grad():
+            return self._held.take_values(self._checked)
+
+
+def ranks_overlapping(
+    geometry: Sequence[Mapping[str, Any]],
+    ranges: Iterable[tuple[str, int, int]],
+    saved_by: int = 1 << 32,
+) -> set[int]:
+    """Return which ranks have written a part of ``ranges``.
+
+    Args:
+        geometry: Parts.geometry() of those who have saved.
+        ranges: Parts.ranges() of who loads.
+        saved_by: number of ranks that have saved.
+
+    Raises:
+        LookupError, TypeError, ValueError, ArithmeticError: ``geometry`` is not that.
+    """
+    flats = {name: flat for flat in geometry for name in flat["slots"]}
+    found: set[int] = set()
+    for name, start, numel in ranges:
+        if name not in flats:
+            continue
+        buckets = flats[name]["buckets"]
+        at = flats[name]["slots"][name] + start
+        end = at + numel
+        index = bisect_right(buckets, at, key=lambda bucket: bucket[0]) - 1
+        while at < end:
+            first, shard_numel, num_ranks = buckets[index]
+            stop = min(end, first + shard_numel * num_ranks)
+            if not first <= at < stop:
+                raise ValueError(f"bucket {index} does not hold element {at:,}")
+            last = (stop - 1 - first) // shard_numel
+            if last >= saved_by:
+                raise ValueError(f"bucket {index} is of {last + 1:,} ranks, of {saved_by:,}")
+            found |= set(range((at - first) // shard_numel, last + 1))
+            at, index = stop, index + 1
+    return found
+
+
+def ranks_to_read(
+    layouts: Mapping[str, Any], saved_by: int, parts: Mapping[str, Parts], rank: int
+) -> set[int]:
+    """Return whose indices one rank reads; the first one's has all that is whole."""
+    world_size = max((each.comm.world_size for each in parts.values()), default=1)
+    found = {0, *range(rank, saved_by, world_size)}
+    try:
+        for key, each in parts.items():
+            found |= ranks_overlapping(layouts.get(key, ()), each.ranges(), saved_by)
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+        raise DamagedCheckpoint(
+            [f"its layouts are not as shardfuse writes them: {error}"]
+        ) from None
+    return found
