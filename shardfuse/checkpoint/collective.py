@@ -47,20 +47,20 @@ class CheckpointGroup:
             self.comm = communicator_for(process_group, self.device).everyone
 
     @contextmanager
-    def call(self, name: str, *lines: str) -> Iterator[None]:
+    def region(self, name: str, *lines: str) -> Iterator[None]:
         """Make a call of all ranks, which have the same keys and ``lines``."""
         with self.comm.call(name):
             # Compared now: a save is over before accelerators, which compare late, would tell.
             self.comm.declare([*self._lines, *lines], is_new=True)
             yield
 
-    def words(self, word: int) -> list[int]:
+    def gather_numbers(self, word: int) -> list[int]:
         """Return every rank's number, of 24 bits, by one all-reduce."""
         return everyones_words(self.comm, self.device, word)
 
-    def number_of_first(self, number: int) -> int:
+    def broadcast_number(self, number: int) -> int:
         """Return the first rank's number, of 48 bits, by two all-reduces."""
-        high, low = (self.words(half)[0] for half in divmod(number, 1 << 24))
+        high, low = (self.gather_numbers(half)[0] for half in divmod(number, 1 << 24))
         return (high << 24) + low
 
     def agree(self, error: Exception | None, word: int = 1) -> list[int]:
@@ -70,7 +70,7 @@ class CheckpointGroup:
             DamagedCheckpoint: an error is that.
             CheckpointError: it is of another kind.
         """
-        words = self.words(word if error is None else 0)
+        words = self.gather_numbers(word if error is None else 0)
         if all(words):
             return words
         texts = everyones_errors(self.comm, self.device, _as_checkpoint_error(error))

@@ -56,13 +56,15 @@ def read_model(folder: str | Path, key: str = "model") -> dict[str, Tensor]:
 def _read_model(source: _FullTensorReader, key: str) -> dict[str, Tensor]:
     prefix = f"{key}."
     wanted = {
-        k.removeprefix(prefix): kind for k, kind in source.tensors.items() if k.startswith(prefix)
+        k.removeprefix(prefix): tensor
+        for k, tensor in source.tensors.items()
+        if k.startswith(prefix)
     }
     if not wanted:
         raise CheckpointError(f"{source.path} has no module {key!r}. It has {source.keys}.")
     model = {
-        name: torch.empty(kind.shape, dtype=dtype_from_name(kind.dtype))
-        for name, kind in wanted.items()
+        name: torch.empty(tensor.shape, dtype=dtype_from_name(tensor.dtype))
+        for name, tensor in wanted.items()
     }
     source.read({key: model})
     return model
@@ -89,21 +91,21 @@ def read_optimizer(folder: str | Path, key: str = "optimizer") -> dict[str, Any]
 
 
 def _read_optimizer(source: _FullTensorReader, key: str) -> dict[str, Any]:
-    notes = source.manifest.params.get(key)
-    if notes is None:
+    params = source.manifest.params.get(key)
+    if params is None:
         raise CheckpointError(f"{source.path} has no optimizer {key!r}. It has {source.keys}.")
     flat: dict[str, Any] = {}
-    for name, kind in source.tensors.items():
+    for name, tensor in source.tensors.items():
         if name.startswith(f"{key}.state."):
             flat[name.removeprefix(f"{key}.")] = torch.empty(
-                kind.shape, dtype=dtype_from_name(kind.dtype)
+                tensor.shape, dtype=dtype_from_name(tensor.dtype)
             )
     groups = source.groups(key)
     source.read({key: {**flat, "param_groups": groups}})
     state: dict[int, dict[str, Any]] = {}
     try:
         for group in groups:
-            state |= _group_states([(number, notes[number]) for number in group["params"]], flat)
+            state |= _group_states([(number, params[number]) for number in group["params"]], flat)
     except (LookupError, TypeError, RuntimeError) as error:
         raise DamagedCheckpoint(
             [f"{source.path.name} has states of other params: {error}"]
@@ -115,26 +117,26 @@ def _group_states(
     params: Sequence[tuple[int, ParamMeta]], flat: Mapping[str, Tensor]
 ) -> dict[int, dict[str, Any]]:
     """Return the entries of one group's parameters, from {"state.<name>.<state>": (numel,)}."""
-    names = {key.rpartition(".")[2] for _, note in params for key in _state_keys(note, flat)}
+    names = {key.rpartition(".")[2] for _, meta in params for key in _state_keys(meta, flat)}
     entries = {}
-    for number, note in params:
-        step = int(flat[f"state.{note.name}.step"])
+    for number, meta in params:
+        step = int(flat[f"state.{meta.name}.step"])
         tensors = {}
         for name in sorted(names - {"step"}):
-            tensor = flat.get(f"state.{note.name}.{name}")
+            tensor = flat.get(f"state.{meta.name}.{name}")
             if tensor is not None:
-                if tensor.numel() != math.prod(note.shape):
-                    raise LookupError(f"{name} of {note.name} has {tensor.numel():,} elements")
-                tensors[name] = tensor.as_strided(note.shape, note.stride)
-            elif 0 in note.shape and name != _MASTER:  # of nothing, nothing is saved
-                tensors[name] = torch.zeros(note.shape)
+                if tensor.numel() != math.prod(meta.shape):
+                    raise LookupError(f"{name} of {meta.name} has {tensor.numel():,} elements")
+                tensors[name] = tensor.as_strided(meta.shape, meta.stride)
+            elif 0 in meta.shape and name != _MASTER:  # of nothing, nothing is saved
+                tensors[name] = torch.zeros(meta.shape)
         if step > 0 or _MASTER in tensors:
             entries[number] = {"step": torch.tensor(float(step)), **tensors}
     return entries
 
 
-def _state_keys(note: ParamMeta, flat: Mapping[str, Tensor]) -> list[str]:
-    prefix = f"state.{note.name}."
+def _state_keys(meta: ParamMeta, flat: Mapping[str, Tensor]) -> list[str]:
+    prefix = f"state.{meta.name}."
     return [key for key in flat if key.startswith(prefix) and "." not in key[len(prefix) :]]
 
 
@@ -144,21 +146,23 @@ class _FullTensorReader:
     def __init__(self, source: CheckpointReader) -> None:
         self._source, self.path = source, source.path
         self.manifest = Manifest.read(source)
-        self._parts: list[ShardIndex] = self.manifest.read_indices(source)
-        faults = length_faults(source, self._parts)  # before there is room for what they promise
+        self._indices: list[ShardIndex] = self.manifest.read_indices(source)
+        faults = length_faults(source, self._indices)  # before there is room for what they promise
         if faults:
             raise DamagedCheckpoint(faults)
-        self.tensors = {key: kind for part in self._parts for key, kind in part.tensors.items()}
-        self.keys = sorted({item.key.partition(".")[0] for item in self._items()})
+        self.tensors = {
+            key: tensor for index in self._indices for key, tensor in index.tensors.items()
+        }
+        self.keys = sorted({entry.key.partition(".")[0] for entry in self._entries()})
 
-    def _items(self) -> list[IndexEntry]:
-        return [item for part in self._parts for item in part.entries]
+    def _entries(self) -> list[IndexEntry]:
+        return [entry for index in self._indices for entry in index.entries]
 
     def groups(self, key: str) -> list[dict[str, Any]]:
         """Return param_groups of the right form, to be filled."""
         groups: list[dict[str, Any]] = []
-        places = {k: path for part in self._parts for k, path in part.paths.items()}
-        paths = {tuple(places.get(item.key, ())) for item in self._items()}
+        places = {k: path for index in self._indices for k, path in index.paths.items()}
+        paths = {tuple(places.get(entry.key, ())) for entry in self._entries()}
         own = [path[2:] for path in paths if path[:2] == (key, "param_groups")]
         # Numbers in order, so that lists grow by one.
         for path in sorted(own, key=lambda path: [(type(s) is str, s) for s in path]):
@@ -172,10 +176,10 @@ class _FullTensorReader:
 
     def read(self, state: dict[str, Any]) -> None:
         """Fill ``state``."""
-        reading = ShardReader(self._source, self._parts, state)
-        items = reading.items(self._parts)
-        self._source.keep(item.file for item in items)
-        faults = entry_faults(self._source, items)
+        reading = ShardReader(self._source, self._indices, state)
+        entries = reading.items(self._indices)
+        self._source.keep_open(entry.file for entry in entries)
+        faults = entry_faults(self._source, entries)
         if faults:
             raise DamagedCheckpoint(faults)
         reading.read()
@@ -250,11 +254,11 @@ class Contents:
             "",
             f"{'bytes':>15}  {'fragments':>9}  {'dtype':<9} {'shape':<18} key",
         ]
-        for held in self.held[:_NUM_SHOWN]:
-            shape = str(list(held.shape)) if held.dtype else ""
+        for summary in self.held[:_NUM_SHOWN]:
+            shape = str(list(summary.shape)) if summary.dtype else ""
             lines.append(
-                f"{held.nbytes:>15,}  {held.num_fragments:>9}  {held.dtype or 'value':<9} "
-                f"{shape:<18} {held.key}"
+                f"{summary.nbytes:>15,}  {summary.num_fragments:>9}  {summary.dtype or 'value':<9} "
+                f"{shape:<18} {summary.key}"
             )
         if len(self.held) > _NUM_SHOWN:
             lines.append(f"... and {len(self.held) - _NUM_SHOWN} more; --json has all")
@@ -270,23 +274,23 @@ def inspect(folder: Path) -> Contents:
     """
     with open_checkpoint(folder) as source:
         manifest = Manifest.read(source)
-        parts = manifest.read_indices(source)
-        files = {item.file for part in parts for item in part.entries}
+        indices = manifest.read_indices(source)
+        files = {entry.file for index in indices for entry in index.entries}
         files |= {MANIFEST, *(file.name for file in manifest.files)}
         nbytes = sum(source.folder.size(n) for n in files if source.folder.has_file(n))
-    held = _summarize(parts)
-    return Contents(str(folder), manifest.world_size, manifest.info, nbytes, held)
+    summary = _summarize(indices)
+    return Contents(str(folder), manifest.world_size, manifest.info, nbytes, summary)
 
 
-def _summarize(parts: Iterable[ShardIndex]) -> list[KeySummary]:
+def _summarize(indices: Iterable[ShardIndex]) -> list[KeySummary]:
     found: dict[str, KeySummary] = {}
-    for part in parts:
-        for item in part.entries:
-            kind = part.tensors.get(item.key, TensorMeta("", ()))
-            held = found.setdefault(item.key, KeySummary(item.key, *kind, 0, 0))
-            held.num_fragments += 1
-            held.nbytes += item.length
-    return sorted(found.values(), key=lambda held: (-held.nbytes, held.key))
+    for index in indices:
+        for entry in index.entries:
+            tensor = index.tensors.get(entry.key, TensorMeta("", ()))
+            summary = found.setdefault(entry.key, KeySummary(entry.key, *tensor, 0, 0))
+            summary.num_fragments += 1
+            summary.nbytes += entry.length
+    return sorted(found.values(), key=lambda summary: (-summary.nbytes, summary.key))
 
 
 @dataclass

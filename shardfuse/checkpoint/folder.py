@@ -102,7 +102,7 @@ class Checkpoints:
         is_number = hasattr(step, "__index__") and not isinstance(step, bool)
         step = operator.index(step) if is_number else step  # numpy's, too
         ranks = CheckpointGroup(state, self._group, f"{self.folder} is not cleaned up")
-        with ranks.call("Checkpoints.save()", f"step = {step!r}"):
+        with ranks.region("Checkpoints.save()", f"step = {step!r}"):
             ranks.agree(None)  # a save beside training would find out late that steps differ
             if not is_number or not 0 <= step < NO_STEP - 1:
                 raise ValueError(f"Invalid step: {step!r}. Must be a whole number >= 0.")
@@ -158,7 +158,7 @@ class Checkpoints:
         Collective. What is newer than the newest is of a run that was taken back: it is left there
         under a name that is not taken for a checkpoint's.
         """
-        with ranks.call("removing old checkpoints"):
+        with ranks.region("removing old checkpoints"):
             self._remove_older(ranks, newest)
 
     def _remove_older(self, ranks: CheckpointGroup, newest: int) -> None:
@@ -213,7 +213,7 @@ class Checkpoints:
             logger.warning("%s", error)
         ranks = CheckpointGroup(state, self._group, f"{self.folder} is not loaded")
         for _ in range(_ATTEMPTS):
-            with ranks.call("Checkpoints.load_latest()"):
+            with ranks.region("Checkpoints.load_latest()"):
                 steps, faults = self._newest(ranks)
             for step in steps:
                 try:
@@ -251,14 +251,14 @@ class Checkpoints:
     def _is_gone(self, ranks: CheckpointGroup, step: int) -> bool:
         """Return whether the first rank sees no checkpoint of that step any more. Collective."""
         is_there = ranks.comm.rank > 0 or step in list_steps(self.folder)
-        return ranks.words(1 if is_there else 2)[0] == 2
+        return ranks.gather_numbers(1 if is_there else 2)[0] == 2
 
     def _newest(self, ranks: CheckpointGroup) -> tuple[list[int], list[str]]:
         """Return steps, newest first, and what is wrong if ``latest`` has another. Collective."""
         if ranks.comm.rank == 0:
             self._tell_odd(malformed_step_names(self.folder))
         steps = broadcast_steps(ranks, self.folder)
-        named = ranks.number_of_first(self._named() if ranks.comm.rank == 0 else 0)
+        named = ranks.broadcast_number(self._named() if ranks.comm.rank == 0 else 0)
         if not named or [named - 1] == steps[:1]:
             return steps, []
         is_step = named < NO_STEP

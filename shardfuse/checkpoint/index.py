@@ -42,8 +42,8 @@ class DamagedCheckpoint(CheckpointError):
     """Files of a checkpoint differ from what was written.
 
     Args:
-        faults: what is damaged, each with its file, key and place.
-        advice: what to do, such as the name of a whole checkpoint.
+        faults: descriptions of the damage, each with file, key and place.
+        advice: what to do, such as the name of an intact checkpoint.
     """
 
     def __init__(self, faults: Sequence[str], advice: str = "") -> None:
@@ -59,24 +59,24 @@ _NUM_SHOWN = 3
 
 
 _MAX_OPEN_FILES = 256
-"""Files kept open; a process may have 1,024."""
+"""Files that stay open; the usual limit of a process is 1,024 descriptors."""
 
 _NOT_A_FOLDER = (errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 class CheckpointReader:
-    """The folder of a checkpoint, open; also a context manager, which closes it.
+    """An open checkpoint folder; a context manager that closes it. See [Note: open by descriptor].
 
     Args:
         path: the folder.
 
     Raises:
-        CheckpointError: there is none, or it cannot be opened.
+        CheckpointError: the folder does not exist, or cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._kept: dict[str, BinaryIO] = {}
+        self._open_files: dict[str, BinaryIO] = {}
         try:
             self.folder = FolderHandle(path)
         except FileNotFoundError:
@@ -94,8 +94,8 @@ class CheckpointReader:
         return self.path.name
 
     @property
-    def has_moved(self) -> bool:
-        """Whether ``path`` names another checkpoint by now, or none."""
+    def was_replaced(self) -> bool:
+        """Whether ``path`` now names another checkpoint, or does not exist."""
         return not self.folder.is_at(self.path)
 
     def __enter__(self) -> CheckpointReader:
@@ -106,45 +106,47 @@ class CheckpointReader:
 
     def close(self) -> None:
         """Close the folder and its files."""
-        for file in self._kept.values():
+        for file in self._open_files.values():
             file.close()
-        self._kept.clear()
+        self._open_files.clear()
         self.folder.close()
 
-    def keep(self, names: Iterable[str]) -> None:
-        """Open files that will be read more than once, and keep them open."""
-        for name in sorted(set(names) - set(self._kept))[: _MAX_OPEN_FILES - len(self._kept)]:
-            with suppress(OSError):  # told by whoever reads it
-                self._kept[name] = self.folder.open(name)
+    def keep_open(self, names: Iterable[str]) -> None:
+        """Open files that will be read more than once, and keep their descriptors."""
+        for name in sorted(set(names) - set(self._open_files))[
+            : _MAX_OPEN_FILES - len(self._open_files)
+        ]:
+            with suppress(OSError):  # the later read reports it
+                self._open_files[name] = self.folder.open(name)
 
     @contextmanager
-    def opened(self, name: str) -> Iterator[BinaryIO]:
-        """Give a file to be read. OSError: it cannot be."""
-        if name in self._kept:
-            yield self._kept[name]
+    def open(self, name: str) -> Iterator[BinaryIO]:
+        """Yield an open file; raise OSError if it cannot be opened."""
+        if name in self._open_files:
+            yield self._open_files[name]
             return
         with self.folder.open(name) as file:
             yield file
 
-    def read(self, name: str, nbytes: int | None, most: int) -> bytes:
+    def read(self, name: str, nbytes: int | None, maximum: int) -> bytes:
         """Return the contents of a file.
 
         Args:
-            name: of the file.
-            nbytes: length that it must have; None: any.
-            most: length that it must not exceed.
+            name: name of the file.
+            nbytes: expected size; None: any.
+            maximum: largest size that is read.
 
         Raises:
-            DamagedCheckpoint: it is not there, has another length, or cannot be read.
+            DamagedCheckpoint: the file is missing, has another size, or cannot be read.
         """
         place = f"{self.name}/{name}"
         try:
-            with self.opened(name) as file:
+            with self.open(name) as file:
                 size = file.seek(0, 2)
                 if nbytes is not None and size != nbytes:
                     raise DamagedCheckpoint([f"{place} has {size:,} bytes of {nbytes:,}"])
-                if size > most:
-                    raise DamagedCheckpoint([f"{place} has {size:,} bytes, of at most {most:,}"])
+                if size > maximum:
+                    raise DamagedCheckpoint([f"{place} has {size:,} bytes, of at most {maximum:,}"])
                 file.seek(0)
                 return file.read(size)
         except FileNotFoundError:
@@ -158,7 +160,7 @@ MANIFEST = "manifest.json"
 METADATA = ".metadata"
 
 _MAX_READ_NBYTES = 1 << 28
-"""Of a file that is read as a whole. Python needs some eight times as much memory for it."""
+"""Largest file that is read as a whole. Parsing takes about eight times as much memory."""
 
 _MAX_INT = 1 << 62
 _FILE_NAME = re.compile(r"(?!\.{1,2}$)[^/\0]{1,255}")
@@ -171,13 +173,13 @@ _OTHER_FORM_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What reading JSON of another form raises."""
+"""Exceptions that access to JSON of an unexpected form raises."""
 
 
-def _as_int(value: Any, least: int = 0, most: int = _MAX_INT) -> int:
-    """Return an integer of JSON; ValueError where it is something else, or out of bounds."""
-    if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{str(value)[:40]!r} is no whole number from {least:,} to {most:,}")
+def _as_int(value: Any, minimum: int = 0, maximum: int = _MAX_INT) -> int:
+    """Return a JSON integer; raise ValueError for another type or a value out of bounds."""
+    if type(value) is not int or not minimum <= value <= maximum:
+        raise ValueError(f"{str(value)[:40]!r} is no whole number from {minimum:,} to {maximum:,}")
     return value
 
 
@@ -188,7 +190,7 @@ def _as_ints(values: Any) -> tuple[int, ...]:
 
 
 def _as_file_name(name: Any) -> str:
-    """Return the name of a file of the folder; ValueError where it leads elsewhere."""
+    """Return a file name; raise ValueError if it would leave the folder."""
     if type(name) is not str or not _FILE_NAME.fullmatch(name):
         raise ValueError(f"{str(name)[:40]!r} is no name of a file in the folder")
     return name
@@ -203,24 +205,24 @@ def _as_dict(value: Any) -> dict[str, Any]:
 _STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,14})")
 
 NO_STEP = (1 << 48) - 1
-"""More than every number of steps."""
+"""Larger than every valid number of steps."""
 
 
 def step_in_name(name: str) -> int | None:
-    """Return the number of steps that the folder of a run's checkpoint is named for, or None."""
+    """Return N of a folder name ``step-N``; None for any other name."""
     found = _STEP_NAME.fullmatch(name)
     return int(found[1]) if found and int(found[1]) < NO_STEP - 1 else None
 
 
 KeyPath = Sequence[str | int]
-"""Where a value lies in nested dicts and lists."""
+"""Keys and indices that lead to a value in nested dicts and lists."""
 
 
 class IndexEntry(NamedTuple):
-    """One fragment of one state of one parameter, or one value that is not a tensor."""
+    """One stored fragment of a tensor, or one stored value that is not a tensor."""
 
     key: str
-    offsets: tuple[int, ...] | None  # of the first element in the tensor; None: not a tensor
+    offsets: tuple[int, ...] | None  # of the first element in the full tensor; None: no tensor
     sizes: tuple[int, ...]
     file: str
     start: int
@@ -228,7 +230,7 @@ class IndexEntry(NamedTuple):
     digest: str
 
     def describe(self) -> str:
-        """Return how a person would call it."""
+        """Return key, place and file for an error message."""
         place = "" if not self.offsets else f" from {list(self.offsets)} on, {list(self.sizes)}"
         return f"{self.key}{place} in {self.file}"
 
@@ -240,7 +242,7 @@ class TensorMeta(NamedTuple):
     shape: tuple[int, ...]
 
     def __str__(self) -> str:
-        """Return the text that errors have; users may search for it."""
+        """Return the text that error messages have shown since the first version."""
         return f"Kind(dtype={self.dtype!r}, shape={self.shape!r})"
 
     @property
@@ -251,25 +253,25 @@ class TensorMeta(NamedTuple):
 
 
 def _as_tensors(content: Any) -> dict[str, TensorMeta]:
-    kinds = {
+    tensors = {
         key: TensorMeta(dtype, _as_ints(shape)) for key, (dtype, shape) in _as_dict(content).items()
     }
-    for key, kind in kinds.items():
-        _as_int(len(kind.shape), most=_MAX_DIMS)
-        if not isinstance(getattr(torch, str(kind.dtype), None), torch.dtype):
-            raise ValueError(f"{key} has no dtype of torch, but {str(kind.dtype)[:40]!r}")
-        _as_int(math.prod(kind.shape))
-    return kinds
+    for key, tensor in tensors.items():
+        _as_int(len(tensor.shape), maximum=_MAX_DIMS)
+        if not isinstance(getattr(torch, str(tensor.dtype), None), torch.dtype):
+            raise ValueError(f"{key} has no dtype of torch, but {str(tensor.dtype)[:40]!r}")
+        _as_int(math.prod(tensor.shape))
+    return tensors
 
 
 def _as_counts(content: Any) -> dict[str, int]:
     return {key: _as_int(count) for key, count in _as_dict(content).items()}
 
 
-def _as_entry(content: Any, kinds: Mapping[str, TensorMeta]) -> IndexEntry:
-    """Read one item of JSON; ValueError where it does not fit the tensor that it is a part of."""
+def _as_entry(content: Any, tensors: Mapping[str, TensorMeta]) -> IndexEntry:
+    """Parse one entry; raise ValueError if it does not fit its tensor."""
     key, offsets, sizes, file, start, length, digest = content
-    item = IndexEntry(
+    entry = IndexEntry(
         key,
         None if offsets is None else _as_ints(offsets),
         _as_ints(sizes),
@@ -278,36 +280,36 @@ def _as_entry(content: Any, kinds: Mapping[str, TensorMeta]) -> IndexEntry:
         _as_int(length),
         str(digest),
     )
-    if item.offsets is None:
-        return item
-    shape = kinds[item.key].shape
-    if not len(item.offsets) == len(item.sizes) == len(shape):
-        raise ValueError(f"{item.describe()} has other dimensions than its tensor")
-    if any(o + n > end for o, n, end in zip(item.offsets, item.sizes, shape, strict=True)):
-        raise ValueError(f"{item.describe()} is not inside of its tensor")
-    if math.prod(item.sizes) * kinds[item.key].itemsize > item.length:
-        raise ValueError(f"{item.describe()} has more elements than bytes")
-    return item
+    if entry.offsets is None:
+        return entry
+    shape = tensors[entry.key].shape
+    if not len(entry.offsets) == len(entry.sizes) == len(shape):
+        raise ValueError(f"{entry.describe()} has other dimensions than its tensor")
+    if any(o + n > end for o, n, end in zip(entry.offsets, entry.sizes, shape, strict=True)):
+        raise ValueError(f"{entry.describe()} is not inside of its tensor")
+    if math.prod(entry.sizes) * tensors[entry.key].itemsize > entry.length:
+        raise ValueError(f"{entry.describe()} has more elements than bytes")
+    return entry
 
 
 @dataclass
 class ShardIndex:
-    """What one rank has written."""
+    """Index of the data file that one rank wrote."""
 
     rank: int
     entries: list[IndexEntry] = field(default_factory=list)
     tensors: dict[str, TensorMeta] = field(default_factory=dict)
-    paths: dict[str, KeyPath] = field(default_factory=dict)  # of keys in the nested state
-    counts: dict[str, int] = field(default_factory=dict)  # integers of no dimension: steps
+    paths: dict[str, KeyPath] = field(default_factory=dict)  # key -> place in the nested state
+    counts: dict[str, int] = field(default_factory=dict)  # 0-dim integer tensors: step counts
 
     @property
     def name(self) -> str:
-        """Name of the file that says so."""
+        """Name of the index file."""
         return f"part-{self.rank}.json"
 
     def to_bytes(self) -> bytes:
-        """Return the contents of its file."""
-        # The format's keys are older than the names of the fields.
+        """Return the contents of the index file."""
+        # The keys are part of the file format; fields may be renamed, keys may not.
         content = {
             "rank": self.rank,
             "items": self.entries,
@@ -319,7 +321,7 @@ class ShardIndex:
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> ShardIndex:
-        """Read what to_bytes() returned; DamagedCheckpoint where it is something else."""
+        """Parse the result of to_bytes(); raise DamagedCheckpoint for anything else."""
         content = decode_with_digest(data, name)
         with _reports_other_form(name):
             tensors = _as_tensors(content["kinds"])
@@ -337,7 +339,7 @@ def _as_key_path(path: Any) -> KeyPath:
 
 @contextmanager
 def _reports_other_form(name: str) -> Iterator[None]:
-    """Raise DamagedCheckpoint where JSON, whose digest is right, has another form."""
+    """Raise DamagedCheckpoint if JSON with a valid digest does not have the expected form."""
     try:
         yield
     except _OTHER_FORM_ERRORS as error:
@@ -346,7 +348,7 @@ def _reports_other_form(name: str) -> Iterator[None]:
 
 
 class FileRecord(NamedTuple):
-    """A file that is read as a whole."""
+    """Name, size and digest of a file that is read as a whole."""
 
     name: str
     nbytes: int
@@ -354,41 +356,41 @@ class FileRecord(NamedTuple):
 
     @classmethod
     def of(cls, name: str, data: bytes) -> FileRecord:
-        """Return what ``data`` is written as."""
+        """Return the record of a file with contents ``data``."""
         return cls(name, len(data), digest_of(data))
 
 
 class ParamMeta(NamedTuple):
-    """A parameter of an optimizer, of whose states (numel,) is all that is known of their shape."""
+    """Name and memory layout of a parameter; its states are saved as (numel,) only."""
 
     name: str
     shape: list[int]
-    stride: list[int]  # in elements; states lie in this order
+    stride: list[int]  # in elements; states are stored in this order of elements
 
 
 @dataclass
 class Manifest:
-    """What makes a folder a checkpoint."""
+    """The file that makes a folder a checkpoint; written last."""
 
     world_size: int
     files: list[FileRecord]
     info: dict[str, Any]
-    """What the user noted: values that JSON has."""
+    """The caller's ``info``, of JSON types."""
     params: dict[str, list[ParamMeta]] = field(default_factory=dict)
-    """Of each optimizer, by its key: its parameters in the order of their numbers."""
+    """By key of the optimizer: its parameters, in order of their numbers."""
     layouts: dict[str, Any] = field(default_factory=dict)
-    """Of each optimizer, by its key: Parts.geometry()."""
+    """By key of the optimizer: Parts.geometry(), from which ranks_overlapping() finds shards."""
     rules: dict[str, str] = field(default_factory=dict)
-    """Of each optimizer, by its key: Parts.rule. Not there in early ones."""
+    """By key of the optimizer: Parts.rule. Early checkpoints lack it."""
     tensors: dict[str, TensorMeta] = field(default_factory=dict)
     """Of all ranks' indices."""
     counts: dict[str, int] = field(default_factory=dict)
     """Of all ranks' indices."""
     checksum: int = field(default=0, compare=False)
-    """Of 24 bits, the same for the same manifest; not saved."""
+    """24-bit checksum of the file, by which ranks compare their manifests; not saved."""
 
     def to_bytes(self) -> bytes:
-        """Return the contents of its file."""
+        """Return the contents of the manifest file."""
         content = {
             "format": FORMAT,
             "world_size": self.world_size,
@@ -404,11 +406,11 @@ class Manifest:
 
     @classmethod
     def read(cls, source: CheckpointReader) -> Manifest:
-        """Return the manifest of a checkpoint.
+        """Read and check the manifest of a checkpoint.
 
         Raises:
-            CheckpointError: the folder is none, or of a later format.
-            DamagedCheckpoint: it is damaged.
+            CheckpointError: the folder is not a checkpoint, or has a later format.
+            DamagedCheckpoint: the manifest is damaged.
         """
         name = f"{source.name}/{MANIFEST}"
         if MANIFEST not in source.folder.names():
@@ -432,25 +434,29 @@ class Manifest:
                     f"{source.path} has format {version}; this version reads {FORMAT}. Upgrade."
                 )
             files = [
-                FileRecord(_as_file_name(file), _as_int(nbytes, most=_MAX_READ_NBYTES), str(digest))
+                FileRecord(
+                    _as_file_name(file), _as_int(nbytes, maximum=_MAX_READ_NBYTES), str(digest)
+                )
                 for file, nbytes, digest in content["files"]
             ]
-            held = cls(_as_int(content["world_size"], 1), files, _as_dict(content["info"]))
+            manifest = cls(_as_int(content["world_size"], 1), files, _as_dict(content["info"]))
             expected = {METADATA, *(ShardIndex(rank).name for rank in range(len(files) - 1))}
-            if {file.name for file in files} != expected or held.world_size != len(files) - 1:
-                raise ValueError(f"its files are not those of {held.world_size:,} ranks")
-            for key, notes in _as_dict(content["params"]).items():
-                held.params[key] = [_as_param_meta(note) for note in notes]
-            # Not there in the first ones of this format: then all parts are read.
-            held.layouts = _as_dict(content.get("layouts", {}))
-            held.rules = {k: str(rule) for k, rule in _as_dict(content.get("rules", {})).items()}
-            held.counts = _as_counts(content.get("counts", {}))
-            held.tensors = _as_tensors(content.get("kinds", {}))
-        held.checksum = 1 + zlib.crc32(data) % ((1 << 24) - 1)
-        return held
+            if {file.name for file in files} != expected or manifest.world_size != len(files) - 1:
+                raise ValueError(f"its files are not those of {manifest.world_size:,} ranks")
+            for key, metas in _as_dict(content["params"]).items():
+                manifest.params[key] = [_as_param_meta(meta) for meta in metas]
+            # The first checkpoints of this format lack these keys. Then all indices are read.
+            manifest.layouts = _as_dict(content.get("layouts", {}))
+            manifest.rules = {
+                k: str(rule) for k, rule in _as_dict(content.get("rules", {})).items()
+            }
+            manifest.counts = _as_counts(content.get("counts", {}))
+            manifest.tensors = _as_tensors(content.get("kinds", {}))
+        manifest.checksum = 1 + zlib.crc32(data) % ((1 << 24) - 1)
+        return manifest
 
     def read_file(self, source: CheckpointReader, file: FileRecord) -> bytes:
-        """Return the contents of one of its files; DamagedCheckpoint where they are others."""
+        """Return the contents of a listed file; raise DamagedCheckpoint if its digest differs."""
         data = source.read(file.name, file.nbytes, _MAX_READ_NBYTES)
         if digest_of(data) != file.digest:
             raise DamagedCheckpoint([f"{source.name}/{file.name} is damaged"])
@@ -459,78 +465,78 @@ class Manifest:
     def read_indices(
         self, source: CheckpointReader, ranks: Collection[int] | None = None
     ) -> list[ShardIndex]:
-        """Return what ``ranks`` have written; None: all.
+        """Return the indices that ``ranks`` wrote; None: of all ranks.
 
         Raises:
-            DamagedCheckpoint: some are damaged; all of these are named.
+            DamagedCheckpoint: some are damaged; the error names all of them.
         """
-        parts, faults = [], []
+        indices, faults = [], []
         names = None if ranks is None else {ShardIndex(rank).name for rank in ranks}
         for file in self.files:
             if file.name == METADATA or (names is not None and file.name not in names):
                 continue
             try:
                 data = self.read_file(source, file)
-                part = ShardIndex.from_bytes(data, f"{source.name}/{file.name}")
-                faults += self._differences(source, part, file)
-                parts.append(part)
+                index = ShardIndex.from_bytes(data, f"{source.name}/{file.name}")
+                faults += self._differences(source, index, file)
+                indices.append(index)
             except DamagedCheckpoint as damage:
                 faults += damage.faults
         if ranks is None and not faults:
-            faults += coverage_faults(parts)
+            faults += coverage_faults(indices)
         if faults:
             raise DamagedCheckpoint(faults)
-        return parts
+        return indices
 
     def _differences(
-        self, source: CheckpointReader, part: ShardIndex, file: FileRecord
+        self, source: CheckpointReader, index: ShardIndex, file: FileRecord
     ) -> list[str]:
-        """Return how what a rank says of its tensors differs from what the manifest says."""
+        """Return contradictions between one rank's index and the manifest."""
         name = f"{source.name}/{file.name}"
-        if part.name != file.name:
-            return [f"{name} is of rank {part.rank}"]
-        kinds = part.tensors.items() if self.tensors else ()
+        if index.name != file.name:
+            return [f"{name} is of rank {index.rank}"]
+        tensors = index.tensors.items() if self.tensors else ()
         return [
-            f"{name} has {key} as {kind}, the manifest as {self.tensors.get(key)}"
-            for key, kind in kinds
-            if self.tensors.get(key) != kind
+            f"{name} has {key} as {tensor}, the manifest as {self.tensors.get(key)}"
+            for key, tensor in tensors
+            if self.tensors.get(key) != tensor
         ]
 
 
 def _as_param_meta(content: Any) -> ParamMeta:
-    """Read the note of a parameter; ValueError unless it is dense, as parameters are."""
+    """Parse a parameter's record; raise ValueError unless its strides are dense."""
     name, shape, stride = content
-    note = ParamMeta(str(name), [*_as_ints(shape)], [*_as_ints(stride)])
+    meta = ParamMeta(str(name), [*_as_ints(shape)], [*_as_ints(stride)])
     expected = 1
-    if 0 not in note.shape:
-        for step, size in sorted(zip(note.stride, note.shape, strict=True)):
+    if 0 not in meta.shape:
+        for step, size in sorted(zip(meta.stride, meta.shape, strict=True)):
             if size > 1 and step != expected:
-                raise ValueError(f"{note.name} has the strides {note.stride} at {note.shape}")
+                raise ValueError(f"{meta.name} has the strides {meta.stride} at {meta.shape}")
             expected *= size
     _as_int(expected)
-    return note
+    return meta
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in ``folder/step-N`` or ``folder/*/step-N``, the newest first.
+    """Return the checkpoints ``folder/step-N`` and ``folder/*/step-N``, newest first.
 
-    The second is how a run's folder has them, such as RUN/checkpoints/step-N.
+    The second pattern finds those of a run's folder, such as RUN/checkpoints/step-N.
     """
     paths = (path.parent for way in ("", "*/") for path in folder.glob(f"{way}step-*/{MANIFEST}"))
     found = [(step, path) for path in paths if (step := step_in_name(path.name)) is not None]
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def entry_faults(source: CheckpointReader, items: Iterable[IndexEntry]) -> list[str]:
-    """Return which of ``items`` are not as they were written, by file, key and place."""
+def entry_faults(source: CheckpointReader, entries: Iterable[IndexEntry]) -> list[str]:
+    """Return the damaged ones of ``entries``, described by file, key and place."""
     by_file: dict[str, list[IndexEntry]] = {}
-    for item in items:
-        by_file.setdefault(item.file, []).append(item)
+    for entry in entries:
+        by_file.setdefault(entry.file, []).append(entry)
     faults: list[str] = []
     for name, members in sorted(by_file.items()):
         place = f"{source.name}/{name}"
         try:
-            faults += _file_faults(source, name, sorted(members, key=lambda item: item.start))
+            faults += _file_faults(source, name, sorted(members, key=lambda entry: entry.start))
         except FileNotFoundError:
             faults.append(f"{place} is missing")
         except OSError as error:
@@ -538,38 +544,40 @@ def entry_faults(source: CheckpointReader, items: Iterable[IndexEntry]) -> list[
     return faults
 
 
-def _file_faults(source: CheckpointReader, name: str, items: Sequence[IndexEntry]) -> Iterator[str]:
-    """Yield what is damaged in one file; what is cut off, as one."""
-    with source.opened(name) as file:
+def _file_faults(
+    source: CheckpointReader, name: str, entries: Sequence[IndexEntry]
+) -> Iterator[str]:
+    """Yield the damaged entries of one file; all entries that are cut off yield one text."""
+    with source.open(name) as file:
         nbytes = file.seek(0, 2)
-        whole = max(item.start + item.length for item in items)
-        lost = [item for item in items if item.start + item.length > nbytes]
-        there = [item for item in items if item.start + item.length <= nbytes]
-        digests = digests_in(file, [(item.start, item.length) for item in there])
-        for item, digest in zip(there, digests, strict=True):
-            if digest != item.digest:
-                yield f"{item.describe()} of {source.name} is damaged"
+        needed = max(entry.start + entry.length for entry in entries)
+        lost = [entry for entry in entries if entry.start + entry.length > nbytes]
+        there = [entry for entry in entries if entry.start + entry.length <= nbytes]
+        digests = digests_in(file, [(entry.start, entry.length) for entry in there])
+        for entry, digest in zip(there, digests, strict=True):
+            if digest != entry.digest:
+                yield f"{entry.describe()} of {source.name} is damaged"
     if lost:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         yield (
-            f"{source.name}/{name} has {nbytes:,} bytes of at least {whole:,}: "
+            f"{source.name}/{name} has {nbytes:,} bytes of at least {needed:,}: "
             f"{lost[0].describe()}{more} cannot be read"
         )
 
 
 def length_faults(
-    source: CheckpointReader, parts: Iterable[ShardIndex], *, is_exact: bool = False
+    source: CheckpointReader, indices: Iterable[ShardIndex], *, is_exact: bool = False
 ) -> list[str]:
-    """Return which files end before their last item, or, if ``is_exact``, after it.
+    """Return the files that end before their last entry or, if ``is_exact``, continue after it.
 
-    No digest is of what comes after it.
+    No digest covers bytes after the last entry.
     """
     ends: dict[str, int] = {}
-    for item in (item for part in parts for item in part.entries):
-        ends[item.file] = max(ends.get(item.file, 0), item.start + item.length)
+    for entry in (entry for index in indices for entry in index.entries):
+        ends[entry.file] = max(ends.get(entry.file, 0), entry.start + entry.length)
     faults = []
     for name, end in sorted(ends.items()):
-        if source.folder.has_file(name):  # else that is told by who reads it
+        if source.folder.has_file(name):  # entry_faults() reports a missing file
             more = source.folder.size(name) - end
             if more < 0 and not is_exact:
                 faults.append(f"{source.name}/{name} has {end + more:,} bytes of at least {end:,}")
@@ -578,24 +586,26 @@ def length_faults(
     return faults
 
 
-def coverage_faults(parts: Iterable[ShardIndex]) -> list[str]:
-    """Return which tensors are not there as a whole, or which ranks have as different ones."""
-    kinds: dict[str, TensorMeta] = {}
+def coverage_faults(indices: Iterable[ShardIndex]) -> list[str]:
+    """Return the tensors that are incomplete, or whose dtype or shape differs between ranks."""
+    tensors: dict[str, TensorMeta] = {}
     boxes: dict[str, list[tuple[Sequence[int], Sequence[int]]]] = {}
     faults = []
-    for part in parts:
-        for key, kind in part.tensors.items():
-            if kinds.setdefault(key, kind) != kind:
-                faults.append(f"{key} is {kind} on rank {part.rank} and {kinds[key]} on another")
-        for item in part.entries:
-            if item.offsets is not None:
-                boxes.setdefault(item.key, []).append((item.offsets, item.sizes))
-    for key, kind in kinds.items():
+    for index in indices:
+        for key, tensor in index.tensors.items():
+            if tensors.setdefault(key, tensor) != tensor:
+                faults.append(
+                    f"{key} is {tensor} on rank {index.rank} and {tensors[key]} on another"
+                )
+        for entry in index.entries:
+            if entry.offsets is not None:
+                boxes.setdefault(entry.key, []).append((entry.offsets, entry.sizes))
+    for key, tensor in tensors.items():
         found = boxes.get(key, [])
-        count, numel = sum(math.prod(sizes) for _, sizes in found), math.prod(kind.shape)
+        count, numel = sum(math.prod(sizes) for _, sizes in found), math.prod(tensor.shape)
         if count != numel:
             faults.append(f"{key} has {count:,} elements of {numel:,}")
-        elif not are_same_elements(found, [((0,) * len(kind.shape), kind.shape)]):
+        elif not are_same_elements(found, [((0,) * len(tensor.shape), tensor.shape)]):
             faults.append(f"{key} has some elements twice and lacks others")
     return faults
 
@@ -604,12 +614,12 @@ def are_same_elements(
     boxes: Iterable[tuple[Sequence[int], Sequence[int]]],
     others: Iterable[tuple[Sequence[int], Sequence[int]]],
 ) -> bool:
-    """Return whether two lists of (offsets, sizes) have the same elements, each as often.
+    """Return whether two lists of (offsets, sizes) cover the same elements, each equally often.
 
-    Each element, at (i, j, ...), stands for the product x**i * y**j * ..., so that a list stands
-    for a polynomial, and a box for a product of geometric series. Both are evaluated at one random
-    point of a field of 2**127 - 1 elements: different ones are equal there with a probability
-    below 2**-60 (Schwartz-Zippel lemma). It takes the same time for every form of boxes.
+    An element at (i, j, ...) stands for the product x**i * y**j * ..., so a list of boxes stands
+    for a polynomial, and each box for a product of geometric series. Both polynomials are evaluated
+    at one random point of a field of 2**127 - 1 elements. Different ones are equal there with a
+    probability below 2**-60 (Schwartz-Zippel lemma). The time does not depend on the boxes' shapes.
     """
     bases = [secrets.randbelow(_PRIME - 2) + 2 for _ in range(_MAX_DIMS)]
 
@@ -618,7 +628,7 @@ def are_same_elements(
         for offsets, sizes in boxes:
             product = 1
             for x, first, size in zip(bases, offsets, sizes, strict=False):
-                # The series is this divided by x - 1, as on the other side.
+                # The sum of x**first ... is this / (x - 1), a factor that both sides share.
                 series = pow(x, size, _PRIME) - 1
                 product = product * pow(x, first, _PRIME) * series % _PRIME
             total += product
@@ -629,17 +639,17 @@ def are_same_elements(
 
 _PRIME = (1 << 127) - 1
 _MAX_DIMS = 64
-"""Of a tensor of torch."""
+"""Largest number of dimensions of a tensor of torch."""
 
 
 def encode_with_digest(content: Mapping[str, Any]) -> bytes:
-    """Return ``content`` as JSON with a digest of its own text."""
+    """Return ``content`` as JSON text that begins with the digest of the rest."""
     text = json.dumps(content, separators=(",", ":")).encode()
     return b'{"digest":"%s","content":%s}\n' % (digest_of(text).encode(), text)
 
 
 def decode_with_digest(data: bytes, name: str) -> dict[str, Any]:
-    """Return what was sealed; DamagedCheckpoint naming ``name`` where a byte is another."""
+    """Parse the result of encode_with_digest(); raise DamagedCheckpoint if any byte differs."""
     start, end = b'{"digest":"', b"}\n"
     text = data[len(start) + DIGEST_LEN + len('","content":') : -len(end)]
     if data != b'%s%s","content":%s%s' % (start, digest_of(text).encode(), text, end):

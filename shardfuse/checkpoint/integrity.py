@@ -69,8 +69,8 @@ def malformed_step_names(folder: Path) -> list[str]:
 def broadcast_steps(ranks: CheckpointGroup, folder: Path) -> list[int]:
     """Return steps_in() of the first rank, on all ranks. Collective."""
     mine = list_steps(folder) if ranks.comm.rank == 0 else []
-    count = ranks.words(len(mine))[0]
-    return [ranks.number_of_first(mine[i] if mine else 0) for i in range(count)]
+    count = ranks.gather_numbers(len(mine))[0]
+    return [ranks.broadcast_number(mine[i] if mine else 0) for i in range(count)]
 
 
 def is_intact(ranks: CheckpointGroup, folder: Path) -> bool:
@@ -79,7 +79,7 @@ def is_intact(ranks: CheckpointGroup, folder: Path) -> bool:
     Every rank reads its share.
     """
     faults = verify_share(folder, ranks.comm.rank, ranks.comm.world_size)
-    return all(ranks.words(0 if faults else 1))
+    return all(ranks.gather_numbers(0 if faults else 1))
 
 
 def name_intact_sibling(ranks: CheckpointGroup, folder: Path) -> str:
@@ -119,6 +119,6 @@ def _share_faults(source: CheckpointReader, rank: int, world_size: int) -> list[
         manifest.read_file(source, next(f for f in manifest.files if f.name == METADATA))
     is_all = world_size == 1
     own = None if is_all else range(rank, len(files), world_size)
-    parts = manifest.read_indices(source, own)
-    faults = entry_faults(source, [item for part in parts for item in part.entries])
-    return faults + length_faults(source, parts, is_exact=True)
+    indices = manifest.read_indices(source, own)
+    faults = entry_faults(source, [item for index in indices for item in index.entries])
+    return faults + length_faults(source, indices, is_exact=True)

@@ -77,7 +77,7 @@ def load(
     check_state(state)
     source = Path(folder).absolute()
     ranks = CheckpointGroup(state, process_group, f"{source} is not loaded")
-    with ranks.call("checkpoint.load()", f"name = {source.name}"):
+    with ranks.region("checkpoint.load()", f"name = {source.name}"):
         build = functools.partial(_LoadOperation, state=state, ranks=ranks, accept=accept)
         with _open_same_checkpoint(
             ranks, source, functools.partial(build, trusted=trusted), look_beside
@@ -109,13 +109,13 @@ def _open_same_checkpoint(
             read = None
             if source is not None:
                 read, error = catch(functools.partial(build, source))
-            words = ranks.words(0 if read is None else read.manifest.checksum)
-            if all(words) and len(set(words)) == 1:
+            checksums = ranks.gather_numbers(0 if read is None else read.manifest.checksum)
+            if all(checksums) and len(set(checksums)) == 1:
                 assert read is not None
                 yield read
                 return
-            has_moved = source is not None and source.has_moved
-            if not all(words) and 2 not in ranks.words(1 + has_moved):
+            has_moved = source is not None and source.was_replaced
+            if not all(checksums) and 2 not in ranks.gather_numbers(1 + has_moved):
                 try:
                     ranks.agree(error)
                 except DamagedCheckpoint as damage:
@@ -165,7 +165,7 @@ class _LoadOperation:
         parts = self._planned(source, comm.rank, trusted)
         readings = (self._first, self._rest, self._last)
         items = {item for reading in readings for item in reading.items(parts)}
-        source.keep(item.file for item in items)
+        source.keep_open(item.file for item in items)
         items |= {item for part in parts for item in part.entries if item.key in part.counts}
         faults = []
         if comm.rank == 0:
@@ -196,7 +196,7 @@ class _LoadOperation:
             self._saved = {item.key for part in parts for item in part.entries} | {
                 *manifest.tensors
             }
-            plan = functools.partial(ShardReader, source, parts, kinds=manifest.tensors)
+            plan = functools.partial(ShardReader, source, parts, tensors=manifest.tensors)
             try:
                 self._first = plan(self._checked, trusted=trusted)
                 self._rest = plan(held.to_read(self._filled, self._saved))

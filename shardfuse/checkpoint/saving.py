@@ -112,11 +112,11 @@ class _SaveOperation:
         with make_folder(self._unfinished) as folder:
             folder.write_atomically(part.name, part.to_bytes())
 
-    def publish(self, words: list[int], then: Callable[[], None]) -> Exception | None:
+    def publish(self, checksums: list[int], then: Callable[[], None]) -> Exception | None:
         """Make a checkpoint of all parts, by their words; return what goes wrong. Of one rank."""
-        manifest = Manifest(len(words), [], self._info, self._params, self._layouts)
+        manifest = Manifest(len(checksums), [], self._info, self._params, self._layouts)
         manifest.rules = self._rules
-        error = catch(lambda: _commit(self.target, words, manifest))[1]
+        error = catch(lambda: _commit(self.target, checksums, manifest))[1]
         return catch(then)[1] if error is None else error
 
     def clear(self) -> None:
@@ -152,17 +152,17 @@ def save(
     Raises:
         CheckpointError: on all ranks, if any rank cannot write.
     """
-    one = _SaveOperation(state, folder, process_group, info)
-    comm = one.ranks.comm
+    operation = _SaveOperation(state, folder, process_group, info)
+    comm = operation.ranks.comm
     # Not of one path: hosts may mount the file system at other places.
-    with one.ranks.call("checkpoint.save()", f"name = {one.target.name}"):
-        word, error = one.write()
+    with operation.ranks.region("checkpoint.save()", f"name = {operation.target.name}"):
+        checksum, error = operation.write()
         try:
-            words = one.ranks.agree(error, word)
-            one.ranks.agree(one.publish(words, then) if comm.rank == 0 else None)
+            checksums = operation.ranks.agree(error, checksum)
+            operation.ranks.agree(operation.publish(checksums, then) if comm.rank == 0 else None)
         except CheckpointError:
             if comm.rank == 0:
-                one.clear()
+                operation.clear()
             raise
 
 
@@ -171,7 +171,7 @@ def _checksum(data: bytes) -> int:
     return 1 + zlib.crc32(data) % ((1 << 24) - 1)
 
 
-def _commit(target: Path, words: list[int], manifest: Manifest) -> None:
+def _commit(target: Path, checksums: list[int], manifest: Manifest) -> None:
     """Make a checkpoint of what all ranks have written, with a manifest that lacks the files.
 
     Raises:
@@ -179,19 +179,19 @@ def _commit(target: Path, words: list[int], manifest: Manifest) -> None:
         OSError: the file system refuses.
     """
     with FolderHandle(staging_path(target), follow=False) as folder:
-        _write_manifest(folder, words, manifest)
+        _write_manifest(folder, checksums, manifest)
     commit_staging(target)
 
 
-def _write_manifest(folder: FolderHandle, words: list[int], manifest: Manifest) -> None:
+def _write_manifest(folder: FolderHandle, checksums: list[int], manifest: Manifest) -> None:
     parts, files = [], manifest.files
-    for rank, word in enumerate(words):
+    for rank, checksum in enumerate(checksums):
         name = ShardIndex(rank).name
         data = b""
         if folder.has_file(name):
             with folder.open(name) as file:
                 data = file.read()
-        if not data or _checksum(data) != word:
+        if not data or _checksum(data) != checksum:
             raise CheckpointError(
                 f"rank 0 does not see in {folder.path} what rank {rank} has written there; all "
                 "ranks must write to one file system."
@@ -243,15 +243,15 @@ class AsyncSave:
     """
 
     def __init__(
-        self, one: _SaveOperation, copies: DeferredCopies, then: Callable[[], None]
+        self, operation: _SaveOperation, copies: DeferredCopies, then: Callable[[], None]
     ) -> None:
-        self._save, self._copies, self._then = one, copies, then
-        self._ranks = one.ranks
-        self._begin = _record_event(one.ranks.device)
+        self._save, self._copies, self._then = operation, copies, then
+        self._ranks = operation.ranks
+        self._begin = _record_event(operation.ranks.device)
         self._error: Exception | None = None
         self._written = threading.Event()
-        self._word = 0
-        self._is_unheard = False  # the first rank's: the store has not brought all words
+        self._checksum = 0
+        self._lacks_checksums = False  # the first rank's: the store has not brought all words
         self._is_abandoned = False
         self._is_over = False
         self._topic = f"saves/{next_sequence_number(self._ranks.comm)}"
@@ -277,12 +277,12 @@ class AsyncSave:
             return
         self._is_over = True
         try:
-            with self._ranks.call("checkpoint.wait()"):
+            with self._ranks.region("checkpoint.wait()"):
                 self._written.wait()
-                words = self._ranks.agree(self._error, self._word)
+                checksums = self._ranks.agree(self._error, self._checksum)
                 self._thread.join()
-                if self._is_unheard:
-                    self._publish(words)
+                if self._lacks_checksums:
+                    self._publish(checksums)
                 self._ranks.agree(self._error)
         finally:
             self._is_abandoned = True
@@ -315,12 +315,12 @@ class AsyncSave:
 
     def _run(self) -> None:
         with _on_device_after(self._ranks.device, self._begin):
-            self._word, self._error = self._save.write()
+            self._checksum, self._error = self._save.write()
             self._copies.freeze()
         comm = self._ranks.comm
         text = "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
         if comm.world_size > 1:
-            comm.tell(self._topic, json.dumps([self._word, text]))
+            comm.tell(self._topic, json.dumps([self._checksum, text]))
         self._written.set()
         if comm.rank == 0 and self._error is None:
             try:
@@ -330,20 +330,22 @@ class AsyncSave:
 
     def _commit(self) -> None:
         """Publish once all parts are written; the first rank's."""
-        words = self._await_words() if self._ranks.comm.world_size > 1 else [self._word]
-        if words is None:
-            self._is_unheard = True
-        elif all(words):
-            self._publish(words)
+        checksums = (
+            self._wait_for_checksums() if self._ranks.comm.world_size > 1 else [self._checksum]
+        )
+        if checksums is None:
+            self._lacks_checksums = True
+        elif all(checksums):
+            self._publish(checksums)
         else:
             self._save.clear()
 
-    def _publish(self, words: list[int]) -> None:
-        self._error = self._save.publish(words, self._then)
+    def _publish(self, checksums: list[int]) -> None:
+        self._error = self._save.publish(checksums, self._then)
         if self._error is not None:
             logger.error("%s is not saved: %s", self._save.target, self._error)
 
-    def _await_words(self) -> list[int] | None:
+    def _wait_for_checksums(self) -> list[int] | None:
         """Return every rank's word; a 0 among them as soon as there is one; None: no store."""
         while not self._is_abandoned:
             texts = self._ranks.comm.told(self._topic)
@@ -359,9 +361,9 @@ class AsyncSave:
 def _parse_checksum(text: str, key: str) -> int:
     """Return the word of a rank from what it told."""
     with suppress(ValueError, TypeError, RecursionError):
-        word, reason = json.loads(text)
-        if type(word) is int and 0 <= word < 1 << 24 and isinstance(reason, str):
-            return word
+        checksum, reason = json.loads(text)
+        if type(checksum) is int and 0 <= checksum < 1 << 24 and isinstance(reason, str):
+            return checksum
     raise unreadable(key, text)
 
 
@@ -419,9 +421,9 @@ def async_save(
         CheckpointError: on all ranks, if one cannot start.
     """
     copies = DeferredCopies()
-    one = _SaveOperation(state, folder, process_group, info, copies)
-    with one.ranks.call("checkpoint.async_save()", f"name = {one.target.name}"):
-        saving = AsyncSave(one, copies, then)
+    operation = _SaveOperation(state, folder, process_group, info, copies)
+    with operation.ranks.region("checkpoint.async_save()", f"name = {operation.target.name}"):
+        saving = AsyncSave(operation, copies, then)
     for value in state.values():
         if isinstance(value, ShardedOptimizer):
             register_running_save(value, saving)

@@ -73,7 +73,7 @@ class _FolderFileSystem(FileSystem):
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         name = Path(path).name
         if isinstance(self._folder, CheckpointReader):
-            with self._folder.opened(name) as file:
+            with self._folder.open(name) as file:
                 yield file
         else:
             assert self._folder is not None
@@ -276,7 +276,7 @@ def _with_digests(folder: FolderHandle, items: list[IndexEntry]) -> list[IndexEn
 
 
 def dcp_metadata(
-    parts: Iterable[ShardIndex], others: Mapping[str, TensorMeta] | None = None
+    indices: Iterable[ShardIndex], others: Mapping[str, TensorMeta] | None = None
 ) -> Metadata:
     """Return what torch.distributed.checkpoint has in ``.metadata``.
 
@@ -284,31 +284,31 @@ def dcp_metadata(
         parts: what ranks have written.
         others: of tensors that other ranks may have.
     """
-    kinds = {key: _tensor_metadata(kind) for key, kind in (others or {}).items()}
+    tensors = {key: _tensor_metadata(tensor) for key, tensor in (others or {}).items()}
     storage: dict[MetadataIndex, Any] = {}
     paths: dict[str, Any] = {}
-    for part in parts:
+    for part in indices:
         paths.update((key, tuple(path)) for key, path in part.paths.items())
-        for key, kind in part.tensors.items():
-            kinds.setdefault(key, _tensor_metadata(kind))
+        for key, tensor in part.tensors.items():
+            tensors.setdefault(key, _tensor_metadata(tensor))
         for item in part.entries:
             if item.offsets is None:
                 index = MetadataIndex(item.key)
-                kinds[item.key] = BytesStorageMetadata()
+                tensors[item.key] = BytesStorageMetadata()
             else:
                 offsets, sizes = torch.Size(item.offsets), torch.Size(item.sizes)
                 index = MetadataIndex(item.key, offsets)
-                kinds[item.key].chunks.append(ChunkStorageMetadata(offsets, sizes))
+                tensors[item.key].chunks.append(ChunkStorageMetadata(offsets, sizes))
             storage[index] = _StorageInfo(item.file, item.start, item.length)
-    metadata = Metadata(kinds, planner_data=paths, storage_data=storage)
+    metadata = Metadata(tensors, planner_data=paths, storage_data=storage)
     if hasattr(metadata, "version"):  # not in torch 2.7
         metadata.version = "1.0.0"
     return metadata
 
 
-def _tensor_metadata(kind: TensorMeta) -> Any:
-    properties = TensorProperties(dtype=dtype_from_name(kind.dtype))
-    return TensorStorageMetadata(properties, torch.Size(kind.shape), [])
+def _tensor_metadata(tensor: TensorMeta) -> Any:
+    properties = TensorProperties(dtype=dtype_from_name(tensor.dtype))
+    return TensorStorageMetadata(properties, torch.Size(tensor.shape), [])
 
 
 def pickle_metadata(metadata: Metadata) -> bytes:
@@ -360,13 +360,13 @@ class ShardReader:
     def __init__(
         self,
         source: CheckpointReader,
-        parts: Iterable[ShardIndex],
+        indices: Iterable[ShardIndex],
         state: dict[str, Any],
         *,
         trusted: bool = False,
-        kinds: Mapping[str, TensorMeta] | None = None,
+        tensors: Mapping[str, TensorMeta] | None = None,
     ) -> None:
-        metadata = dcp_metadata(parts, kinds)
+        metadata = dcp_metadata(indices, tensors)
         self._source = source
         self._planner, self._reader = _LoadPlanner(trusted), FileSystemReader(source.path)
         self._reader.fs = _FolderFileSystem(source)
@@ -392,12 +392,12 @@ class ShardReader:
             if isinstance(value, Tensor)
         )
 
-    def items(self, parts: Iterable[ShardIndex]) -> list[IndexEntry]:
+    def items(self, indices: Iterable[ShardIndex]) -> list[IndexEntry]:
         """Return what read() will read of ``parts``, and tensors without elements."""
         wanted = {item.storage_index for item in self._plan.items}
         return [
             item
-            for part in parts
+            for part in indices
             for item in part.entries
             if MetadataIndex(item.key, item.offsets) in wanted
             or (0 in item.sizes and item.key in self.keys)

@@ -134,10 +134,10 @@ class Job:
     def __enter__(self) -> Job:
         folder = self.checkpoints.folder
         ranks = CheckpointGroup(self._state, self._group, f"{folder} is not used")
-        with ranks.call("entering a Job"):
+        with ranks.region("entering a Job"):
             error = catch(self._take_folder)[1] if ranks.comm.rank == 0 else None
             ranks.agree(error)
-            number = ranks.number_of_first(secrets.randbits(48))
+            number = ranks.broadcast_number(secrets.randbits(48))
         self._stop = CoordinatedStop(ranks, folder, number)
         self._comm = ranks.comm
         try:

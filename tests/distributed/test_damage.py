@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardfuse import ShardedAdamW, ShardedSGD
-from shardfuse.checkpoint import CheckpointError, Checkpoints, DamagedCheckpoint, load, save, saving
+from shardfuse.checkpoint import CheckpointError, Checkpoints, DamagedCheckpoint, load, loading, save
 from shardfuse.checkpoint.index import CheckpointReader, Manifest
 from shardfuse.comm.base import PeerError
 from tests.support.checkpoints import Job, assert_same
@@ -131,7 +131,7 @@ def test_the_error_names_the_newest_whole_one(copied: Path) -> None:
 def test_looking_for_it_is_left_to_load(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """load_latest() finds the newest whole one by loading it, and reads nothing twice."""
     damage(copied / "step-3" / "__0_0.distcp", random.Random(3))
-    monkeypatch.setattr(saving, "whole_beside", lambda *_: pytest.fail("read twice"))
+    monkeypatch.setattr(loading, "name_intact_sibling", lambda *_: pytest.fail("read twice"))
     assert [step for step, _ in run_threads(2, lambda: resume(copied))] == [2, 2]
 
 
