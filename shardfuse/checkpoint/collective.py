@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def check_state(state: Any) -> None:
-    """Raise TypeError unless this is a dict of what is saved."""
+    """Raise TypeError unless ``state`` is a dict, as save() and load() take it."""
     if not isinstance(state, Mapping):
         raise TypeError(
             'state must be a dict, such as {"model": model, "optimizer": optimizer}, got '
@@ -26,12 +26,12 @@ def check_state(state: Any) -> None:
 
 
 class CheckpointGroup:
-    """All ranks that share what is saved. Building one cannot fail on one of them alone.
+    """The ranks that save or load together. Construction cannot fail on a single rank.
 
     Args:
-        objects: what is saved; the first optimizer's communicator is taken.
-        process_group: of the ranks, where there is no optimizer.
-        doing: start of the text of errors.
+        objects: the state; the group is that of its first optimizer.
+        process_group: the ranks, if the state has no optimizer.
+        doing: prefix of error messages.
     """
 
     def __init__(self, objects: Mapping[str, Any], process_group: Any, doing: str) -> None:
@@ -48,39 +48,42 @@ class CheckpointGroup:
 
     @contextmanager
     def region(self, name: str, *lines: str) -> Iterator[None]:
-        """Make a call of all ranks, which have the same keys and ``lines``."""
+        """Enter a region of all ranks, which must have the same keys and ``lines``."""
         with self.comm.call(name):
-            # Compared now: a save is over before accelerators, which compare late, would tell.
+            # is_new: compare at once. On accelerators the comparison is asynchronous otherwise, and
+            # a save would be complete before it fails.
             self.comm.declare([*self._lines, *lines], is_new=True)
             yield
 
-    def gather_numbers(self, word: int) -> list[int]:
-        """Return every rank's number, of 24 bits, by one all-reduce."""
-        return everyones_words(self.comm, self.device, word)
+    def gather_numbers(self, number: int) -> list[int]:
+        """Return the 24-bit number of each rank, by one all-reduce. Collective."""
+        return everyones_words(self.comm, self.device, number)
 
     def broadcast_number(self, number: int) -> int:
-        """Return the first rank's number, of 48 bits, by two all-reduces."""
+        """Return the first rank's 48-bit number, by two all-reduces. Collective."""
         high, low = (self.gather_numbers(half)[0] for half in divmod(number, 1 << 24))
         return (high << 24) + low
 
-    def agree(self, error: Exception | None, word: int = 1) -> list[int]:
-        """Return every rank's word, by one all-reduce, or raise on all ranks if one has an error.
+    def agree(self, error: Exception | None, checksum: int = 1) -> list[int]:
+        """Return each rank's checksum, or raise on all ranks if one passes an error. Collective.
+
+        Without errors this is one all-reduce. A checksum is never 0, which stands for an error.
 
         Raises:
-            DamagedCheckpoint: an error is that.
-            CheckpointError: it is of another kind.
+            DamagedCheckpoint: at least one error is of this class.
+            CheckpointError: otherwise.
         """
-        words = self.gather_numbers(word if error is None else 0)
-        if all(words):
-            return words
+        checksums = self.gather_numbers(checksum if error is None else 0)
+        if all(checksums):
+            return checksums
         texts = everyones_errors(self.comm, self.device, _as_checkpoint_error(error))
-        told: dict[str, list[str]] = {}
+        ranks_by_text: dict[str, list[str]] = {}
         for rank, text in enumerate(texts):
             if text:
-                told.setdefault(text.partition(": ")[2], []).append(str(rank))
+                ranks_by_text.setdefault(text.partition(": ")[2], []).append(str(rank))
         message = "; ".join(
             text if len(ranks) == len(texts) else f"{text.rstrip('.')} (rank {', '.join(ranks)})"
-            for text, ranks in told.items()
+            for text, ranks in ranks_by_text.items()
         )
         if any(text.startswith(DamagedCheckpoint.__name__) for text in texts):
             raise DamagedCheckpoint([message]) from error
@@ -88,7 +91,7 @@ class CheckpointGroup:
 
 
 def _as_checkpoint_error(error: Exception | None) -> Exception | None:
-    """Return an error whose text can be read without its kind."""
+    """Return an error whose text is complete without the name of its class."""
     if error is None or isinstance(error, CheckpointError):
         return error
     if isinstance(error, OSError):
@@ -102,9 +105,10 @@ _sequence_numbers: weakref.WeakKeyDictionary[Communicator, tuple[int, int]] = (
 
 
 def next_sequence_number(comm: Communicator) -> str:
-    """Return a new number that is the same on all ranks: what was told stays in the group's store.
+    """Return a new number, the same on all ranks, for a key in the process group's store.
 
-    Ranks that have begun anew after an error count anew: some may have been further than others.
+    Keys stay in the store, so no number may be used twice. After an error some ranks may have used
+    more numbers than others. So the number restarts with each epoch and contains the epoch.
     """
     epoch, last = _sequence_numbers.get(comm, (0, 0))
     _sequence_numbers[comm] = epoch, last = comm.epoch, last + 1 if epoch == comm.epoch else 1
@@ -112,7 +116,7 @@ def next_sequence_number(comm: Communicator) -> str:
 
 
 def catch(act: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return (what ``act`` returns, None) or (None, what it raises)."""
+    """Return (result, None) of ``act``, or (None, exception)."""
     try:
         return act(), None
     except Exception as error:

@@ -452,7 +452,7 @@ class Manifest:
             }
             manifest.counts = _as_counts(content.get("counts", {}))
             manifest.tensors = _as_tensors(content.get("kinds", {}))
-        manifest.checksum = 1 + zlib.crc32(data) % ((1 << 24) - 1)
+        manifest.checksum = checksum_of(data)
         return manifest
 
     def read_file(self, source: CheckpointReader, file: FileRecord) -> bytes:
@@ -572,10 +572,8 @@ def length_faults(
 
     No digest covers bytes after the last entry.
     """
-    ends: dict[str, int] = {}
-    for entry in (entry for index in indices for entry in index.entries):
-        ends[entry.file] = max(ends.get(entry.file, 0), entry.start + entry.length)
     faults = []
+    ends = file_ends(entry for index in indices for entry in index.entries)
     for name, end in sorted(ends.items()):
         if source.folder.has_file(name):  # entry_faults() reports a missing file
             more = source.folder.size(name) - end
@@ -584,6 +582,14 @@ def length_faults(
             elif more > 0 and is_exact:
                 faults.append(f"{source.name}/{name} has {more:,} bytes that nobody has saved")
     return faults
+
+
+def file_ends(entries: Iterable[IndexEntry]) -> dict[str, int]:
+    """Return {file name: end of its last entry}."""
+    ends: dict[str, int] = {}
+    for entry in entries:
+        ends[entry.file] = max(ends.get(entry.file, 0), entry.start + entry.length)
+    return ends
 
 
 def coverage_faults(indices: Iterable[ShardIndex]) -> list[str]:
@@ -640,6 +646,11 @@ def are_same_elements(
 _PRIME = (1 << 127) - 1
 _MAX_DIMS = 64
 """Largest number of dimensions of a tensor of torch."""
+
+
+def checksum_of(data: bytes) -> int:
+    """Return a 24-bit checksum that is not 0; equal for equal data."""
+    return 1 + zlib.crc32(data) % ((1 << 24) - 1)
 
 
 def encode_with_digest(content: Mapping[str, Any]) -> bytes:

@@ -22,9 +22,10 @@ from shardfuse.files import describe_os_error
 
 
 def list_steps(folder: Path) -> list[int]:
-    """Return the steps of a run's checkpoints, whole or not, the newest first. Local.
+    """Return the steps of a run's checkpoints, intact or not, newest first. Local.
 
-    Among them is one whose name only a killed process has taken away; see replacement.py.
+    This includes a checkpoint whose name is missing because a process was killed between two
+    renames; see replacement.py.
     """
     try:
         names = os.listdir(folder)
@@ -43,21 +44,21 @@ def list_steps(folder: Path) -> list[int]:
 
 
 def _is_interrupted(path: Path, ending: str) -> bool:
-    """Return whether a whole checkpoint may lie where a killed process has left it."""
+    """Return whether a staging or backup folder has a manifest, so it may be intact."""
     return ending in ("replaced", "unfinished") and os.path.exists(path / MANIFEST)
 
 
 def _has_checkpoint_files(path: Path) -> bool:
-    """Return whether a folder is a checkpoint, or was: not only what was kept of one."""
+    """Return whether a folder has files of a checkpoint, and not only other files."""
     try:
         names = os.listdir(path)
     except OSError:
-        return True  # told when it is read
+        return True  # reading it reports the error
     return not names or any(map(is_checkpoint_file_name, names))
 
 
 def malformed_step_names(folder: Path) -> list[str]:
-    """Return names like a checkpoint's that are none's, of a run's folder. Local."""
+    """Return names in a run's folder that begin with ``step-`` but are no checkpoint. Local."""
     try:
         names = sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -67,25 +68,26 @@ def malformed_step_names(folder: Path) -> list[str]:
 
 
 def broadcast_steps(ranks: CheckpointGroup, folder: Path) -> list[int]:
-    """Return steps_in() of the first rank, on all ranks. Collective."""
-    mine = list_steps(folder) if ranks.comm.rank == 0 else []
-    count = ranks.gather_numbers(len(mine))[0]
-    return [ranks.broadcast_number(mine[i] if mine else 0) for i in range(count)]
+    """Return the first rank's list_steps() on all ranks. Collective."""
+    own_steps = list_steps(folder) if ranks.comm.rank == 0 else []
+    count = ranks.gather_numbers(len(own_steps))[0]
+    return [ranks.broadcast_number(own_steps[i] if own_steps else 0) for i in range(count)]
 
 
 def is_intact(ranks: CheckpointGroup, folder: Path) -> bool:
     """Return whether every byte of a checkpoint is as it was written. Collective.
 
-    Every rank reads its share.
+    Each rank verifies its share.
     """
     faults = verify_share(folder, ranks.comm.rank, ranks.comm.world_size)
     return all(ranks.gather_numbers(0 if faults else 1))
 
 
 def name_intact_sibling(ranks: CheckpointGroup, folder: Path) -> str:
-    """Return a sentence that names the newest whole checkpoint of the run. Collective.
+    """Return a sentence that names the newest intact checkpoint of the same run. Collective.
 
-    Newer ones are read as well; older ones are not. It is empty where ``folder`` is no run's.
+    Reads checkpoints from the newest until one is intact. Returns "" if ``folder`` is not named
+    ``step-N``.
     """
     if step_in_name(folder.name) is None:
         return ""
@@ -97,9 +99,10 @@ def name_intact_sibling(ranks: CheckpointGroup, folder: Path) -> str:
 
 
 def verify_share(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
-    """Return what is damaged in one rank's share of a checkpoint's files. Local.
+    """Return the damage in one rank's share of a checkpoint's files. Local.
 
-    The first rank's share has the manifest and ``.metadata``; together all shares have every byte.
+    The first rank's share includes the manifest and ``.metadata``. The shares of all ranks cover
+    every byte.
     """
     try:
         with open_checkpoint(folder) as source:
@@ -120,5 +123,5 @@ def _share_faults(source: CheckpointReader, rank: int, world_size: int) -> list[
     is_all = world_size == 1
     own = None if is_all else range(rank, len(files), world_size)
     indices = manifest.read_indices(source, own)
-    faults = entry_faults(source, [item for index in indices for item in index.entries])
+    faults = entry_faults(source, [entry for index in indices for entry in index.entries])
     return faults + length_faults(source, indices, is_exact=True)

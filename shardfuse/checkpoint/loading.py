@@ -81,12 +81,12 @@ def load(
         build = functools.partial(_LoadOperation, state=state, ranks=ranks, accept=accept)
         with _open_same_checkpoint(
             ranks, source, functools.partial(build, trusted=trusted), look_beside
-        ) as read:
-            read.finish()
-            values, error = catch(read.take_values)
+        ) as operation:
+            operation.finish()
+            values, error = catch(operation.load_values)
         ranks.agree(error)
         state.update(values or {})
-    return read.manifest.info
+    return operation.manifest.info
 
 
 @contextmanager
@@ -106,16 +106,18 @@ def _open_same_checkpoint(
     for _ in range(_MAX_ATTEMPTS):
         with ExitStack() as stack:
             source, error = catch(lambda: stack.enter_context(open_checkpoint(target)))
-            read = None
+            operation = None
             if source is not None:
-                read, error = catch(functools.partial(build, source))
-            checksums = ranks.gather_numbers(0 if read is None else read.manifest.checksum)
+                operation, error = catch(functools.partial(build, source))
+            checksums = ranks.gather_numbers(
+                0 if operation is None else operation.manifest.checksum
+            )
             if all(checksums) and len(set(checksums)) == 1:
-                assert read is not None
-                yield read
+                assert operation is not None
+                yield operation
                 return
-            has_moved = source is not None and source.was_replaced
-            if not all(checksums) and 2 not in ranks.gather_numbers(1 + has_moved):
+            was_replaced = source is not None and source.was_replaced
+            if not all(checksums) and 2 not in ranks.gather_numbers(1 + was_replaced):
                 try:
                     ranks.agree(error)
                 except DamagedCheckpoint as damage:
@@ -131,16 +133,17 @@ def _allocate_values(
     manifest: Manifest, state: Mapping[str, Any]
 ) -> dict[str, torch.Tensor] | None:
     """Return tensors for values that were saved as tensors; None: an early manifest, without."""
-    kinds = [(key, manifest.tensors[key]) for key in state if key in manifest.tensors]
+    tensors = [(key, manifest.tensors[key]) for key in state if key in manifest.tensors]
     try:
-        room = {
-            key: torch.empty(kind.shape, dtype=dtype_from_name(kind.dtype)) for key, kind in kinds
+        values = {
+            key: torch.empty(tensor.shape, dtype=dtype_from_name(tensor.dtype))
+            for key, tensor in tensors
         }
     except RuntimeError as error:  # no memory for it
         raise DamagedCheckpoint(
             [f"{MANIFEST} has sizes of more than there can be: {error}"]
         ) from None
-    return room if manifest.tensors else None
+    return values if manifest.tensors else None
 
 
 class _LoadOperation:
@@ -157,63 +160,65 @@ class _LoadOperation:
         comm: Communicator = ranks.comm
         self.manifest = Manifest.read(source)
         accept(self.manifest.info)
-        self._held = held = TrainingState(state, comm.rank)
-        held.expect(self.manifest.world_size, comm.world_size)
-        self._checked = held.to_check(_allocate_values(self.manifest, state))
-        self._filled = held.to_fill()
-        counts = held.split_counts(self._checked, self.manifest.counts)
-        parts = self._planned(source, comm.rank, trusted)
-        readings = (self._first, self._rest, self._last)
-        items = {item for reading in readings for item in reading.items(parts)}
-        source.keep_open(item.file for item in items)
-        items |= {item for part in parts for item in part.entries if item.key in part.counts}
+        self._objects = objects = TrainingState(state, comm.rank)
+        objects.check_world_size(self.manifest.world_size, comm.world_size)
+        self._staged = objects.staged_copies(_allocate_values(self.manifest, state))
+        self._live = objects.live_tensors()
+        counts = objects.split_counts(self._staged, self.manifest.counts)
+        parts = self._plan(source, comm.rank, trusted)
+        readers = (self._staged_reader, self._live_reader, self._master_reader)
+        entries = {entry for reader in readers for entry in reader.items(parts)}
+        source.keep_open(entry.file for entry in entries)
+        entries |= {entry for part in parts for entry in part.entries if entry.key in part.counts}
         faults = []
         if comm.rank == 0:
             metadata = next(file for file in self.manifest.files if file.name == METADATA)
             _, damage = catch(lambda: self.manifest.read_file(source, metadata))
             faults += damage.faults if isinstance(damage, DamagedCheckpoint) else []
-        faults += entry_faults(source, items)
+        faults += entry_faults(source, entries)
         if faults:
             raise DamagedCheckpoint(faults)
-        self._first.read()
+        self._staged_reader.read()
         for key, values in counts.items():
-            self._checked[key] |= values
+            self._staged[key] |= values
         try:
-            held.check(self._checked)
+            objects.check(self._staged)
         except ValueError as error:
             raise CheckpointError(f"{source.path} does not fit: {error}") from error
         self._check_order(source.path)
         read = {f"{key}.{name}" for key, values in counts.items() for name in values}
-        self._check_extra(source.path, read.union(*(reading.keys for reading in readings)))
+        self._check_extra(source.path, read.union(*(reader.keys for reader in readers)))
 
-    def _planned(self, source: CheckpointReader, rank: int, trusted: bool) -> list[ShardIndex]:
+    def _plan(self, source: CheckpointReader, rank: int, trusted: bool) -> list[ShardIndex]:
         """Plan what is read; return the indices for that. See [Note: few indices]."""
-        manifest, held = self.manifest, self._held
-        ranks = ranks_to_read(manifest.layouts, manifest.world_size, held.parts, rank)
+        manifest, objects = self.manifest, self._objects
+        ranks = ranks_to_read(manifest.layouts, manifest.world_size, objects.parts, rank)
         is_enough = bool(manifest.tensors) and len(ranks) < manifest.world_size
         for only in (ranks, None) if is_enough else (None,):
             parts = manifest.read_indices(source, only)
-            self._saved = {item.key for part in parts for item in part.entries} | {
+            self._saved = {entry.key for part in parts for entry in part.entries} | {
                 *manifest.tensors
             }
             plan = functools.partial(ShardReader, source, parts, tensors=manifest.tensors)
             try:
-                self._first = plan(self._checked, trusted=trusted)
-                self._rest = plan(held.to_read(self._filled, self._saved))
-                self._last = plan(held.to_read_after(self._saved))
+                self._staged_reader = plan(self._staged, trusted=trusted)
+                self._live_reader = plan(objects.select_saved(self._live, self._saved))
+                self._master_reader = plan(objects.master_reads(self._saved))
             except CheckpointError as error:
                 if only is None:
                     saved = self._saved | {*manifest.counts}
-                    remedy = held.without_states(self._filled, saved)
+                    remedy = objects.advice_on_unfrozen(self._live, saved)
                     raise CheckpointError(f"{error}{remedy}") from error
                 continue
-            if all(r.is_complete for r in (self._first, self._rest, self._last)):
+            if all(
+                r.is_complete for r in (self._staged_reader, self._live_reader, self._master_reader)
+            ):
                 break
         return parts
 
     def _check_extra(self, source: Path, read: set[str]) -> None:
         """Raise CheckpointError where a model or an optimizer would lose what was saved of it."""
-        prefixes = tuple(f"{key}." for key in self._held.whole_keys())
+        prefixes = tuple(f"{key}." for key in self._objects.complete_keys())
         extra = sorted(key for key in self._saved - read if key.startswith(prefixes))
         if extra:
             raise CheckpointError(
@@ -225,18 +230,18 @@ class _LoadOperation:
     def _check_order(self, source: Path) -> None:
         """Raise CheckpointError where states lie in another order of elements than they did."""
         with_states = {k.rpartition(".")[0] for k in self._saved if not k.endswith(".step")}
-        for key, parts in self._held.parts.items():
-            notes = {note.name: note for note in self.manifest.params.get(key, [])}
+        for key, parts in self._objects.parts.items():
+            metas = {meta.name: meta for meta in self.manifest.params.get(key, [])}
             for spec in parts.specs:
-                note = notes.get(spec.name, spec)
+                meta = metas.get(spec.name, spec)
                 order, now = (
                     [step for step, size in zip(strides, spec.shape, strict=False) if size > 1]
-                    for strides in (note.stride, spec.stride)
+                    for strides in (meta.stride, spec.stride)
                 )
-                is_same = order == now or tuple(note.shape) != tuple(spec.shape)
+                is_same = order == now or tuple(meta.shape) != tuple(spec.shape)
                 if not is_same and f"{key}.state.{spec.name}" in with_states:
                     raise CheckpointError(
-                        f"{source} does not fit: {spec.name} had the strides {tuple(note.stride)} "
+                        f"{source} does not fit: {spec.name} had the strides {tuple(meta.stride)} "
                         f"when it was saved, and has {tuple(spec.stride)} here. Give the model the "
                         "memory format that it had, such as by model.to(memory_format="
                         "torch.channels_last), and then build the optimizer."
@@ -244,17 +249,17 @@ class _LoadOperation:
 
     def finish(self) -> None:
         """Have modules and optimizers take over what is read. Collective."""
-        notify_before_load(self._held.optimizers)
+        notify_before_load(self._objects.optimizers)
         with torch.no_grad():
-            self._rest.read()
-            self._held.fill_lacking(self._saved)
-            self._last.read()
-            self._held.take(self._checked, self._filled, self.manifest.rules)
+            self._live_reader.read()
+            self._objects.fill_missing_masters(self._saved)
+            self._master_reader.read()
+            self._objects.load_optimizers(self._staged, self._live, self.manifest.rules)
 
-    def take_values(self) -> dict[str, Any]:
+    def load_values(self) -> dict[str, Any]:
         """Have all else take it over; return plain values. Local."""
         with torch.no_grad():
-            return self._held.take_values(self._checked)
+            return self._objects.load_values(self._staged)
 
 
 def ranks_overlapping(

@@ -1,15 +1,17 @@
-"""One checkpoint takes the place of another: every name that has a part in it, and what is removed.
+"""Replacement of a checkpoint on disk: the names that take part, and what is removed.
 
     ck              the checkpoint
-    .ck.unfinished  the next one while it is written; after both have changed names, the old one
-    .ck.replaced    the old one, where the file system cannot exchange names (NFS)
+    .ck.unfinished  staging: the next checkpoint while it is written; after both have exchanged
+                    names, the old one
+    .ck.replaced    backup: the old checkpoint, if the file system cannot exchange names (NFS)
 
-At each moment one of these names has a whole checkpoint, the old or the new one. Only a process
-that saves renames or removes; one that reads takes the first of them that is there, by opened().
+At each moment one of these names is a complete checkpoint, the old or the new one. Only a saving
+process renames or removes. A reader opens the first complete one of them (open_checkpoint()).
 
-[Note: what is removed] A save removes files that are a checkpoint's, by its own manifest, and
-nothing else. Of a damaged one it removes what has a checkpoint's names. Anything else is an error
-before anything is written; what another process puts there later is kept, under another name.
+[Note: what is removed] A save removes only files that the checkpoint's own manifest lists. If the
+manifest is damaged, it removes files whose names are those of a checkpoint. Any other file is an
+error before anything is written. Files that another process adds later are kept, under another
+name.
 """
 
 from __future__ import annotations
@@ -37,26 +39,26 @@ _INDEX_NAMES = r"part-[0-9]+\.json|manifest\.json|\.metadata"
 _CHECKPOINT_NAME = re.compile(rf"{_INDEX_NAMES}|{_DATA_NAME.pattern}")
 _TEMPORARY_NAME = re.compile(rf"\.({_INDEX_NAMES})(\.[0-9a-f]+)?\.unfinished")
 _INDEX_PREFIX = b'{"digest":"'
-"""How manifests and indices begin."""
+"""First bytes of a manifest or index file."""
 
 
 def staging_path(target: Path) -> Path:
-    """Return the name of a checkpoint while it is written."""
+    """Return where the checkpoint ``target`` is written before it is committed."""
     return target.with_name(f".{target.name}.unfinished")
 
 
 def backup_path(target: Path) -> Path:
-    """Return the name of an old checkpoint while a new one takes its place."""
+    """Return where the old checkpoint is while the new one takes its name."""
     return target.with_name(f".{target.name}.replaced")
 
 
 def open_checkpoint(target: Path) -> CheckpointReader:
-    """Open the checkpoint of that name, also where a process was killed that saved in its place.
+    """Open the checkpoint ``target``, even if a process was killed while it replaced it.
 
     Raises:
         CheckpointError: there is none.
     """
-    # Again, because names may change in between.
+    # Two rounds: a saving process may rename between two of these checks.
     real = resolve_link(target)
     hidden = [backup_path(real), staging_path(real)] if real.name else []
     for path in 2 * [target, *hidden]:
@@ -67,19 +69,19 @@ def open_checkpoint(target: Path) -> CheckpointReader:
 
 
 def resolve_link(path: str | os.PathLike[str]) -> Path:
-    """Return where a checkpoint is saved: a link stays, and what it names is replaced."""
+    """Return the folder that a save replaces: the target of a link; the link itself stays."""
     path = Path(path).absolute()
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def prepare_staging(target: Path) -> None:
-    """Have a save into ``unfinished(target)`` possible. Of one process, before others write.
+    """Make a save into ``staging_path(target)`` possible. One process, before any rank writes.
 
-    It finishes what a killed process was about to do.
+    First completes the replacement that a killed process had begun.
 
     Raises:
-        CheckpointError: there is something that is no checkpoint.
-        OSError: the file system refuses.
+        CheckpointError: ``target`` has files that are not a checkpoint's.
+        OSError: a file system operation failed.
     """
     new, old = staging_path(target), backup_path(target)
     if os.path.lexists(target) and not is_folder(target):
@@ -92,33 +94,33 @@ def prepare_staging(target: Path) -> None:
             os.rename(old, target)
         elif _has_manifest(new):
             os.rename(new, target)
-    others = unrelated_names(target)
-    if others:
-        more = f" and {len(others) - 1} more" if others[1:] else ""
+    unrelated = unrelated_names(target)
+    if unrelated:
+        more = f" and {len(unrelated) - 1} more" if unrelated[1:] else ""
         raise CheckpointError(
-            f"the folder has {others[0]}{more}, of no checkpoint, which saving would remove; name "
-            "another, such as a new one inside of it."
+            f"the folder has {unrelated[0]}{more}, of no checkpoint, which saving would remove; "
+            "name another, such as a new one inside of it."
         )
     for path in (new, old):
         if is_folder(path) and (path == old or unrelated_names(path, is_ours=True)):
             remove_checkpoint(path)
     with make_folder(new) as folder, suppress(FileNotFoundError):
-        folder.remove(MANIFEST)  # first of all: what it lists is overwritten
+        folder.remove(MANIFEST)  # first: the ranks overwrite the files that it lists
 
 
 def commit_staging(target: Path) -> None:
-    """Give the finished checkpoint its name, and remove the old one. Of one process.
+    """Give the complete checkpoint its name, and remove the old one. One process.
 
     Raises:
-        OSError: the file system refuses; the old one has its name.
+        OSError: a file system operation failed; the old checkpoint has its name.
     """
     new, old = staging_path(target), backup_path(target)
     if not is_folder(target):
         os.rename(new, target)
-        fsync_path(target.parent)
+        fsync_path(target.parent)  # makes the rename durable
         return
     if exchange_names(new, target):
-        old = new
+        old = new  # the staging name is the old checkpoint's now
         try:
             fsync_path(target.parent)
         except OSError:
@@ -129,7 +131,7 @@ def commit_staging(target: Path) -> None:
         try:
             os.rename(new, target)
         except OSError:
-            with suppress(OSError):  # something else has taken the name; readers find the old one
+            with suppress(OSError):  # the name is taken again; readers open the backup
                 os.rename(old, target)
             raise
         fsync_path(target.parent)
@@ -137,10 +139,10 @@ def commit_staging(target: Path) -> None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint that nobody will read by this name, and nothing else.
+    """Remove the files of a checkpoint whose name no reader opens any more.
 
-    What else is in it is left, under a name that shows it; a warning says so. Errors of the file
-    system are left to the next save, which tries again.
+    If the folder has other files, they are kept under another name, with a warning. Errors of the
+    file system are logged; the next save tries again.
     """
     try:
         remove_checkpoint_files(folder)
@@ -153,7 +155,7 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def _keep_under_other_name(path: Path) -> None:
-    """Rename what is in the way and no checkpoint's, to a name that shows it."""
+    """Rename a file or folder that is not a checkpoint's, and warn."""
     name, number = path.name.strip("."), 1
     while os.path.lexists(kept := path.with_name(f"{name}.kept{number if number > 1 else ''}")):
         number += 1
@@ -162,7 +164,7 @@ def _keep_under_other_name(path: Path) -> None:
 
 
 def recover_interrupted(folder: Path) -> None:
-    """Finish or remove what killed processes have left of a run. Of the process that saves."""
+    """Finish or remove what killed processes have left in a run's folder. Saving process only."""
     for name in sorted(os.listdir(folder)):
         base, _, ending = name.removeprefix(".").rpartition(".")
         is_left = name.startswith(".") and ending in ("unfinished", "replaced", "discarded")
@@ -176,21 +178,22 @@ def recover_interrupted(folder: Path) -> None:
 
 
 def remove_checkpoint_files(path: Path) -> None:
-    """Remove a checkpoint's files, the manifest first: without it, it is none."""
-    others = unrelated_names(path, is_ours=path.name.startswith("."))
+    """Remove a checkpoint's files, the manifest first: without it there is no checkpoint."""
+    unrelated = unrelated_names(path, is_ours=path.name.startswith("."))
     with FolderHandle(path, follow=False) as folder:
-        names = [name for name in folder.names() if name not in others]
+        names = [name for name in folder.names() if name not in unrelated]
         for name in sorted(names, key=lambda name: name != MANIFEST):
             with suppress(FileNotFoundError):
                 folder.remove(name)
 
 
 def unrelated_names(path: Path, *, is_ours: bool = False) -> list[str]:
-    """Return names in a folder that are no checkpoint's. See [Note: what is removed].
+    """Return the names in a folder that are not a checkpoint's. See [Note: what is removed].
 
     Args:
-        path: the folder; without one, there is nothing in it.
-        is_ours: whether nobody but a save has made it; else its files show it.
+        path: the folder; if it does not exist, the result is empty.
+        is_ours: True if only a save can have created the folder; False: its contents must show
+            that it is a checkpoint.
     """
     if not is_folder(path):
         return []
@@ -204,28 +207,30 @@ def unrelated_names(path: Path, *, is_ours: bool = False) -> list[str]:
             is_rest = METADATA not in names and all(map(is_checkpoint_file_name, names))
             if not is_ours and not is_rest and not any(_begins_as_index(folder, n) for n in names):
                 return names
-            others = [name for name in names if not _CHECKPOINT_NAME.fullmatch(name)]
+            unrelated = [name for name in names if not _CHECKPOINT_NAME.fullmatch(name)]
         else:
             listed, ranks = {file.name for file in manifest.files}, range(manifest.world_size)
-            others = [
+            unrelated = [
                 n for n in names if n not in listed | {MANIFEST} and _rank_in_name(n) not in ranks
             ]
-        return others + [name for name in names if name not in others and folder.has_folder(name)]
+        return unrelated + [
+            name for name in names if name not in unrelated and folder.has_folder(name)
+        ]
 
 
 def is_checkpoint_file_name(name: str) -> bool:
-    """Return whether a file of a checkpoint may be called so."""
+    """Return whether a file of a checkpoint can have this name."""
     return _CHECKPOINT_NAME.fullmatch(name) is not None
 
 
 def _rank_in_name(name: str) -> int:
-    """Return the rank whose data a file is named for; -1: it is not named so."""
+    """Return the rank in the name of a data file; -1 for other names."""
     found = _DATA_NAME.fullmatch(name)
     return int(found[1]) if found else -1
 
 
 def _begins_as_index(folder: FolderHandle, name: str) -> bool:
-    """Return whether a file begins as a manifest or an index does, which may be damaged."""
+    """Return whether a file begins as a manifest or index does; it may be damaged."""
     if not _CHECKPOINT_NAME.fullmatch(name) or not folder.has_file(name):
         return False
     with folder.open(name) as file:

@@ -16,11 +16,10 @@ import os
 import threading
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -38,7 +37,9 @@ from shardfuse.checkpoint.index import (
     Manifest,
     ParamMeta,
     ShardIndex,
+    checksum_of,
     coverage_faults,
+    file_ends,
 )
 from shardfuse.checkpoint.replacement import (
     commit_staging,
@@ -54,15 +55,17 @@ from shardfuse.files import FolderHandle, is_folder, make_folder
 from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.streams import current_stream
 
+logger = logging.getLogger("shardfuse")
+
+_POLL_S = 0.02
+
 
 class _SaveOperation:
-    """One save of one rank: planned when built, then written, then committed.
+    """One save on one rank: planned in the constructor, then written, then committed.
 
     Args:
-        state: as of save().
-        folder: as of save().
-        process_group, info: as of save().
-        copies: of what may change while it is written; None: nothing does.
+        state, folder, process_group, info: as for save().
+        copies: collects fragments that may change while they are written; None: nothing changes.
     """
 
     def __init__(
@@ -76,53 +79,53 @@ class _SaveOperation:
         check_state(state)
         self.target = resolve_link(folder)
         self.ranks = CheckpointGroup(state, process_group, f"{self.target} is not saved")
-        self._unfinished = staging_path(self.target)
+        self._staging = staging_path(self.target)
         self._info = dict(info or {})
         self._params: dict[str, list[ParamMeta]] = {}
         self._layouts: dict[str, Any] = {}
         self._rules: dict[str, str] = {}
-        self._planned, self._error = catch(lambda: self._plan(state, copies))
+        self._writer, self._error = catch(lambda: self._plan(state, copies))
 
     def _plan(self, state: Mapping[str, Any], copies: DeferredCopies | None) -> ShardWriter:
         rank = self.ranks.comm.rank
         if rank == 0:
-            prepare_staging(self.target)  # others write when all have planned
-        held = TrainingState(state, rank)
-        self._params = {
-            key: [ParamMeta(spec.name, list(spec.shape), list(spec.stride)) for spec in parts.specs]
-            for key, parts in held.parts.items()
-        }
-        self._layouts = {key: parts.geometry() for key, parts in held.parts.items()}
-        self._rules = {key: parts.rule for key, parts in held.parts.items()}
-        own = held.own_keys()
-        return ShardWriter(self._unfinished, rank, held.to_write(), copies, own)
+            # Other ranks write after region() has compared the calls of all ranks, so after this.
+            prepare_staging(self.target)
+        objects = TrainingState(state, rank)
+        for key, parts in objects.parts.items():
+            self._params[key] = [
+                ParamMeta(spec.name, list(spec.shape), list(spec.stride)) for spec in parts.specs
+            ]
+            self._layouts[key], self._rules[key] = parts.geometry(), parts.rule
+        own_keys = objects.per_rank_keys()
+        return ShardWriter(self._staging, rank, objects.to_write(), copies, own_keys)
 
     def write(self) -> tuple[int, Exception | None]:
-        """Write this rank's part; return a word for it, or what went wrong. Local."""
-        if self._planned is None:
+        """Write this rank's shard and index; return (checksum, None) or (0, error). Local."""
+        if self._writer is None:
             return 0, self._error
-        part, error = catch(self._planned.write)
-        if part is not None:
-            _, error = catch(lambda: self._write_index(part))
-        return (
-            (0, error) if part is None or error is not None else (_checksum(part.to_bytes()), None)
-        )
+        index, error = catch(self._writer.write)
+        if index is not None:
+            _, error = catch(lambda: self._write_index(index))
+        if index is None or error is not None:
+            return 0, error
+        return checksum_of(index.to_bytes()), None
 
-    def _write_index(self, part: ShardIndex) -> None:
-        with make_folder(self._unfinished) as folder:
-            folder.write_atomically(part.name, part.to_bytes())
+    def _write_index(self, index: ShardIndex) -> None:
+        with make_folder(self._staging) as folder:
+            folder.write_atomically(index.name, index.to_bytes())
 
-    def publish(self, checksums: list[int], then: Callable[[], None]) -> Exception | None:
-        """Make a checkpoint of all parts, by their words; return what goes wrong. Of one rank."""
+    def commit(self, checksums: list[int], on_complete: Callable[[], None]) -> Exception | None:
+        """Commit what all ranks wrote, by checksums; return an error or None. First rank only."""
         manifest = Manifest(len(checksums), [], self._info, self._params, self._layouts)
         manifest.rules = self._rules
         error = catch(lambda: _commit(self.target, checksums, manifest))[1]
-        return catch(then)[1] if error is None else error
+        return catch(on_complete)[1] if error is None else error
 
-    def clear(self) -> None:
-        """Remove what was written and will not be published."""
-        if is_folder(self._unfinished):
-            remove_checkpoint(self._unfinished)
+    def discard(self) -> None:
+        """Remove what was written and will not be committed."""
+        if is_folder(self._staging):
+            remove_checkpoint(self._staging)
 
 
 def save(
@@ -135,18 +138,18 @@ def save(
 ) -> None:
     """Write a checkpoint that any number of ranks can load. Collective.
 
-    Every rank plans and writes its part of optimizers and of their parameters. The only collective
-    is a small all-reduce, by which all ranks learn that all parts are on the disk. Then the first
-    rank renames the folder. Until then, and if anything fails, the previous checkpoint stays.
-    ``torch.distributed.checkpoint.load()`` reads the result, too.
+    Each rank plans and writes its own shards of optimizer states and parameters. The only
+    collective is a small all-reduce, after which all ranks know that all shards are on the disk.
+    Then the first rank renames the folder. Until then, and if anything fails, the previous
+    checkpoint stays. ``torch.distributed.checkpoint.load()`` can read the result, too.
 
     Args:
         state: {key: ShardedOptimizer, module, object with state_dict(), or value}. See
-            TrainingState. Values must be the same on all ranks: those of the first rank are saved.
-        folder: where to save. All ranks must see it. A checkpoint there is replaced; anything
-            else is left alone, and is an error.
+            TrainingState. Values must be the same on all ranks; the first rank's are saved.
+        folder: where to save; all ranks must see it. A checkpoint there is replaced. Anything else
+            there is an error, and stays.
         process_group: the ranks, if there is no ShardedOptimizer in ``state``.
-        info: values of JSON's types, which are saved as Manifest.info.
+        info: values of JSON types, saved as Manifest.info.
         then: called on the first rank when the checkpoint is complete.
 
     Raises:
@@ -154,29 +157,24 @@ def save(
     """
     operation = _SaveOperation(state, folder, process_group, info)
     comm = operation.ranks.comm
-    # Not of one path: hosts may mount the file system at other places.
+    # The name only: hosts may mount the file system at different paths.
     with operation.ranks.region("checkpoint.save()", f"name = {operation.target.name}"):
         checksum, error = operation.write()
         try:
             checksums = operation.ranks.agree(error, checksum)
-            operation.ranks.agree(operation.publish(checksums, then) if comm.rank == 0 else None)
+            operation.ranks.agree(operation.commit(checksums, then) if comm.rank == 0 else None)
         except CheckpointError:
             if comm.rank == 0:
-                operation.clear()
+                operation.discard()
             raise
 
 
-def _checksum(data: bytes) -> int:
-    """Return a number of 1 to 2**24 - 1, the same for the same data."""
-    return 1 + zlib.crc32(data) % ((1 << 24) - 1)
-
-
 def _commit(target: Path, checksums: list[int], manifest: Manifest) -> None:
-    """Make a checkpoint of what all ranks have written, with a manifest that lacks the files.
+    """Complete the manifest, and give the checkpoint its name. First rank only.
 
     Raises:
-        CheckpointError: this rank does not see all of it, or it is not whole.
-        OSError: the file system refuses.
+        CheckpointError: this rank does not see all files, or tensors are incomplete.
+        OSError: a file system operation failed.
     """
     with FolderHandle(staging_path(target), follow=False) as folder:
         _write_manifest(folder, checksums, manifest)
@@ -184,82 +182,76 @@ def _commit(target: Path, checksums: list[int], manifest: Manifest) -> None:
 
 
 def _write_manifest(folder: FolderHandle, checksums: list[int], manifest: Manifest) -> None:
-    parts, files = [], manifest.files
+    indices, files = [], manifest.files
     for rank, checksum in enumerate(checksums):
         name = ShardIndex(rank).name
         data = b""
         if folder.has_file(name):
             with folder.open(name) as file:
                 data = file.read()
-        if not data or _checksum(data) != checksum:
+        if not data or checksum_of(data) != checksum:
             raise CheckpointError(
                 f"rank 0 does not see in {folder.path} what rank {rank} has written there; all "
                 "ranks must write to one file system."
             )
-        parts.append(ShardIndex.from_bytes(data, name))
+        indices.append(ShardIndex.from_bytes(data, name))
         files.append(FileRecord.of(name, data))
-        _check_visible_sizes(folder, parts[-1])
-    faults = coverage_faults(parts)
+        _check_visible_sizes(folder, indices[-1])
+    faults = coverage_faults(indices)
     if faults:
         raise CheckpointError(f"{'; '.join(faults[:5])}: ranks have saved different things.")
-    manifest.tensors = {key: kind for part in parts for key, kind in part.tensors.items()}
-    manifest.counts = {key: count for part in parts for key, count in part.counts.items()}
-    metadata = pickle_metadata(dcp_metadata(parts))
+    manifest.tensors = {key: tensor for index in indices for key, tensor in index.tensors.items()}
+    manifest.counts = {key: count for index in indices for key, count in index.counts.items()}
+    metadata = pickle_metadata(dcp_metadata(indices))
     folder.write_atomically(METADATA, metadata)
     files.append(FileRecord.of(METADATA, metadata))
-    # What an earlier attempt has left, which may have had more ranks.
-    names = {f.name for f in files} | {i.file for p in parts for i in p.entries}
+    # An earlier attempt, perhaps of more ranks, may have left files.
+    names = {file.name for file in files}
+    names |= {entry.file for index in indices for entry in index.entries}
     for name in set(folder.names()) - names:
         folder.remove(name)
+    # Last: with the manifest, the staging folder counts as a complete checkpoint.
     folder.write_atomically(MANIFEST, manifest.to_bytes())
 
 
-def _check_visible_sizes(folder: FolderHandle, part: ShardIndex) -> None:
-    """Raise CheckpointError unless what a rank has written is seen here in its full length."""
-    ends: dict[str, int] = {}
-    for item in part.entries:
-        ends[item.file] = max(ends.get(item.file, 0), item.start + item.length)
-    for name, nbytes in ends.items():
+def _check_visible_sizes(folder: FolderHandle, index: ShardIndex) -> None:
+    """Raise CheckpointError unless this rank sees the full data files of another rank."""
+    for name, nbytes in file_ends(index.entries).items():
         found = folder.size(name) if folder.has_file(name) else 0
         if found < nbytes:
             raise CheckpointError(
-                f"rank 0 sees {found:,} bytes of {nbytes:,} that rank {part.rank} has written to "
+                f"rank 0 sees {found:,} bytes of {nbytes:,} that rank {index.rank} has written to "
                 f"{folder.path / name}; all ranks must write to one file system."
             )
 
 
-logger = logging.getLogger("shardfuse")
-
-_POLL_S = 0.02
-
-
 class AsyncSave:
-    """A save in progress, as async_save() returns it.
+    """A save in progress, as returned by async_save().
 
     Args:
-        one: what is saved, and where.
-        copies: copies of what may change before it is written.
-        then: called when the checkpoint is complete.
+        operation: the save of this rank.
+        copies: copies of fragments that may change before they are written.
+        on_complete: called when the checkpoint is complete.
     """
 
     def __init__(
-        self, operation: _SaveOperation, copies: DeferredCopies, then: Callable[[], None]
+        self, operation: _SaveOperation, copies: DeferredCopies, on_complete: Callable[[], None]
     ) -> None:
-        self._save, self._copies, self._then = operation, copies, then
+        self._save, self._copies, self._on_complete = operation, copies, on_complete
         self._ranks = operation.ranks
         self._begin = _record_event(operation.ranks.device)
         self._error: Exception | None = None
         self._written = threading.Event()
         self._checksum = 0
-        self._lacks_checksums = False  # the first rank's: the store has not brought all words
-        self._is_abandoned = False
-        self._is_over = False
+        self._lacks_checksums = False  # on the first rank: the store is gone, and wait() commits
+        self._is_abandoned = False  # wait() has ended: the thread stops polling the store
+        self._was_waited_for = False
         self._topic = f"saves/{next_sequence_number(self._ranks.comm)}"
         self._thread = threading.Thread(target=self._run, name="shardfuse save", daemon=True)
 
     @property
     def extra_nbytes(self) -> int:
-        """Largest number of bytes of copies that this rank held at once."""
+        """Peak memory of the copies on this rank, in bytes."""
         return self._copies.most_nbytes
 
     @property
@@ -268,14 +260,14 @@ class AsyncSave:
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return when the checkpoint is complete. Collective.
+        """Wait until the checkpoint is complete. Collective.
 
         Raises:
-            CheckpointError: on all ranks, if any could not write.
+            CheckpointError: on all ranks, if any rank could not write.
         """
-        if self._is_over:
+        if self._was_waited_for:
             return
-        self._is_over = True
+        self._was_waited_for = True
         try:
             with self._ranks.region("checkpoint.wait()"):
                 self._written.wait()
@@ -288,14 +280,14 @@ class AsyncSave:
             self._is_abandoned = True
 
     def start(self) -> None:
-        """Begin to write."""
+        """Start the writing thread."""
         self._thread.start()
 
     def before_step(self) -> bool:
-        """Copy what is not written yet; raise what has gone wrong. Local.
+        """Copy the fragments that are not written yet, and raise an error of the save. Local.
 
         Returns:
-            Whether there may be more to copy, or to raise.
+            Whether the save still needs this call before later steps.
 
         Raises:
             CheckpointError: this rank could not write.
@@ -303,15 +295,15 @@ class AsyncSave:
         self._copies.freeze()
         if not self.is_done:
             return True
-        if self._error is not None and not self._is_over:
-            with self._ranks.comm.call("step()"):
+        if self._error is not None and not self._was_waited_for:
+            with self._ranks.comm.call("step()"):  # reports the error to all ranks
                 raise CheckpointError(f"{self._save.target} is not saved: {self._error}")
         return False
 
     def before_load(self) -> bool:
-        """Copy what is not written yet. Local; see before_step()."""
+        """Copy the fragments that are not written yet; return as before_step(). Local."""
         self._copies.freeze()
-        return not self._is_over
+        return not self._was_waited_for
 
     def _run(self) -> None:
         with _on_device_after(self._ranks.device, self._begin):
@@ -324,12 +316,12 @@ class AsyncSave:
         self._written.set()
         if comm.rank == 0 and self._error is None:
             try:
-                self._commit()
+                self._commit_when_written()
             except PeerError as error:
                 self._error = error
 
-    def _commit(self) -> None:
-        """Publish once all parts are written; the first rank's."""
+    def _commit_when_written(self) -> None:
+        """Commit once all ranks have written; runs in the first rank's thread."""
         checksums = (
             self._wait_for_checksums() if self._ranks.comm.world_size > 1 else [self._checksum]
         )
@@ -338,20 +330,20 @@ class AsyncSave:
         elif all(checksums):
             self._publish(checksums)
         else:
-            self._save.clear()
+            self._save.discard()
 
     def _publish(self, checksums: list[int]) -> None:
-        self._error = self._save.publish(checksums, self._then)
+        self._error = self._save.commit(checksums, self._on_complete)
         if self._error is not None:
             logger.error("%s is not saved: %s", self._save.target, self._error)
 
     def _wait_for_checksums(self) -> list[int] | None:
-        """Return every rank's word; a 0 among them as soon as there is one; None: no store."""
+        """Return the checksums of all ranks, or of some if one is 0; None if the store is gone."""
         while not self._is_abandoned:
             texts = self._ranks.comm.told(self._topic)
-            told = [_parse_checksum(text, self._topic) for text in texts if text is not None]
-            if len(told) == self._ranks.comm.world_size or 0 in told:
-                return told
+            found = [_parse_checksum(text, self._topic) for text in texts if text is not None]
+            if len(found) == self._ranks.comm.world_size or 0 in found:
+                return found
             if self._ranks.comm.is_store_gone:
                 return None
             time.sleep(_POLL_S)
@@ -359,7 +351,7 @@ class AsyncSave:
 
 
 def _parse_checksum(text: str, key: str) -> int:
-    """Return the word of a rank from what it told."""
+    """Parse what a rank published; raise PeerError if no rank can have written it."""
     with suppress(ValueError, TypeError, RecursionError):
         checksum, reason = json.loads(text)
         if type(checksum) is int and 0 <= checksum < 1 << 24 and isinstance(reason, str):
@@ -368,17 +360,17 @@ def _parse_checksum(text: str, key: str) -> int:
 
 
 def _record_event(device: torch.device) -> Any:
-    """Return an event of what this thread has launched on an accelerator; None on the CPU."""
+    """Return an event after the work that this thread has launched; None on the CPU."""
     stream = current_stream(device)
     return None if stream is None else stream.record_event()
 
 
 @contextmanager
 def _on_device_after(device: torch.device, begin: Any) -> Iterator[None]:
-    """Have this thread use ``device``, after ``begin``, and not wait for what training launches.
+    """Run this thread on ``device``, on a stream of its own that waits for ``begin`` only.
 
-    A thread begins with the first device of the host, which is another rank's, and with the stream
-    that training uses: torch's writer waits for it. (Not run on hardware.)
+    A new thread uses the host's first device, another rank's, and the default stream, which
+    training uses and torch's writer synchronizes with. (Not run on hardware.)
     """
     if begin is None:
         yield
@@ -401,11 +393,11 @@ def async_save(
 ) -> AsyncSave:
     """Save as save() does, while training continues; return at once. Collective.
 
-    Optimizer states and this rank's part of the parameters do not change before the next step().
+    Optimizer states and this rank's shards of the parameters do not change before the next step().
     So a thread copies and writes one fragment at a time, and the next step() first copies the rest.
-    The extra memory is one fragment, or at most this rank's part if step() comes first
-    (``extra_nbytes`` says how much it was). Everything else, such as buffers of modules, is copied
-    at once. A load, by load() or load_state_dict(), first copies the rest, too. Nothing else may
+    The extra memory is one fragment, or at most this rank's shards if step() comes first
+    (``extra_nbytes`` has the peak). Everything else, such as buffers of modules, is copied before
+    this function returns. load() and load_state_dict() first copy the rest, too. Nothing else may
     change parameters or states: call wait() before you load in another way. The thread uses a core
     for one second per GB, and the time of the disk. If ranks leave no core free, training is slower
     during that time.
@@ -415,7 +407,7 @@ def async_save(
 
     Args:
         state, folder, process_group, info: as for save().
-        then: called in the thread of the first rank when the checkpoint is complete.
+        then: called in the first rank's thread when the checkpoint is complete.
 
     Raises:
         CheckpointError: on all ranks, if one cannot start.
@@ -431,33 +423,23 @@ def async_save(
     return saving
 
 
-class RunningSave(Protocol):
-    """A save that is not over."""
-
-    def before_step(self) -> bool:
-        """Copy what is left; return whether to be told again, or raise what has gone wrong."""
-
-    def before_load(self) -> bool:
-        """Copy what is left; return whether to be told again."""
-
-
-_running_saves: weakref.WeakKeyDictionary[ShardedOptimizer, list[RunningSave]] = (
+_running_saves: weakref.WeakKeyDictionary[ShardedOptimizer, list[AsyncSave]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def register_running_save(optimizer: ShardedOptimizer, save: RunningSave) -> None:
-    """Have ``save`` told before step() or a load changes ``optimizer``."""
+def register_running_save(optimizer: ShardedOptimizer, save: AsyncSave) -> None:
+    """Call ``save.before_step()`` before step() changes ``optimizer``, and likewise for loads."""
     if optimizer not in _running_saves:
         _running_saves[optimizer] = []
-        # For good: torch iterates over these hooks, so that none may remove itself.
+        # Never removed: torch iterates over its hooks, so no hook may remove itself.
         optimizer.register_step_pre_hook(_before_step)
         optimizer.register_load_state_dict_pre_hook(_before_load)
     _running_saves[optimizer].append(save)
 
 
 def notify_before_load(optimizers: Sequence[ShardedOptimizer]) -> None:
-    """Tell the saves of ``optimizers`` that these are to be loaded. Local."""
+    """Let running saves of ``optimizers`` copy what a load is about to overwrite. Local."""
     for optimizer in optimizers:
         _before_load(optimizer)
 
@@ -470,6 +452,6 @@ def _before_load(optimizer: Any, *_: Any) -> None:
 def _before_step(optimizer: Any, *_: Any) -> None:
     saves = _running_saves[optimizer]
     for save in tuple(saves):
-        saves.remove(save)  # before it raises: it does so once
+        saves.remove(save)  # before it may raise: a failure is raised once
         if save.before_step():
             saves.append(save)

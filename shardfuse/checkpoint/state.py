@@ -65,8 +65,8 @@ class TrainingState:
 
     def __init__(self, objects: Mapping[str, Any], rank: int) -> None:
         self.objects = dict(objects)
-        self._own = f"rank-{rank}"
-        self._resized: tuple[int, int] | None = None
+        self._rank_key = f"rank-{rank}"
+        self._world_sizes: tuple[int, int] | None = None
         self.parts: dict[str, Parts] = {}
         for key, value in objects.items():
             if isinstance(value, ShardedOptimizer):
@@ -82,7 +82,7 @@ class TrainingState:
 
         Ranks save and load their parts of a parameter in place.
         """
-        owned = self._params(to_write=False)
+        owned = self._param_shards(to_write=False)
         for key, value in self.objects.items():
             if isinstance(value, nn.Module):
                 params, made = dict(_unwrapped(value).named_parameters()), _computed_state(value)
@@ -101,7 +101,7 @@ class TrainingState:
 
     def to_write(self) -> dict[str, Any]:
         """Return nested dicts of what this rank writes, of which tensors alias what is live."""
-        written = self._params(to_write=True)
+        written = self._param_shards(to_write=True)
         result: dict[str, Any] = {}
         for key, value in self.objects.items():
             if key in self.parts:
@@ -109,12 +109,12 @@ class TrainingState:
             elif isinstance(value, nn.Module):
                 result[key] = _module_state(value, written)
             elif isinstance(value, PerRank):
-                result[key] = {self._own: _as_single_item(value.value)}
+                result[key] = {self._rank_key: _as_single_item(value.value)}
             else:
                 result[key] = value if isinstance(value, Tensor) else _as_single_item(value)
         return result
 
-    def expect(self, saved: int, present: int) -> None:
+    def check_world_size(self, saved: int, present: int) -> None:
         """Be ready for a checkpoint of ``saved`` ranks at ``present`` ranks.
 
         Raises:
@@ -122,15 +122,15 @@ class TrainingState:
         """
         if saved == present:
             return
-        self._resized = (saved, present)
-        for key in self.own_keys():
+        self._world_sizes = (saved, present)
+        for key in self.per_rank_keys():
             if self.objects[key].on_resize is None:
                 raise CheckpointError(
                     f"each of {saved} ranks saved its own {key!r}, and there are {present} now. "
                     f"Load with {saved} ranks, or pass PerRank(..., on_resize=...)."
                 )
 
-    def to_check(self, saved: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+    def staged_copies(self, saved: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
         """Return nested dicts of copies that are read first, and looked at before anything changes.
 
         They are all that is not a live tensor of a module or of an optimizer.
@@ -147,7 +147,7 @@ class TrainingState:
             elif isinstance(value, nn.Module):
                 result[key] = copy.deepcopy(_computed_state(value))
             elif isinstance(value, PerRank):
-                result[key] = {} if self._resized else {self._own: (None,)}
+                result[key] = {} if self._world_sizes else {self._rank_key: (None,)}
             elif saved is None:
                 result[key] = value.clone() if isinstance(value, Tensor) else (None,)
             else:  # whatever the present one is
@@ -156,44 +156,44 @@ class TrainingState:
         return result
 
     def split_counts(
-        self, checked: dict[str, Any], counts: Mapping[str, int]
+        self, staged: dict[str, Any], counts: Mapping[str, int]
     ) -> dict[str, dict[str, Tensor]]:
-        """Take out of to_check() what a checkpoint's manifest has; return that, filled."""
+        """Take out of to_check() what a checkpoint's manifest has; return that, live."""
         found = {}
         for key in self.parts:
-            names = [name for name in checked[key] if f"{key}.{name}" in counts]
+            names = [name for name in staged[key] if f"{key}.{name}" in counts]
             for name in names:
-                del checked[key][name]
+                del staged[key][name]
             found[key] = {name: torch.tensor(counts[f"{key}.{name}"]) for name in names}
         return found
 
-    def to_fill(self) -> dict[str, Any]:
+    def live_tensors(self) -> dict[str, Any]:
         """Return nested dicts of the tensors of modules and optimizers, which are live."""
-        filled = self._params(to_write=False)
+        live = self._param_shards(to_write=False)
         result: dict[str, Any] = {}
         for key, value in self.objects.items():
             if key in self.parts:
                 whole = self.parts[key].to_fill()
                 result[key] = {k: v for k, v in whole.items() if _is_sharded(v)}
             elif isinstance(value, nn.Module):
-                whole, made = _module_state(value, filled), _computed_state(value)
+                whole, made = _module_state(value, live), _computed_state(value)
                 result[key] = {k: v for k, v in whole.items() if k not in made}
         return result
 
-    def _take_own(self, value: PerRank, checked: Mapping[str, Any]) -> None:
-        if self._resized is None:
+    def _load_per_rank(self, value: PerRank, staged: Mapping[str, Any]) -> None:
+        if self._world_sizes is None:
             load = _load_method(value.value)
             assert load is not None  # else it was refused
-            load(checked[self._own][0])
+            load(staged[self._rank_key][0])
         elif value.on_resize is not None:
-            value.on_resize(*self._resized)
+            value.on_resize(*self._world_sizes)
 
-    def own_keys(self) -> list[str]:
+    def per_rank_keys(self) -> list[str]:
         """Return the keys of what every rank has its own of."""
         return [key for key, value in self.objects.items() if isinstance(value, PerRank)]
 
-    def to_read(self, filled: Mapping[str, Any], saved: Collection[str]) -> dict[str, Any]:
-        """Return what of ``filled`` is among the ``saved`` keys, or must be.
+    def select_saved(self, live: Mapping[str, Any], saved: Collection[str]) -> dict[str, Any]:
+        """Return what of ``live`` is among the ``saved`` keys, or must be.
 
         See [Note: other masters].
         """
@@ -203,17 +203,17 @@ class TrainingState:
             lacking |= {f"{key}.{name}" for name in names} - set(saved)
         return {
             key: {name: v for name, v in values.items() if f"{key}.{name}" not in lacking}
-            for key, values in filled.items()
+            for key, values in live.items()
         }
 
-    def without_states(self, filled: Mapping[str, Any], saved: Collection[str]) -> str:
+    def advice_on_unfrozen(self, live: Mapping[str, Any], saved: Collection[str]) -> str:
         """Return what to do where a parameter that is trained here has no states among ``saved``.
 
         Empty where there is none.
         """
         have_any = {key.rpartition(".")[0] for key in saved if not key.endswith(".step")}
         for key in self.parts:
-            for name in filled[key]:
+            for name in live[key]:
                 of_param = f"{key}.{name}".rpartition(".")[0]
                 if of_param not in have_any and f"{of_param}.step" in saved:
                     param = of_param.removeprefix(f"{key}.state.")
@@ -224,7 +224,7 @@ class TrainingState:
                     )
         return ""
 
-    def to_read_after(self, saved: Collection[str]) -> dict[str, Any]:
+    def master_reads(self, saved: Collection[str]) -> dict[str, Any]:
         """Return nested dicts of tensors that are read at last, from keys of other ones.
 
         See [Note: other masters].
@@ -246,7 +246,7 @@ class TrainingState:
                     result.setdefault(other, {})[name] = master.place
         return result
 
-    def fill_lacking(self, saved: Collection[str]) -> None:
+    def fill_missing_masters(self, saved: Collection[str]) -> None:
         """Give masters and differences that are not saved the values that parameters have."""
         for key, parts in self.parts.items():
             for name, error in parts.errors().items():
@@ -256,30 +256,30 @@ class TrainingState:
                 if master.is_kept and f"{key}.{master.key}" not in saved:
                     master.place.copy_(master.own)
 
-    def whole_keys(self) -> list[str]:
+    def complete_keys(self) -> list[str]:
         """Return the keys of modules and optimizers, which are loaded whole or not at all."""
         modules = [key for key, value in self.objects.items() if isinstance(value, nn.Module)]
         return [*self.parts, *modules]
 
-    def check(self, checked: Mapping[str, Any]) -> None:
+    def check(self, staged: Mapping[str, Any]) -> None:
         """Raise ValueError if what was read into to_check() does not fit the optimizers."""
         for key, parts in self.parts.items():
-            parts.check(checked[key])
+            parts.check(staged[key])
 
-    def take(
-        self, checked: Mapping[str, Any], filled: Mapping[str, Any], rules: Mapping[str, str]
+    def load_optimizers(
+        self, staged: Mapping[str, Any], live: Mapping[str, Any], rules: Mapping[str, str]
     ) -> None:
         """Have the optimizers take over what was read. Collective: parameters go to all ranks.
 
         Args:
-            checked, filled: of to_check() and to_fill().
+            staged, live: of to_check() and to_fill().
             rules: by which each optimizer was updated that was saved, by its key.
         """
         for key, parts in self.parts.items():
             parts.publish()
-            parts.take({**filled[key], **checked[key]}, rules.get(key, ""))
+            parts.take({**live[key], **staged[key]}, rules.get(key, ""))
 
-    def take_values(self, checked: Mapping[str, Any]) -> dict[str, Any]:
+    def load_values(self, staged: Mapping[str, Any]) -> dict[str, Any]:
         """Have all else take it over; return the values that have no method for that. Local.
 
         Raises:
@@ -288,24 +288,24 @@ class TrainingState:
         values: dict[str, Any] = {}
         for key in (key for key in self.objects if key not in self.parts):
             try:
-                self._take_value(key, checked[key], values)
+                self._load_value(key, staged[key], values)
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
                 raise CheckpointError(f"state[{key!r}] cannot be loaded: {reason}") from error
         return values
 
-    def _take_value(self, key: str, checked: Any, values: dict[str, Any]) -> None:
+    def _load_value(self, key: str, staged: Any, values: dict[str, Any]) -> None:
         value = self.objects[key]
         if isinstance(value, nn.Module):
-            _load_computed_state(_unwrapped(value), checked)
+            _load_computed_state(_unwrapped(value), staged)
         elif isinstance(value, PerRank):
-            self._take_own(value, checked)
+            self._load_per_rank(value, staged)
         elif (load := _load_method(value)) is not None:
-            load(_moved_like(checked[0], value.state_dict()))
+            load(_moved_like(staged[0], value.state_dict()))
         else:
-            values[key] = _moved_like(checked[0] if isinstance(checked, tuple) else checked, value)
+            values[key] = _moved_like(staged[0] if isinstance(staged, tuple) else staged, value)
 
-    def _params(self, *, to_write: bool) -> dict[int, Tensor]:
+    def _param_shards(self, *, to_write: bool) -> dict[int, Tensor]:
         """Return {id of a parameter: this rank's part of it} of all optimizers."""
         lists = [parts.params(to_write=to_write) for parts in self.parts.values()]
         return {id(param): part for pairs in lists for param, part in pairs}

@@ -16,7 +16,14 @@ import torch
 import torch.distributed as dist
 
 from shardfuse import ShardedAdamW, ShardedSGD
-from shardfuse.checkpoint import CheckpointError, Checkpoints, DamagedCheckpoint, load, loading, save
+from shardfuse.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    DamagedCheckpoint,
+    load,
+    loading,
+    save,
+)
 from shardfuse.checkpoint.index import CheckpointReader, Manifest
 from shardfuse.comm.base import PeerError
 from tests.support.checkpoints import Job, assert_same

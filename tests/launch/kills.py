@@ -17,7 +17,7 @@ from shardfuse.checkpoint.export import verify
 
 MOMENTS = {
     "writing": ("shardfuse.checkpoint.storage", "_with_digests"),
-    "written": ("shardfuse.checkpoint.saving", "_checksum"),
+    "written": ("shardfuse.checkpoint.saving", "checksum_of"),
     "publishing": ("shardfuse.checkpoint.saving", "_commit"),
     "manifest": ("shardfuse.checkpoint.saving", "_write_manifest"),
     "replacing": ("shardfuse.checkpoint.saving", "commit_staging"),
