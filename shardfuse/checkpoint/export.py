@@ -176,13 +176,13 @@ class _FullTensorReader:
 
     def read(self, state: dict[str, Any]) -> None:
         """Fill ``state``."""
-        reading = ShardReader(self._source, self._indices, state)
-        entries = reading.items(self._indices)
+        reader = ShardReader(self._source, self._indices, state)
+        entries = reader.entries(self._indices)
         self._source.keep_open(entry.file for entry in entries)
         faults = entry_faults(self._source, entries)
         if faults:
             raise DamagedCheckpoint(faults)
-        reading.read()
+        reader.read()
 
 
 def _make_room(holder: Any, path: Any) -> None:

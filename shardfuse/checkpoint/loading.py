@@ -54,24 +54,24 @@ def load(
 ) -> dict[str, Any]:
     """Load a checkpoint of save() with any number of ranks; return its ``info``. Collective.
 
-    Every rank checks the digests of its part, and reads it. If anything is damaged for any rank,
-    all raise and nothing has changed. If another process saves in its place meanwhile, all ranks
+    Each rank verifies the digests of its shards and reads them. If any rank finds damage, all ranks
+    raise, and nothing has changed. If another process replaces the checkpoint meanwhile, all ranks
     load the old one or all the new one. Everything in ``state`` must be in the checkpoint. The
     checkpoint may have more keys, but not more of a module or an optimizer than ``state`` has. If
-    the caller's own load_state_dict() raises on a rank, all raise, with models and optimizers
+    the caller's own load_state_dict() raises on a rank, all ranks raise, with models and optimizers
     already loaded.
 
     Args:
         state: as for save(). Objects are loaded in place, values are replaced in this dict.
         folder: the checkpoint.
         process_group: as for save().
-        accept: called with the saved ``info``; raises if the checkpoint shall not be loaded.
-        trusted: whether values may be of any class. Reading such values runs code from the file.
-        look_beside: whether an error of damage names the newest whole checkpoint of the same run.
-            To find it, all ranks read these checkpoints, each its share.
+        accept: called with the saved ``info``; raises if the checkpoint must not be loaded.
+        trusted: whether values may be of any class. Unpickling them runs code from the file.
+        look_beside: whether an error of damage names the newest intact checkpoint of the same run.
+            To find it, all ranks verify those checkpoints, each its share.
 
     Raises:
-        DamagedCheckpoint: files differ from what was written. It names them and their contents.
+        DamagedCheckpoint: files differ from what was written; the error names files and contents.
         CheckpointError: there is no checkpoint, or it does not fit ``state``.
     """
     check_state(state)
@@ -96,9 +96,10 @@ def _open_same_checkpoint(
     build: Callable[[CheckpointReader], _LoadOperation],
     look_beside: bool,
 ) -> Iterator[_LoadOperation]:
-    """Give this rank's reading of the one checkpoint that all ranks have opened. Collective.
+    """Yield this rank's verified load of the checkpoint that all ranks have opened. Collective.
 
-    It begins anew where another process has replaced or removed the checkpoint meanwhile.
+    Starts over if another process has replaced or removed the checkpoint meanwhile: then the ranks
+    have opened different ones, or none.
 
     Raises:
         CheckpointError: as for load().
@@ -132,7 +133,7 @@ def _open_same_checkpoint(
 def _allocate_values(
     manifest: Manifest, state: Mapping[str, Any]
 ) -> dict[str, torch.Tensor] | None:
-    """Return tensors for values that were saved as tensors; None: an early manifest, without."""
+    """Return tensors for saved tensor values; None for an early manifest without shapes."""
     tensors = [(key, manifest.tensors[key]) for key in state if key in manifest.tensors]
     try:
         values = {
@@ -147,7 +148,11 @@ def _allocate_values(
 
 
 class _LoadOperation:
-    """One rank's reading of a checkpoint; built, it has verified and checked all that it needs."""
+    """The load on one rank. The constructor verifies and checks everything and changes nothing.
+
+    The state is read in three parts: staged copies, which are checked first; live tensors of
+    modules and optimizers, in place; and fp32 masters that are saved under another key.
+    """
 
     def __init__(
         self,
@@ -165,11 +170,13 @@ class _LoadOperation:
         self._staged = objects.staged_copies(_allocate_values(self.manifest, state))
         self._live = objects.live_tensors()
         counts = objects.split_counts(self._staged, self.manifest.counts)
-        parts = self._plan(source, comm.rank, trusted)
-        readers = (self._staged_reader, self._live_reader, self._master_reader)
-        entries = {entry for reader in readers for entry in reader.items(parts)}
+        indices = self._plan(source, comm.rank, trusted)
+        entries = {entry for reader in self._readers for entry in reader.entries(indices)}
+        # Verified and read by the same descriptors; see [Note: open by descriptor].
         source.keep_open(entry.file for entry in entries)
-        entries |= {entry for part in parts for entry in part.entries if entry.key in part.counts}
+        entries |= {
+            entry for index in indices for entry in index.entries if entry.key in index.counts
+        }
         faults = []
         if comm.rank == 0:
             metadata = next(file for file in self.manifest.files if file.name == METADATA)
@@ -178,6 +185,7 @@ class _LoadOperation:
         faults += entry_faults(source, entries)
         if faults:
             raise DamagedCheckpoint(faults)
+        # Only copies so far. Live tensors are written by finish(), once all ranks have verified.
         self._staged_reader.read()
         for key, values in counts.items():
             self._staged[key] |= values
@@ -187,37 +195,38 @@ class _LoadOperation:
             raise CheckpointError(f"{source.path} does not fit: {error}") from error
         self._check_order(source.path)
         read = {f"{key}.{name}" for key, values in counts.items() for name in values}
-        self._check_extra(source.path, read.union(*(reader.keys for reader in readers)))
+        self._check_extra(source.path, read.union(*(reader.keys for reader in self._readers)))
+
+    @property
+    def _readers(self) -> tuple[ShardReader, ShardReader, ShardReader]:
+        return self._staged_reader, self._live_reader, self._master_reader
 
     def _plan(self, source: CheckpointReader, rank: int, trusted: bool) -> list[ShardIndex]:
-        """Plan what is read; return the indices for that. See [Note: few indices]."""
+        """Plan all reads; return the indices they need. See [Note: index selection]."""
         manifest, objects = self.manifest, self._objects
         ranks = ranks_to_read(manifest.layouts, manifest.world_size, objects.parts, rank)
-        is_enough = bool(manifest.tensors) and len(ranks) < manifest.world_size
-        for only in (ranks, None) if is_enough else (None,):
-            parts = manifest.read_indices(source, only)
-            self._saved = {entry.key for part in parts for entry in part.entries} | {
-                *manifest.tensors
-            }
-            plan = functools.partial(ShardReader, source, parts, tensors=manifest.tensors)
+        may_suffice = bool(manifest.tensors) and len(ranks) < manifest.world_size
+        for subset in (ranks, None) if may_suffice else (None,):
+            indices = manifest.read_indices(source, subset)
+            self._saved = {entry.key for index in indices for entry in index.entries}
+            self._saved |= set(manifest.tensors)
+            plan = functools.partial(ShardReader, source, indices, tensors=manifest.tensors)
             try:
                 self._staged_reader = plan(self._staged, trusted=trusted)
                 self._live_reader = plan(objects.select_saved(self._live, self._saved))
                 self._master_reader = plan(objects.master_reads(self._saved))
             except CheckpointError as error:
-                if only is None:
+                if subset is None:
                     saved = self._saved | {*manifest.counts}
                     remedy = objects.advice_on_unfrozen(self._live, saved)
                     raise CheckpointError(f"{error}{remedy}") from error
                 continue
-            if all(
-                r.is_complete for r in (self._staged_reader, self._live_reader, self._master_reader)
-            ):
+            if all(reader.is_complete for reader in self._readers):
                 break
-        return parts
+        return indices
 
     def _check_extra(self, source: Path, read: set[str]) -> None:
-        """Raise CheckpointError where a model or an optimizer would lose what was saved of it."""
+        """Raise CheckpointError if saved keys of a model or an optimizer would be dropped."""
         prefixes = tuple(f"{key}." for key in self._objects.complete_keys())
         extra = sorted(key for key in self._saved - read if key.startswith(prefixes))
         if extra:
@@ -228,7 +237,7 @@ class _LoadOperation:
             )
 
     def _check_order(self, source: Path) -> None:
-        """Raise CheckpointError where states lie in another order of elements than they did."""
+        """Raise CheckpointError if a param's states were saved in another order of elements."""
         with_states = {k.rpartition(".")[0] for k in self._saved if not k.endswith(".step")}
         for key, parts in self._objects.parts.items():
             metas = {meta.name: meta for meta in self.manifest.params.get(key, [])}
@@ -248,7 +257,7 @@ class _LoadOperation:
                     )
 
     def finish(self) -> None:
-        """Have modules and optimizers take over what is read. Collective."""
+        """Read into modules and optimizers. Collective."""
         notify_before_load(self._objects.optimizers)
         with torch.no_grad():
             self._live_reader.read()
@@ -257,7 +266,7 @@ class _LoadOperation:
             self._objects.load_optimizers(self._staged, self._live, self.manifest.rules)
 
     def load_values(self) -> dict[str, Any]:
-        """Have all else take it over; return plain values. Local."""
+        """Load everything else; return the values that replace the caller's. Local."""
         with torch.no_grad():
             return self._objects.load_values(self._staged)
 
@@ -267,15 +276,15 @@ def ranks_overlapping(
     ranges: Iterable[tuple[str, int, int]],
     saved_by: int = 1 << 32,
 ) -> set[int]:
-    """Return which ranks have written a part of ``ranges``.
+    """Return the ranks that wrote any element of ``ranges``.
 
     Args:
-        geometry: Parts.geometry() of those who have saved.
-        ranges: Parts.ranges() of who loads.
-        saved_by: number of ranks that have saved.
+        geometry: Parts.geometry() of the ranks that saved.
+        ranges: Parts.ranges() of this rank.
+        saved_by: number of ranks that saved.
 
     Raises:
-        LookupError, TypeError, ValueError, ArithmeticError: ``geometry`` is not that.
+        LookupError, TypeError, ValueError, ArithmeticError: ``geometry`` has another form.
     """
     flats = {name: flat for flat in geometry for name in flat["slots"]}
     found: set[int] = set()
@@ -302,7 +311,10 @@ def ranks_overlapping(
 def ranks_to_read(
     layouts: Mapping[str, Any], saved_by: int, parts: Mapping[str, Parts], rank: int
 ) -> set[int]:
-    """Return whose indices one rank reads; the first one's has all that is whole."""
+    """Return the ranks whose indices this rank reads, among them its share for verification.
+
+    The first rank's index has everything that is not sharded.
+    """
     world_size = max((each.comm.world_size for each in parts.values()), default=1)
     found = {0, *range(rank, saved_by, world_size)}
     try:

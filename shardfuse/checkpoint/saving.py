@@ -252,7 +252,7 @@ class AsyncSave:
     @property
     def extra_nbytes(self) -> int:
         """Peak memory of the copies on this rank, in bytes."""
-        return self._copies.most_nbytes
+        return self._copies.peak_nbytes
 
     @property
     def is_done(self) -> bool:
@@ -292,7 +292,7 @@ class AsyncSave:
         Raises:
             CheckpointError: this rank could not write.
         """
-        self._copies.freeze()
+        self._copies.copy_pending()
         if not self.is_done:
             return True
         if self._error is not None and not self._was_waited_for:
@@ -302,13 +302,13 @@ class AsyncSave:
 
     def before_load(self) -> bool:
         """Copy the fragments that are not written yet; return as before_step(). Local."""
-        self._copies.freeze()
+        self._copies.copy_pending()
         return not self._was_waited_for
 
     def _run(self) -> None:
         with _on_device_after(self._ranks.device, self._begin):
             self._checksum, self._error = self._save.write()
-            self._copies.freeze()
+            self._copies.copy_pending()
         comm = self._ranks.comm
         text = "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
         if comm.world_size > 1:

@@ -1,9 +1,10 @@
-"""What a training loop has, modules, optimizers, values, as it is saved and loaded.
+"""The saved state: modules, optimizers and values, and how each is saved and loaded.
 
-[Note: other masters] A checkpoint may be of a model in another precision, or of other params on the
-wire. Where it has masters of parameters that are fp32 here, these become the parameters. Where it
-lacks masters, the model's saved values are taken, which are not rounded if they were fp32 there;
-without a model in what is loaded, those that the parameters have. Differences that it lacks are 0.
+[Note: other masters] The model may be in another precision than the saved one, or its params may
+be communicated in other bits. If the checkpoint has masters of params that are fp32 here, the
+masters become the params. If it lacks masters, the model's saved values become the masters; they
+are not rounded if they were fp32. Without a model in the state, the present params are copied into
+the masters. Rounding errors (error feedback) that the checkpoint lacks become 0.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shardfuse.optim.base import ShardedOptimizer
 class PerRank:
     """A value that differs between ranks, such as the position of a data loader.
 
-    Every rank's value is saved, and each rank gets its own back.
+    Each rank's value is saved, and each rank gets its own back.
 
     Args:
         value: an object with state_dict(), which returns plain data, and load_state_dict().
@@ -33,7 +34,7 @@ class PerRank:
             load_state_dict() if the two differ. None: that is an error.
 
     Raises:
-        TypeError: the value has no such methods.
+        TypeError: the value lacks these methods.
     """
 
     def __init__(self, value: Any, *, on_resize: Callable[[int, int], None] | None = None) -> None:
@@ -49,18 +50,19 @@ class PerRank:
 class TrainingState:
     """The objects of one checkpoint by key, and how each is saved and loaded.
 
-    * A ShardedOptimizer gives its parts. Those of its parameters are taken for the module's.
-    * A module gives ``state_dict()``, unwrapped of DistributedDataParallel and torch.compile().
-      What it makes for that, such as copies and extra state, its ``load_state_dict()`` takes.
-    * A PerRank gives that of its value on this rank.
+    * A ShardedOptimizer saves its shards. The shards of its params replace those of the module.
+    * A module saves ``state_dict()``, after DistributedDataParallel and torch.compile() are
+      unwrapped. Entries that it computes for the caller, such as copies and extra state, are loaded
+      by its ``load_state_dict()``.
+    * A PerRank saves the state of its value on each rank.
     * Anything else with ``state_dict()`` and ``load_state_dict()``, or Paddle's
-      ``set_state_dict()``, gives that; the first rank's is saved. So is any other value, which
-      load() replaces in the caller's dict. Both are saved as one item, because they may have other
-      keys when they are loaded. An optimizer's companions are such objects, too.
+      ``set_state_dict()``, saves that; the first rank's is written. The same holds for any other
+      value, which load() replaces in the caller's dict. Both are saved as one item, because their
+      keys may differ when they are loaded. An optimizer's companions are such objects, too.
 
     Args:
         objects: {key: object}.
-        rank: of this process, among those that save or load together.
+        rank: this process's rank among those that save or load together.
     """
 
     def __init__(self, objects: Mapping[str, Any], rank: int) -> None:
@@ -78,9 +80,9 @@ class TrainingState:
         _refuse_without_load_method(self.objects)
 
     def _refuse_copies(self) -> None:
-        """Raise CheckpointError if a module's state_dict() has copies of an optimizer's parameters.
+        """Raise CheckpointError if a module's state_dict() has copies of an optimizer's params.
 
-        Ranks save and load their parts of a parameter in place.
+        Each rank saves and loads its shard of a param in place, which does not reach a copy.
         """
         owned = self._param_shards(to_write=False)
         for key, value in self.objects.items():
@@ -100,7 +102,7 @@ class TrainingState:
         return [value for value in self.objects.values() if isinstance(value, ShardedOptimizer)]
 
     def to_write(self) -> dict[str, Any]:
-        """Return nested dicts of what this rank writes, of which tensors alias what is live."""
+        """Return nested dicts of what this rank writes; tensors alias the live state."""
         written = self._param_shards(to_write=True)
         result: dict[str, Any] = {}
         for key, value in self.objects.items():
@@ -115,10 +117,10 @@ class TrainingState:
         return result
 
     def check_world_size(self, saved: int, present: int) -> None:
-        """Be ready for a checkpoint of ``saved`` ranks at ``present`` ranks.
+        """Prepare to load a checkpoint of ``saved`` ranks on ``present`` ranks.
 
         Raises:
-            CheckpointError: they differ, and a PerRank cannot be loaded then.
+            CheckpointError: they differ, and a PerRank has no ``on_resize``.
         """
         if saved == present:
             return
@@ -131,13 +133,13 @@ class TrainingState:
                 )
 
     def staged_copies(self, saved: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
-        """Return nested dicts of copies that are read first, and looked at before anything changes.
+        """Return nested dicts of copies that are read and checked before anything changes.
 
-        They are all that is not a live tensor of a module or of an optimizer.
+        They are everything but the live tensors of modules and optimizers.
 
         Args:
-            saved: room for values that are tensors in the checkpoint; None: it does not tell, and
-                has those of the present values.
+            saved: allocated tensors for values that are tensors in the checkpoint; None: the
+                checkpoint does not list them, and the present values' shapes are used.
         """
         result: dict[str, Any] = {}
         for key, value in self.objects.items():
@@ -150,7 +152,7 @@ class TrainingState:
                 result[key] = {} if self._world_sizes else {self._rank_key: (None,)}
             elif saved is None:
                 result[key] = value.clone() if isinstance(value, Tensor) else (None,)
-            else:  # whatever the present one is
+            else:  # of any type; the present value may be of another
                 is_replaced = _load_method(value) is None
                 result[key] = saved.get(key, (None,)) if is_replaced else (None,)
         return result
@@ -158,7 +160,7 @@ class TrainingState:
     def split_counts(
         self, staged: dict[str, Any], counts: Mapping[str, int]
     ) -> dict[str, dict[str, Tensor]]:
-        """Take out of to_check() what a checkpoint's manifest has; return that, live."""
+        """Move step counts that the manifest has out of ``staged``; return them as tensors."""
         found = {}
         for key in self.parts:
             names = [name for name in staged[key] if f"{key}.{name}" in counts]
@@ -168,7 +170,7 @@ class TrainingState:
         return found
 
     def live_tensors(self) -> dict[str, Any]:
-        """Return nested dicts of the tensors of modules and optimizers, which are live."""
+        """Return nested dicts of the live tensors of modules and optimizers."""
         live = self._param_shards(to_write=False)
         result: dict[str, Any] = {}
         for key, value in self.objects.items():
@@ -189,11 +191,11 @@ class TrainingState:
             value.on_resize(*self._world_sizes)
 
     def per_rank_keys(self) -> list[str]:
-        """Return the keys of what every rank has its own of."""
+        """Return the keys of PerRank objects."""
         return [key for key, value in self.objects.items() if isinstance(value, PerRank)]
 
     def select_saved(self, live: Mapping[str, Any], saved: Collection[str]) -> dict[str, Any]:
-        """Return what of ``live`` is among the ``saved`` keys, or must be.
+        """Return ``live`` without the masters and rounding errors that are not among ``saved``.
 
         See [Note: other masters].
         """
@@ -207,10 +209,7 @@ class TrainingState:
         }
 
     def advice_on_unfrozen(self, live: Mapping[str, Any], saved: Collection[str]) -> str:
-        """Return what to do where a parameter that is trained here has no states among ``saved``.
-
-        Empty where there is none.
-        """
+        """Return advice if a param that is trained here has no states among ``saved``; else ""."""
         have_any = {key.rpartition(".")[0] for key in saved if not key.endswith(".step")}
         for key in self.parts:
             for name in live[key]:
@@ -225,7 +224,7 @@ class TrainingState:
         return ""
 
     def master_reads(self, saved: Collection[str]) -> dict[str, Any]:
-        """Return nested dicts of tensors that are read at last, from keys of other ones.
+        """Return nested dicts of tensors that are read last, from another object's key.
 
         See [Note: other masters].
         """
@@ -247,7 +246,7 @@ class TrainingState:
         return result
 
     def fill_missing_masters(self, saved: Collection[str]) -> None:
-        """Give masters and differences that are not saved the values that parameters have."""
+        """Copy params into masters that are not saved; set rounding errors that are not to 0."""
         for key, parts in self.parts.items():
             for name, error in parts.errors().items():
                 if f"{key}.{name}" not in saved:
@@ -257,30 +256,30 @@ class TrainingState:
                     master.place.copy_(master.own)
 
     def complete_keys(self) -> list[str]:
-        """Return the keys of modules and optimizers, which are loaded whole or not at all."""
+        """Return the keys of modules and optimizers, which must be loaded completely."""
         modules = [key for key, value in self.objects.items() if isinstance(value, nn.Module)]
         return [*self.parts, *modules]
 
     def check(self, staged: Mapping[str, Any]) -> None:
-        """Raise ValueError if what was read into to_check() does not fit the optimizers."""
+        """Raise ValueError if the staged copies do not fit the optimizers."""
         for key, parts in self.parts.items():
             parts.check(staged[key])
 
     def load_optimizers(
         self, staged: Mapping[str, Any], live: Mapping[str, Any], rules: Mapping[str, str]
     ) -> None:
-        """Have the optimizers take over what was read. Collective: parameters go to all ranks.
+        """Let the optimizers adopt what was read, and send params to all ranks. Collective.
 
         Args:
-            staged, live: of to_check() and to_fill().
-            rules: by which each optimizer was updated that was saved, by its key.
+            staged, live: results of staged_copies() and live_tensors(), filled.
+            rules: {key: update rule of the saved optimizer}.
         """
         for key, parts in self.parts.items():
             parts.publish()
             parts.take({**live[key], **staged[key]}, rules.get(key, ""))
 
     def load_values(self, staged: Mapping[str, Any]) -> dict[str, Any]:
-        """Have all else take it over; return the values that have no method for that. Local.
+        """Load everything but optimizers; return the values without a method for that. Local.
 
         Raises:
             CheckpointError: such a method has raised.
@@ -306,13 +305,13 @@ class TrainingState:
             values[key] = _moved_like(staged[0] if isinstance(staged, tuple) else staged, value)
 
     def _param_shards(self, *, to_write: bool) -> dict[int, Tensor]:
-        """Return {id of a parameter: this rank's part of it} of all optimizers."""
+        """Return {id(param): this rank's shard of it} for all optimizers."""
         lists = [parts.params(to_write=to_write) for parts in self.parts.values()]
         return {id(param): part for pairs in lists for param, part in pairs}
 
 
 def _refuse_without_load_method(objects: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for an object that would not get back what is saved of it."""
+    """Raise CheckpointError for an object that has state_dict() but cannot load it."""
     for key, value in objects.items():
         if hasattr(value, "state_dict") and _load_method(value) is None:
             raise CheckpointError(
@@ -322,7 +321,7 @@ def _refuse_without_load_method(objects: Mapping[str, Any]) -> None:
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module that DistributedDataParallel or torch.compile() was given."""
+    """Return the module inside DistributedDataParallel and torch.compile() wrappers."""
     while True:
         is_ddp = isinstance(module, nn.parallel.DistributedDataParallel)
         inner = getattr(module, "module" if is_ddp else "_orig_mod", None)
@@ -345,16 +344,16 @@ def _is_sharded(value: Any) -> bool:
 
 
 def _load_method(value: Any) -> Callable[[Any], Any] | None:
-    """Return the method by which an object takes over what its state_dict() returned, or None."""
+    """Return the method that loads what state_dict() returned, or None."""
     load = getattr(value, "load_state_dict", None)
     return getattr(value, "set_state_dict", None) if load is None else load  # Paddle's name
 
 
 def _as_single_item(value: Any) -> tuple[Any]:
-    """Return a value, or what its state_dict() returns, as torch's planners take it for one item.
+    """Wrap a value, or its state_dict(), into a tuple, which torch's planners save as one item.
 
-    That is in a tuple. They would take dicts apart, and the keys that there are when it is loaded,
-    such as those of an optimizer that has not made a step, would be all that is read.
+    The planners flatten dicts. Then only the keys that exist at load time would be read, and an
+    optimizer that has not made a step has none.
     """
     state = value.state_dict() if hasattr(value, "state_dict") else value
     return (tree_map(_to_plain_cpu, state),)
@@ -365,7 +364,7 @@ def _to_plain_cpu(value: Any) -> Any:
 
 
 def _moved_like(new: Any, own: Any) -> Any:
-    """Return ``new`` with tensors on the devices of those in the same places of ``own``."""
+    """Return ``new`` with its tensors on the devices of the corresponding tensors of ``own``."""
     if isinstance(new, Tensor) and isinstance(own, Tensor):
         return new.to(own.device)
     if isinstance(new, dict) and isinstance(own, Mapping):
@@ -376,9 +375,9 @@ def _moved_like(new: Any, own: Any) -> Any:
 
 
 def _computed_state(module: nn.Module) -> dict[str, Any]:
-    """Return what state_dict() makes for its caller: extra state, and copies of tensors.
+    """Return the entries that state_dict() computes for its caller: extra state, and tensor copies.
 
-    A copy is of other memory at every call; filling it does not reach the module.
+    A copy has other memory at each call; filling it does not reach the module.
     """
     first, again = (_unwrapped(module).state_dict(keep_vars=True) for _ in range(2))
     return {
@@ -395,6 +394,6 @@ def _shares_memory(value: Any, other: Any) -> bool:
 
 
 def _load_computed_state(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Have the module take over what its state_dict() had made."""
+    """Load the entries that the module's state_dict() had computed."""
     if state:
         module.load_state_dict(state, strict=False)
