@@ -37,17 +37,17 @@ _MASTER = "param"
 
 
 def read_model(folder: str | Path, key: str = "model") -> dict[str, Tensor]:
-    """Return a module's ``state_dict()`` of whole CPU tensors, without extra state. Local.
+    """Return a module's ``state_dict()`` of full CPU tensors, without extra state. Local.
 
     Peak memory is that of the result and one fragment.
 
     Args:
         folder: the checkpoint.
-        key: of the module in what was saved.
+        key: key of the module in the saved state.
 
     Raises:
-        DamagedCheckpoint: what is read is not as it was written.
-        CheckpointError: there is no checkpoint, or nothing of that key in it.
+        DamagedCheckpoint: files differ from what was written.
+        CheckpointError: there is no checkpoint, or it has no such key.
     """
     with open_checkpoint(Path(folder).absolute()) as files:
         return _read_model(_FullTensorReader(files), key)
@@ -71,20 +71,19 @@ def _read_model(source: _FullTensorReader, key: str) -> dict[str, Tensor]:
 
 
 def read_optimizer(folder: str | Path, key: str = "optimizer") -> dict[str, Any]:
-    """Return the state of an optimizer as torch.optim's ``state_dict()`` has it, whole. Local.
+    """Return an optimizer's full state in the form of torch.optim's ``state_dict()``. Local.
 
-    {"state": {number: {"step", "exp_avg", ...}}, "param_groups": [...]}: CPU tensors of the
-    parameters' shapes, fp32; steps as fp32 tensors (). What sharded ones keep of parameters in
-    low precision is there as "param" (the fp32 master). Peak memory is that of the result and one
-    fragment.
+    {"state": {number: {"step", "exp_avg", ...}}, "param_groups": [...]}: fp32 CPU tensors of the
+    parameters' shapes; steps as fp32 tensors (). The fp32 master of a parameter in low precision
+    is there as "param". Peak memory is that of the result and one fragment.
 
     Args:
         folder: the checkpoint.
-        key: of the optimizer in what was saved.
+        key: key of the optimizer in the saved state.
 
     Raises:
-        DamagedCheckpoint: what is read is not as it was written.
-        CheckpointError: there is no checkpoint, or no optimizer of that key in it.
+        DamagedCheckpoint: files differ from what was written.
+        CheckpointError: there is no checkpoint, or it has no such optimizer.
     """
     with open_checkpoint(Path(folder).absolute()) as files:
         return _read_optimizer(_FullTensorReader(files), key)
@@ -116,7 +115,7 @@ def _read_optimizer(source: _FullTensorReader, key: str) -> dict[str, Any]:
 def _group_states(
     params: Sequence[tuple[int, ParamMeta]], flat: Mapping[str, Tensor]
 ) -> dict[int, dict[str, Any]]:
-    """Return the entries of one group's parameters, from {"state.<name>.<state>": (numel,)}."""
+    """Return one group's entries, from flat states {"state.<name>.<state>": (numel,)}."""
     names = {key.rpartition(".")[2] for _, meta in params for key in _state_keys(meta, flat)}
     entries = {}
     for number, meta in params:
@@ -128,7 +127,7 @@ def _group_states(
                 if tensor.numel() != math.prod(meta.shape):
                     raise LookupError(f"{name} of {meta.name} has {tensor.numel():,} elements")
                 tensors[name] = tensor.as_strided(meta.shape, meta.stride)
-            elif 0 in meta.shape and name != _MASTER:  # of nothing, nothing is saved
+            elif 0 in meta.shape and name != _MASTER:  # states without elements are not saved
                 tensors[name] = torch.zeros(meta.shape)
         if step > 0 or _MASTER in tensors:
             entries[number] = {"step": torch.tensor(float(step)), **tensors}
@@ -141,13 +140,13 @@ def _state_keys(meta: ParamMeta, flat: Mapping[str, Tensor]) -> list[str]:
 
 
 class _FullTensorReader:
-    """A checkpoint that is read as a whole."""
+    """Reads full tensors of a checkpoint on one process."""
 
     def __init__(self, source: CheckpointReader) -> None:
         self._source, self.path = source, source.path
         self.manifest = Manifest.read(source)
         self._indices: list[ShardIndex] = self.manifest.read_indices(source)
-        faults = length_faults(source, self._indices)  # before there is room for what they promise
+        faults = length_faults(source, self._indices)  # before tensors of these sizes are allocated
         if faults:
             raise DamagedCheckpoint(faults)
         self.tensors = {
@@ -159,12 +158,12 @@ class _FullTensorReader:
         return [entry for index in self._indices for entry in index.entries]
 
     def groups(self, key: str) -> list[dict[str, Any]]:
-        """Return param_groups of the right form, to be filled."""
+        """Return param_groups with placeholders, which read() fills."""
         groups: list[dict[str, Any]] = []
-        places = {k: path for index in self._indices for k, path in index.paths.items()}
-        paths = {tuple(places.get(entry.key, ())) for entry in self._entries()}
+        paths_by_key = {k: path for index in self._indices for k, path in index.paths.items()}
+        paths = {tuple(paths_by_key.get(entry.key, ())) for entry in self._entries()}
         own = [path[2:] for path in paths if path[:2] == (key, "param_groups")]
-        # Numbers in order, so that lists grow by one.
+        # In order of indices, because _make_room() appends to lists.
         for path in sorted(own, key=lambda path: [(type(s) is str, s) for s in path]):
             try:
                 _make_room(groups, path)
@@ -175,7 +174,7 @@ class _FullTensorReader:
         return groups
 
     def read(self, state: dict[str, Any]) -> None:
-        """Fill ``state``."""
+        """Verify and read the entries of ``state``."""
         reader = ShardReader(self._source, self._indices, state)
         entries = reader.entries(self._indices)
         self._source.keep_open(entry.file for entry in entries)
@@ -186,7 +185,7 @@ class _FullTensorReader:
 
 
 def _make_room(holder: Any, path: Any) -> None:
-    """Make room in nested dicts and lists for a value at ``path``."""
+    """Add a placeholder at ``path`` in nested dicts and lists."""
     for at, following in zip(path, [*path[1:], None], strict=True):
         empty: Any = 0 if following is None else [] if isinstance(following, int) else {}
         if isinstance(holder, list):
@@ -200,7 +199,7 @@ def _make_room(holder: Any, path: Any) -> None:
 
 
 def write_model(model: Mapping[str, Tensor], path: str | Path) -> None:
-    """Write whole tensors as safetensors, or by torch.save() where the name ends in ``.pt``.
+    """Write tensors as safetensors, or by torch.save() if the name ends in ``.pt``.
 
     Raises:
         CheckpointError: the package safetensors is not installed.
@@ -222,7 +221,7 @@ _NUM_SHOWN = 30
 
 @dataclass
 class KeySummary:
-    """What lies under one key."""
+    """Summary of one key of a checkpoint."""
 
     key: str
     dtype: str  # empty for a value that is not a tensor
@@ -233,7 +232,7 @@ class KeySummary:
 
 @dataclass
 class Contents:
-    """What a checkpoint holds."""
+    """Summary of a checkpoint."""
 
     folder: str
     world_size: int
@@ -242,11 +241,11 @@ class Contents:
     held: list[KeySummary]
 
     def to_json(self) -> dict[str, Any]:
-        """Return values that JSON has."""
+        """Return the contents in JSON types."""
         return asdict(self)
 
     def describe(self) -> str:
-        """Return a table to be printed."""
+        """Return a table to print."""
         lines = [
             f"{self.folder}",
             f"saved by {self.world_size} ranks, {self.nbytes:,} bytes, {len(self.held)} keys",
@@ -266,10 +265,10 @@ class Contents:
 
 
 def inspect(folder: Path) -> Contents:
-    """Return what a checkpoint holds, the largest first; its data is not read.
+    """Summarize a checkpoint, largest key first; reads no tensor data.
 
     Raises:
-        DamagedCheckpoint: the files that say so are damaged.
+        DamagedCheckpoint: the manifest or an index is damaged.
         CheckpointError: there is no checkpoint.
     """
     with open_checkpoint(folder) as source:
@@ -295,29 +294,29 @@ def _summarize(indices: Iterable[ShardIndex]) -> list[KeySummary]:
 
 @dataclass
 class Verdict:
-    """Whether one checkpoint is whole."""
+    """Result of verify() for one checkpoint."""
 
     folder: str
     faults: list[str]
 
     def describe(self) -> str:
-        """Return lines to be printed."""
+        """Return lines to print."""
         if not self.faults:
             return f"{self.folder}: whole"
         return "\n".join([f"{self.folder}: DAMAGED", *(f"  {fault}" for fault in self.faults)])
 
 
 def verify(folder: Path) -> list[Verdict]:
-    """Read every byte of a checkpoint, or of all in a run's folder; the newest first.
+    """Verify every byte of a checkpoint, or of all checkpoints of a run, newest first.
 
     Raises:
-        CheckpointError: there is neither.
+        CheckpointError: ``folder`` is neither.
     """
     try:
         steps = Checkpoints(folder).steps()
         folders = [Checkpoints(folder).path(step) for step in steps]
         if not folders and not os.path.exists(folder / MANIFEST):
-            folders = find_checkpoints(folder)  # of a run's folder
+            folders = find_checkpoints(folder)  # in the folder of a run
         if not folders and not any(folder.glob("*.json")):
             raise CheckpointError(f"There is no checkpoint in {folder}.")
     except OSError as error:

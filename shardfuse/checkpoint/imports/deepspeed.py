@@ -42,20 +42,20 @@ from shardfuse.checkpoint.index import CheckpointError
 MODEL_FILE = "mp_rank_00_model_states.pt"
 
 ParamNames = Sequence[str] | Sequence[Sequence[str]]
-"""Of parameters: of each group, or of the only one."""
+"""Parameter names: one list per group, or a list for a single group."""
 
 
 @dataclass
 class ModelStates:
-    """``mp_rank_00_model_states.pt``.
+    """Contents of ``mp_rank_00_model_states.pt``: order, shapes and dtypes of parameters.
 
     Args:
-        path: of the file.
-        shapes: of the trained parameters of each group, in the order in which they lie in its flat.
-        dtypes: of what the module holds.
-        world_size: number of ranks that wrote the checkpoint; None: the file does not say.
-        is_round_robin: whether round_robin_gradients has changed their order.
-        is_cut: whether there are more such files, as with tensor parallelism and pipelines.
+        path: path of the file.
+        shapes: trained parameters of each group, in the order of the group's flat buffer.
+        dtypes: dtypes of the module's tensors.
+        world_size: number of ranks that saved; None: the file does not say.
+        is_round_robin: whether round_robin_gradients has changed the order of parameters.
+        is_cut: whether there are more such files, as with tensor or pipeline parallelism.
     """
 
     path: Path
@@ -67,10 +67,10 @@ class ModelStates:
 
     @classmethod
     def read(cls, folder: Path, *, trusted: bool) -> ModelStates:
-        """Read the file of a checkpoint's folder.
+        """Read the file in a checkpoint's folder.
 
         Raises:
-            CheckpointError: there is none, or it does not say where parameters lie.
+            CheckpointError: there is none, or it lacks the shapes of parameters.
             DamagedCheckpoint: it cannot be read.
         """
         path = folder / MODEL_FILE
@@ -102,7 +102,7 @@ class ModelStates:
         )
 
     def is_low(self, name: str) -> bool:
-        """Return whether a parameter is in low precision, so that it has a master of its own."""
+        """Return whether a parameter is in low precision and thus has an fp32 master."""
         return self.dtypes.get(name, torch.bfloat16) in LOW_PRECISION
 
 
@@ -112,7 +112,7 @@ def to_torch_form(
     model: ModelStates,
     names: ParamNames | None,
 ) -> dict[str, Any]:
-    """Return torch.optim's form of {name: entry}, in the order of ``names`` or of the files.
+    """Return {name: entry} in torch.optim's form, in the order of ``names`` or of the files.
 
     Raises:
         CheckpointError: names are needed, or do not fit.
@@ -150,7 +150,7 @@ def _are_strings(names: Any) -> bool:
 
 
 def _check_names(named: Sequence[Sequence[str]], model: ModelStates) -> None:
-    """Raise CheckpointError unless each group has the checkpoint's parameters, and frozen ones."""
+    """Raise CheckpointError unless each group has the checkpoint's parameters, plus frozen ones."""
     if len(named) != len(model.shapes):
         raise CheckpointError(
             f"names has {len(named)} groups, {model.path} has {len(model.shapes)}: "
@@ -193,22 +193,22 @@ def read_deepspeed(
 ) -> dict[str, Any]:
     """Return the optimizer's state from a checkpoint of DeepSpeed's ZeRO stage 1 or 2. Local.
 
-    Numbers follow the groups that DeepSpeed was given, without the parameters that were frozen;
-    "param_names" of each group says which they are. fp32 masters come along where the module is in
-    low precision. Hyper-parameters are the file's, but with ``elastic_checkpoint``, whose files
-    have none. Peak memory is about three times that of the result.
+    Numbers follow the groups that DeepSpeed got, without frozen parameters; "param_names" of each
+    group has their names. fp32 masters are included if the module is in low precision.
+    Hyper-parameters are the file's, except with ``elastic_checkpoint``, whose files have none. Peak
+    memory is about three times that of the result.
 
     Args:
-        folder: what save_checkpoint() was given, or the folder of one tag in it.
-        tag: of the checkpoint; None: what the file "latest" says.
-        names: of the parameters of each group of the optimizer that loads it, in its order,
-            frozen ones included; a list of lists, or a list where there is one group. Needed after
+        folder: the folder passed to save_checkpoint(), or the folder of one tag in it.
+        tag: tag of the checkpoint; None: as the file "latest" says.
+        names: parameters of each group of the optimizer that loads the state, in its order, with
+            frozen ones; a list of lists, or a list if there is one group. Needed after
             ``round_robin_gradients``, which changes the order.
-        trusted: see ``files.read_file``; not needed for what DeepSpeed itself writes.
+        trusted: see ``torch_optim.read_file``; files that DeepSpeed itself writes do not need it.
 
     Raises:
         CheckpointError: files of ranks are missing or of different saves; stage 3, tensor or expert
-            parallelism; names that do not fit; or states that fp32 does not hold.
+            parallelism; names that do not fit; or states that fp32 cannot hold.
         DamagedCheckpoint: a file cannot be read.
     """
     folder = tag_folder(Path(folder), tag)
@@ -226,10 +226,10 @@ def read_deepspeed(
 
 
 def tag_folder(folder: Path, tag: str | None, latest: str = "latest") -> Path:
-    """Return the folder of a tag: the named or newest one in ``folder``, or that itself.
+    """Return the folder of a tag: the given one, the latest, or ``folder`` itself.
 
     Raises:
-        CheckpointError: there is none, or a file names a folder elsewhere.
+        CheckpointError: there is none, or a file names one elsewhere.
     """
     if tag is None and (folder / latest).is_file():
         found = path_inside(folder, _read_tag(folder / latest), folder / latest)
@@ -278,7 +278,7 @@ def _read_ranks(folder: Path, trusted: bool) -> list[_RankFile]:
 
 
 def _check_world(folder: Path, by_rank: Mapping[int, Path], first: _RankFile) -> None:
-    """Raise CheckpointError unless there is a file of each rank."""
+    """Raise CheckpointError unless there is one file per rank."""
     counts = require_key(first.held, first.path, "partition_count")
     counts = set(counts) if isinstance(counts, list | tuple) else {counts}
     if len(counts) > 1:
@@ -305,7 +305,7 @@ def _check_world(folder: Path, by_rank: Mapping[int, Path], first: _RankFile) ->
 
 
 def _check_same_save(ranks: Sequence[_RankFile], model: ModelStates, folder: Path) -> None:
-    """Raise CheckpointError where files do not belong together."""
+    """Raise CheckpointError if files are of different saves."""
     num_groups = len(model.shapes)
     if model.world_size not in (None, len(ranks)):
         raise CheckpointError(
@@ -326,7 +326,7 @@ def _check_same_save(ranks: Sequence[_RankFile], model: ModelStates, folder: Pat
 
 
 def _partition_states(rank: _RankFile) -> list[Mapping[str, Any]]:
-    """Return the states of a rank's partitions, group by group."""
+    """Return the states of a rank's partitions, by group."""
     if not isinstance(rank.base, Mapping):
         return list(rank.base)  # elastic_checkpoint
     return [
@@ -337,7 +337,7 @@ def _partition_states(rank: _RankFile) -> list[Mapping[str, Any]]:
 
 
 def _group_step_of(rank: _RankFile, index: int) -> Any:
-    """Return the step of a group, or None where it is not counted."""
+    """Return the step of a group, or None if the optimizer does not count steps."""
     step = _partition_states(rank)[index].get("step")
     if step is None and isinstance(rank.base, Mapping):
         step = group_step(rank.base["param_groups"][index])
@@ -362,7 +362,7 @@ def _group_entries(
         flat = _join_partitions(ranks, index, key)
         place = 0
         needed = sum(size.numel() for size in shapes.values()) + sum(after)
-        # Its end is padded, for twice the number of ranks.
+        # DeepSpeed pads the end to a multiple of twice the number of ranks.
         if not needed <= flat.numel() < needed + 2 * len(ranks):
             raise CheckpointError(
                 f"{key} of group {index} has {flat.numel()} elements in the ranks' files of "
@@ -382,7 +382,7 @@ def _is_partition(value: Any) -> bool:
 
 
 def _join_partitions(ranks: Sequence[_RankFile], index: int, key: str) -> Tensor:
-    """Return one state of a group, all ranks' parts of it in turn. Only the last is padded."""
+    """Return one state of a group, the ranks' partitions in order. Only the last is padded."""
     parts = []
     for rank in ranks:
         part = (
@@ -405,18 +405,18 @@ def read_deepspeed_universal(
     *,
     trusted: bool = False,
 ) -> dict[str, Any]:
-    """Return the optimizer's state from a universal checkpoint of DeepSpeed's. Local.
+    """Return the optimizer's state from a universal checkpoint of DeepSpeed. Local.
 
-    Of any number of ranks and tensor-parallel ones, and of stages 1 and 2. Order, "param_names",
-    masters and arguments are those of read_deepspeed(); without a tag the file "latest_universal"
-    names it.
+    It may be of any number of data- or tensor-parallel ranks, and of stage 1 or 2. Order,
+    "param_names", masters and arguments are those of read_deepspeed(); without a tag the file
+    "latest_universal" names it.
 
     Nothing outside of the folder of the tag is read, also not by links.
 
     Raises:
-        CheckpointError: a file is missing, or lies elsewhere; names that do not fit; a tensor of
-            another shape; states that fp32 does not hold; or it was made with
-            round_robin_gradients, which DeepSpeed 0.19.8 maps to other parameters' places.
+        CheckpointError: a file is missing, or is elsewhere; names that do not fit; a tensor of
+            another shape; states that fp32 cannot hold; or it was made with round_robin_gradients,
+            for which DeepSpeed 0.19.8 assigns states to other parameters.
         DamagedCheckpoint: a file cannot be read.
     """
     folder = tag_folder(Path(folder), tag, "latest_universal")
@@ -456,7 +456,7 @@ def _check_param_files(
     zero: Path,
     model: ModelStates,
 ) -> None:
-    """Raise CheckpointError where a parameter lacks a file, or has a tensor of another shape."""
+    """Raise CheckpointError if a parameter lacks a file, or has a tensor of another shape."""
     keys = {key for entry in entries.values() for key in entry if key not in ("step", MASTER)}
     for name, entry in entries.items():
         for key in sorted(keys):
@@ -464,7 +464,7 @@ def _check_param_files(
                 raise CheckpointError(
                     f"{zero / name} has no {key}.pt, which others have. Convert it again."
                 )
-            # With tensor parallelism the module's file has a part.
+            # With tensor parallelism the module's file has a slice of the tensor.
             if not model.is_cut and entry[key].shape != shapes[name]:
                 raise CheckpointError(
                     f"{zero / name / key}.pt has shape {tuple(entry[key].shape)}, the parameter "
@@ -484,7 +484,7 @@ def _refuse_round_robin(model: ModelStates) -> None:
 def _read_param_folder(
     folder: Path, zero: Path, step: Any, is_low: bool, trusted: bool
 ) -> dict[str, Any]:
-    """Return one parameter's entry from its folder."""
+    """Return the entry of one parameter from its folder."""
     states: dict[str, Any] = {}
     if not folder.is_dir():
         raise CheckpointError(f"{folder.parent} has no folder {folder.name}, a trained parameter.")

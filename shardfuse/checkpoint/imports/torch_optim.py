@@ -26,7 +26,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _MAX_COMPRESSION = 100
-"""Times; torch.save() does not compress, and a zip file can say that a byte stands for 1,032."""
+"""Largest accepted ratio. torch.save() does not compress; a zip file can reach 1,032."""
 
 _NUM_NAMED = 20
 _WRONG_FORM_ERRORS = (
@@ -42,10 +42,10 @@ _WRONG_FORM_ERRORS = (
 
 
 def expects_form(kind: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Have a function raise CheckpointError where files are not of the form of ``kind``.
+    """Turn errors of a reading function into CheckpointError that names the expected ``kind``.
 
-    What is in a file may be of any type at any place. Where that is not looked at, whatever fails
-    of it says that the form is another. The function's first argument is a path.
+    A file may have values of any type at any place. Where the function does not check a type, any
+    exception means that the file has another form. The function's first argument is a path.
     """
 
     def decorate(read: Callable[P, R]) -> Callable[P, R]:
@@ -69,10 +69,10 @@ def expects_form(kind: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def path_inside(folder: Path, name: Any, said_by: Path) -> Path:
-    """Return the path of ``name``, which a file says, in a folder.
+    """Return the path of ``name``, which a file contains, in ``folder``.
 
     Raises:
-        CheckpointError: it would lie elsewhere, also by a link.
+        CheckpointError: the path would leave the folder, directly or by a link.
     """
     path = folder / str(name)
     if ".." in Path(str(name)).parts or not path.is_relative_to(folder) or "\0" in str(name):
@@ -82,7 +82,7 @@ def path_inside(folder: Path, name: Any, said_by: Path) -> Path:
 
 
 def refuse_outside(path: Path, folder: Path) -> None:
-    """Raise CheckpointError where a link leads from a path in ``folder`` out of it."""
+    """Raise CheckpointError if a link leads from ``path`` out of ``folder``."""
     found = path.resolve()
     if not found.is_relative_to(folder.resolve()):
         raise CheckpointError(
@@ -92,14 +92,14 @@ def refuse_outside(path: Path, folder: Path) -> None:
 
 
 def list_some(names: Iterable[Any]) -> str:
-    """Return names for an error: those of a forged file may be millions."""
+    """Return names for an error message; a forged file may have millions."""
     texts = sorted(str(name)[:80] for name in names)
     more = f" and {len(texts) - _NUM_NAMED} more" if len(texts) > _NUM_NAMED else ""
     return f"{texts[:_NUM_NAMED]}{more}"
 
 
 class _OpaqueObject:
-    """Stands for an object of a class that is not imported, of which nothing is run."""
+    """Placeholder for an object whose class is not imported and whose code does not run."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -109,13 +109,13 @@ class _OpaqueObject:
 
 
 class _OpaqueInt(int):
-    """Stands for an enum of numbers."""
+    """Placeholder for an enum of integers."""
 
 
 _APEX = ("apex.amp.scaler", "apex.fp16_utils.loss_scaler")
 _DEEPSPEED = "deepspeed.runtime.fp16.loss_scaler"
 
-# A class for each, of the same pickled form: that of the library need not be there.
+# Placeholders of the same pickled form, so the library need not be installed.
 _SAFE_GLOBALS: list[Any] = [
     (_OpaqueObject, "deepspeed.utils.tensor_fragment.fragment_address"),
     (_OpaqueInt, "deepspeed.runtime.zero.config.ZeroStageEnum"),
@@ -135,12 +135,12 @@ def read_file(path: Path, *, trusted: bool) -> Any:
 
     Args:
         path: the file.
-        trusted: unpickle it, which runs what the file says and imports what it names. Else only
-            plain data are read, and loss scalers and the like as records.
+        trusted: unpickle the file, which imports and runs what it names. Otherwise only plain data
+            are read, and loss scalers and the like become placeholders.
 
     Raises:
-        CheckpointError: there is no such file; or it is not trusted, and holds objects, or data
-            that are compressed more than 100 times.
+        CheckpointError: there is no such file; or it is not trusted, and has objects, or data that
+            are compressed more than 100 times.
         DamagedCheckpoint: the file cannot be read.
     """
     if not path.is_file():
@@ -169,7 +169,7 @@ def read_file(path: Path, *, trusted: bool) -> Any:
 
 
 def _refuse_compressed(path: Path) -> None:
-    """Raise unless what is unpacked has a size that the file can hold, before it is given room."""
+    """Raise unless the unpacked sizes are plausible, before memory is allocated for them."""
     if not zipfile.is_zipfile(path):
         return
     nbytes = path.stat().st_size
@@ -202,10 +202,10 @@ def _objects_error(path: Path, found: Sequence[str]) -> CheckpointError:
 
 
 def require_key(found: Any, path: Path, key: str) -> Any:
-    """Return the value of ``key`` in what a file holds.
+    """Return ``found[key]``.
 
     Raises:
-        CheckpointError: it has no such key.
+        CheckpointError: the file has no such key.
     """
     if not isinstance(found, Mapping) or key not in found:
         held = f"It has {list_some(found)}." if isinstance(found, Mapping) else ""
@@ -231,21 +231,21 @@ _KNOWN_STATES = {
 }
 
 _MAX_NUMBERS = 100_000
-"""Of a hyper-parameter."""
+"""Largest count of numbers in a hyper-parameter."""
 
-_MAX_STEPS = 1 << 24  # whole numbers that fp32 has
+_MAX_STEPS = 1 << 24  # fp32 represents integers up to this exactly
 
 
 def param_entry(states: Mapping[str, Any], step: Any, where: str) -> dict[str, Any]:
     """Return one parameter's entry: its states in fp32, and its step as an fp32 tensor ().
 
     Args:
-        states: {name: tensor}, a step among them or not; None is left out.
-        step: taken where ``states`` has none; None: it is not known, as in SGD.
-        where: names the parameter and its file in errors.
+        states: {name: tensor}, with or without a step; None values are left out.
+        step: used if ``states`` has none; None: unknown, as in SGD.
+        where: parameter and file, for error messages.
 
     Raises:
-        CheckpointError: a state of no optimizer of ours, or one that fp32 does not hold.
+        CheckpointError: no optimizer here has such a state, or fp32 cannot hold it.
     """
     entry: dict[str, Any] = {}
     step = states.get("step", step)
@@ -265,10 +265,10 @@ def param_entry(states: Mapping[str, Any], step: Any, where: str) -> dict[str, A
 
 
 def to_fp32(value: Any, what: str) -> Tensor:
-    """Return a tensor in fp32, on the CPU; widened from bf16 or fp16, never rounded.
+    """Return a full CPU tensor in fp32; bf16 and fp16 are widened, nothing is rounded.
 
     Raises:
-        CheckpointError: it is no plain tensor of such a dtype.
+        CheckpointError: the value is no such tensor.
     """
     if not isinstance(value, Tensor) or type(value) not in (Tensor, torch.nn.Parameter):
         raise CheckpointError(
@@ -300,7 +300,7 @@ def _step_tensor(value: Any, where: str) -> Tensor:
 
 
 def to_plain_numbers(value: Any) -> Any:
-    """Return a hyper-parameter as plain numbers, where capturable optimizers have tensors.
+    """Return a hyper-parameter with tensors, which capturable optimizers use, replaced by numbers.
 
     Raises:
         CheckpointError: it has more numbers than any hyper-parameter.
@@ -313,7 +313,7 @@ def _to_plain_within(value: Any, left: Iterator[int]) -> Any:
         if value.numel() > _MAX_NUMBERS:
             raise _too_many_numbers()
         return value.tolist() if value.numel() != 1 else value.item()
-    if next(left, None) is None:  # a list in a list in a list doubles its numbers each time
+    if next(left, None) is None:  # nested references can double the count at each level
         raise _too_many_numbers()
     if isinstance(value, tuple | list):
         return type(value)(_to_plain_within(one, left) for one in value)
@@ -324,7 +324,7 @@ def _too_many_numbers() -> CheckpointError:
     return CheckpointError(f"A hyper-parameter has more than {_MAX_NUMBERS:,} numbers.")
 
 
-# What fused optimizers keep in groups, and what alone is here; value: the key's remedy.
+# Options of fused optimizers whose default is the only behaviour here; value: text of the error.
 _SWITCHES = {
     "bias_correction": "no Adam here leaves it out",
     "grad_averaging": "no optimizer here leaves (1 - beta1) out",
@@ -336,8 +336,8 @@ def group_options(
 ) -> dict[str, Any]:
     """Return a group's hyper-parameters, without parameters, names and step.
 
-    ``bias_correction`` and ``grad_averaging`` of fused optimizers are left out where they are
-    True, which is what ours do, or named in ``drop``.
+    ``bias_correction`` and ``grad_averaging`` of fused optimizers are left out if they are True,
+    which is what the optimizers here do, or if ``drop`` names them.
 
     Raises:
         CheckpointError: one of them is False.
@@ -366,17 +366,17 @@ def read_torch(
 ) -> dict[str, Any]:
     """Return the state of a torch.optim optimizer from a file of torch.save(). Local.
 
-    That of Adam, AdamW, SGD, RMSprop or Adadelta, whose keys ours share.
+    Supported are Adam, AdamW, SGD, RMSprop and Adadelta, whose keys the optimizers here share.
 
     Args:
-        path: the file; it holds ``optimizer.state_dict()``, or a dict with that in it.
-        key: where in the dict, with dots: "optimizer", or "optimizer_states.0"; None: the file's
-            top, or else its "optimizer".
-        trusted: see ``files.read_file``.
+        path: the file; it holds ``optimizer.state_dict()``, or a dict that contains it.
+        key: its place in the dict, with dots: "optimizer", or "optimizer_states.0"; None: the
+            file's top level, or else its "optimizer".
+        trusted: see ``read_file``.
 
     Raises:
         CheckpointError: no such file or key; objects that are not trusted; states of another
-            optimizer, or ones that fp32 does not hold.
+            optimizer, or ones that fp32 cannot hold.
         DamagedCheckpoint: the file cannot be read.
     """
     path = Path(path)
@@ -389,8 +389,8 @@ def read_zero_redundancy(
 ) -> dict[str, Any]:
     """Return the state of torch's ZeroRedundancyOptimizer. Local.
 
-    Of the file that the rank ``to`` wrote: after ``consolidate_state_dict(to)`` its
-    ``state_dict()`` is torch.optim's, whole. Arguments and errors are those of read_torch(), and:
+    The file is that of the rank ``to``: after ``consolidate_state_dict(to)`` its ``state_dict()``
+    is torch.optim's, complete. Arguments and errors are those of read_torch(), and:
 
     Raises:
         CheckpointError: no parameter has a state.
@@ -405,7 +405,7 @@ def read_zero_redundancy(
 
 
 def find_state_dict(found: Any, path: Path, key: str | None) -> Mapping[str, Any]:
-    """Return the state dict at ``key`` of what a file holds.
+    """Return the optimizer's state dict at ``key``.
 
     Raises:
         CheckpointError: there is none.
@@ -423,10 +423,10 @@ def find_state_dict(found: Any, path: Path, key: str | None) -> Mapping[str, Any
 
 
 def value_at(found: Any, path: Path, key: str | None) -> Any:
-    """Return what lies at a key with dots; None: all.
+    """Return the value at a key with dots; None: everything.
 
     Raises:
-        CheckpointError: nothing does.
+        CheckpointError: there is no such key.
     """
     for part in key.split(".") if key else ():
         if isinstance(found, Mapping) and part in found:
@@ -443,19 +443,21 @@ def value_at(found: Any, path: Path, key: str | None) -> Any:
 
 
 def _index(text: str, length: int) -> int | None:
-    """Return the index that a text is, or None. Python has more digits than 0 to 9, and no number
-    of thousands of them."""
+    """Return the list index that ``text`` denotes, or None.
+
+    int() also accepts digits of other scripts, and refuses numbers of thousands of digits.
+    """
     is_index = text.isascii() and text.isdigit() and len(text) <= len(str(length))
     return int(text) if is_index and int(text) < length else None
 
 
 def is_state_dict(found: Any) -> bool:
-    """Return whether it has the form of torch.optim's."""
+    """Return whether ``found`` has the keys of torch.optim's state_dict()."""
     return isinstance(found, Mapping) and found.keys() >= _STATE_DICT_KEYS
 
 
 def renumber_params(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return a state dict with its parameters numbered from 0, checked and in fp32."""
+    """Return a state dict with parameters numbered from 0, checked and in fp32."""
     state, groups = {}, []
     left = dict(found["state"])
     number = 0
@@ -487,18 +489,18 @@ _LAMB_KEYS = ("max_grad_norm", "bias_correction")
 def read_apex(path: str | Path, key: str | None = None, *, trusted: bool = False) -> dict[str, Any]:
     """Return the state of apex's FusedAdam or FusedLAMB from a file of torch.save(). Local.
 
-    FusedAdam's is for ShardedAdamW, or for ShardedAdam where it was built with adam_w_mode=False;
-    FusedLAMB's for ShardedLamb(variant="apex"). What apex keeps outside of its files, or ours take
-    from their constructor (the clipping norm of FusedLAMB), a line of the log says.
+    FusedAdam's is for ShardedAdamW, or for ShardedAdam if it was built with adam_w_mode=False;
+    FusedLAMB's is for ShardedLamb(variant="apex"). The log names options that apex keeps outside of
+    its files, or that the optimizers here take in their constructor (FusedLAMB's clipping norm).
 
     Args:
-        path: the file; it holds ``optimizer.state_dict()``, or a dict with that in it.
-        key: where in the dict; as for ``read_torch``.
-        trusted: see ``files.read_file``.
+        path: the file; it holds ``optimizer.state_dict()``, or a dict that contains it.
+        key: its place in the dict, as for ``read_torch``.
+        trusted: see ``read_file``.
 
     Raises:
-        CheckpointError: as of read_torch(); a group without a step; switches that ours lack; or
-            masters that cannot be told apart.
+        CheckpointError: as for read_torch(); a group without a step; options that the optimizers
+            here lack; or masters that cannot be assigned to parameters.
         DamagedCheckpoint: the file cannot be read.
     """
     path = Path(path)
@@ -559,7 +561,7 @@ def _apex_entries(
 
 
 def _group_masters(masters: Any, index: int, count: int, where: str) -> Sequence[Any] | None:
-    """Return the masters of a group's parameters in their order; None: it has none."""
+    """Return the masters of a group's parameters, in order; None: it has none."""
     held = masters[index] if index < len(masters) else []
     if len(held) not in (0, count):
         raise CheckpointError(
@@ -572,7 +574,7 @@ def _group_masters(masters: Any, index: int, count: int, where: str) -> Sequence
 def _apex_group_options(
     group: Mapping[str, Any], where: str, numbers: Sequence[int]
 ) -> dict[str, Any]:
-    """Return a group as ours have it; FusedLAMB's keep their step, as apex's schedulers read it."""
+    """Return a group's options; FusedLAMB's keep the step, which apex's schedulers read."""
     if "grad_averaging" not in group:
         return {**group_options(group, where), "params": list(numbers)}
     given = {key: to_plain_numbers(group[key]) for key in _LAMB_KEYS if key in group}
