@@ -41,13 +41,14 @@ _POLL_S = 0.01
 
 
 def attempt_store(store: Store, rank: int, world_size: int, limit: timedelta) -> Store:
-    """Return the part of ``store`` that is this attempt's, once all of its ranks are there.
+    """Return the part of ``store`` that belongs to this attempt, once all of its ranks have joined.
 
-    Rank 0 draws a name. Others answer under the name that they find, which may be of an attempt
-    before; it is right only once their own answer, which nobody else can know, comes back.
+    Rank 0 draws a name. Each other rank answers under the name that it finds, which may be of an
+    earlier attempt. The name is current only if rank 0 echoes this rank's answer, a random number.
+    So no rank uses a store of an earlier attempt; see [Note: stale keys].
 
     Raises:
-        TimeoutError: they do not come within ``limit``.
+        TimeoutError: not all ranks join within ``limit``.
     """
     own = secrets.token_hex(8)
     if rank == 0:
@@ -65,7 +66,7 @@ def attempt_store(store: Store, rank: int, world_size: int, limit: timedelta) ->
     deadline, answered = time.monotonic() + limit.total_seconds(), ""
     while time.monotonic() < deadline:
         if store.check([_LEADER_KEY]):
-            name = store.get(_LEADER_KEY).decode(errors="replace")  # of whatever attempt
+            name = store.get(_LEADER_KEY).decode(errors="replace")  # of this or an earlier attempt
             if name != answered:
                 store.set(f"shardfuse/{name}/{rank}", own)
                 answered = name
@@ -77,7 +78,7 @@ def attempt_store(store: Store, rank: int, world_size: int, limit: timedelta) ->
 
 
 def _read_name(store: Store, key: str) -> str:
-    """Return the name that a rank has drawn; raise PeerError where there is anything else."""
+    """Return the name that a rank has drawn; raise PeerError for any other content."""
     text = store.get(key).decode(errors="replace")
     if not re.fullmatch("[0-9a-f]{16}", text):
         raise unreadable(key, text)
@@ -85,7 +86,7 @@ def _read_name(store: Store, key: str) -> str:
 
 
 def _read_names(store: Store, key: str) -> list[Any]:
-    """Likewise, of all ranks."""
+    """Return the names that rank 0 echoes; raise PeerError for any other content."""
     text = store.get(key).decode(errors="replace")
     with suppress(ValueError, RecursionError):
         found = json.loads(text)
@@ -99,8 +100,8 @@ def init_process_group(backend: str | None = None, **options: Any) -> None:
 
     The launcher sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does. Ranks use a
     part of the launcher's store that no earlier attempt has written to; see [Note: stale keys].
-    Without RANK in the environment this does nothing, because a single process has no group.
-    If this host's own name is a loopback address, as on Debian and Ubuntu, it sets
+    Without RANK in the environment this does nothing, because a single process has no group. If
+    this host's own name resolves to a loopback address, as on Debian and Ubuntu, it sets
     GLOO_SOCKET_IFNAME to the interface that leads to MASTER_ADDR, unless it is set.
 
     Args:
@@ -153,26 +154,27 @@ def set_device(local_rank: int | None = None) -> torch.device:
     return torch.device(accelerator.type, index)
 
 
-_SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
+_SIOCGIFADDR = 0x8915  # Linux ioctl: IPv4 address of an interface
 
 
 def gloo_interface(environment: Mapping[str, str]) -> str | None:
-    """Return the interface that leads to the first host; None where gloo finds its own.
+    """Return the interface that leads to the first host; None if gloo finds it by itself.
 
-    Gloo listens where the host's name leads to. On Debian and Ubuntu that is 127.0.1.1, which no
-    other host reaches: one rank is refused the connection, and the others wait.
+    Gloo listens on the address of the host's own name. On Debian and Ubuntu that is 127.0.1.1,
+    which
+    no other host reaches: then one rank's connection is refused, and the other ranks wait.
 
     Args:
-        environment: of a rank, by its launcher.
+        environment: environment variables of a rank, set by its launcher.
     """
     num_ranks = environment.get("WORLD_SIZE", "1")
     if environment.get("LOCAL_WORLD_SIZE", num_ranks) == num_ranks:
-        return None  # all are on this host
+        return None  # all ranks are on this host
     if "GLOO_SOCKET_IFNAME" in environment or _is_reachable_by_others(socket.gethostname()):
         return None
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            # Sends nothing: it only chooses the way.
+            # connect() of UDP sends nothing; it selects the route.
             probe.connect((environment.get("MASTER_ADDR", ""), 9))
             address = probe.getsockname()[0]
     except OSError:
@@ -187,18 +189,18 @@ def _interface_names() -> list[str]:
 
 
 def interface_address(interface: str) -> str:
-    """Return the IPv4 address of an interface; empty where it has none."""
+    """Return the IPv4 address of an interface; empty if it has none."""
     request = struct.pack("256s", interface.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         try:
-            answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
+            answer = fcntl.ioctl(control.fileno(), _SIOCGIFADDR, request)
         except OSError:
             return ""
     return socket.inet_ntoa(answer[20:24])
 
 
 def _is_reachable_by_others(host: str) -> bool:
-    """Return whether the address that gloo takes of this host's name is one that others reach."""
+    """Return whether gloo's choice of this host's addresses is no loopback address."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -208,6 +210,6 @@ def _is_reachable_by_others(host: str) -> bool:
             try:
                 trial.bind(address)
             except OSError:
-                continue  # the next one, as gloo does
+                continue  # gloo also tries the next address
         return not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
     return False

@@ -4,7 +4,7 @@
 agree on the last step without a collective. A rank that gets the request after step s publishes
 "stop after step s + 2" before it begins the next step. Every rank reads the published requests
 after each step, and reads this one in time: a rank that has finished step s + 2 has used gradients
-of the first rank's step s + 1 or later, which were sent after the request was published. On
+of this rank's step s + 1 or later, which were sent after the request was published. On
 accelerators the host runs ahead of its device; there each step waits for the step before the last.
 
 [Note: without a store] A request is published in the process group's store, which is faster to
@@ -53,7 +53,7 @@ logger = logging.getLogger("shardfuse")
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 _LOCK_TIMEOUT_S = 20.0
-"""How long a job before this one has to end."""
+"""How long the previous job in the folder may take to end."""
 
 _RANDOM_KEY = "random"
 
@@ -61,14 +61,14 @@ _RANDOM_KEY = "random"
 class Job:
     """A training run that resumes, however it ended, when the same command starts it again.
 
-    A context manager. Entering it locks the folder and loads the newest whole checkpoint, if there
+    A context manager. Entering it locks the folder and loads the newest intact checkpoint, if there
     is one, saved with any number of ranks. Both are collective.
 
-    * It saves every ``save_every`` steps, after the last step, and when it is told to stop.
+    * It saves every ``save_every`` steps, after the last step, and when it stops on request.
     * A signal of ``signals`` to any rank stops all ranks two steps later, after the same step.
     * If torchrun is killed, the ranks that it has started stop in the same way.
-    * Every rank's random state is restored. With another number of ranks the generators start
-      afresh, and a warning says so.
+    * Each rank's random state is restored. With another number of ranks the generators start
+      afresh, with a warning.
     * Leaving waits for a save beside training, on all ranks.
     * If one rank leaves with an error, the others do not wait for it: each raises PeerError, which
       quotes that error.
@@ -78,14 +78,14 @@ class Job:
         state: {key: ShardedOptimizer, module, object with state_dict(), PerRank, or value}, as for
             shardfuse.checkpoint.save(). Loading replaces values in this dict.
         save_every: finished steps between two saves.
-        keep: number of whole checkpoints that remain after a save.
+        keep: number of intact checkpoints that remain after a save.
         beside_training: write while training continues, as async_save() does.
         signals: signals that stop the run; SIGTERM, SIGINT, SIGUSR1 and SIGHUP if left out. Slurm's
-            ``--signal`` sends one. The main thread handles them. SIGHUP stays ignored where it is,
-            as under nohup.
+            ``--signal`` sends one. The main thread handles them. SIGHUP stays ignored if it is, as
+            under nohup.
         process_group: the ranks, if ``state`` has no ShardedOptimizer.
-        trusted: whether values may be more than plain data, such as arrays of numpy. Loading them
-            runs code from the file.
+        trusted: whether values may be more than plain data, such as arrays of numpy. Unpickling
+            them runs code from the file.
 
     Raises:
         ValueError: ``save_every`` or ``keep`` is less than 1; a signal cannot be caught; or a key
@@ -121,7 +121,7 @@ class Job:
             raise ValueError(f"Invalid save_every: {save_every!r}. Must be a number of steps >= 1.")
         for value in state.values():
             if isinstance(value, StatefulOptimizer):
-                value._refuse_if_foreign("Job")  # and not at the first save, hours later
+                value._refuse_if_foreign("Job")  # now, not at the first save hours later
         self._lock, self._signals = FolderLock(), StopSignals(signals)
         self.step, self.is_stopped = 0, False
         self.checkpoints = Checkpoints(folder, keep=keep, process_group=process_group)
@@ -129,13 +129,15 @@ class Job:
         self._group, self._trusted = process_group, trusted
         self._comm: Communicator
         self._epoch = 0
-        self._ends: list[torch.Event] = []  # of steps that the device may not have finished
+        self._step_events: list[
+            torch.Event
+        ] = []  # ends of steps that the device may not have reached
 
     def __enter__(self) -> Job:
         folder = self.checkpoints.folder
         ranks = CheckpointGroup(self._state, self._group, f"{folder} is not used")
         with ranks.region("entering a Job"):
-            error = catch(self._take_folder)[1] if ranks.comm.rank == 0 else None
+            error = catch(self._lock_folder)[1] if ranks.comm.rank == 0 else None
             ranks.agree(error)
             number = ranks.broadcast_number(secrets.randbits(48))
         self._stop = CoordinatedStop(ranks, folder, number)
@@ -145,7 +147,7 @@ class Job:
         except BaseException:
             self._lock.release()
             raise
-        self._signals.take()
+        self._signals.install()
         self._epoch = self._comm.epoch
         for value in self._state.values():
             if isinstance(value, StatefulOptimizer):
@@ -160,12 +162,12 @@ class Job:
     ) -> None:
         try:
             if error is None:
-                self.checkpoints.wait()  # where the loop was left by break
+                self.checkpoints.wait()  # the loop may have been left by break
         finally:
-            self._signals.give_back()
+            self._signals.restore()
             self._lock.release()
         if error is not None and self._comm.epoch == self._epoch:
-            # The others may wait in a step() that this rank will not make.
+            # Reports the error to the peers, which may wait for this rank in their next step().
             with suppress(type(error)), self._comm.call("the loop of a Job"):
                 raise error
 
@@ -173,21 +175,21 @@ class Job:
         """Yield the number of each remaining step of ``num_steps``, counted from 0. Collective.
 
         The body of the loop must call the optimizer's step() once. Saves, and the end of the run,
-        come after it.
+        follow it.
 
         Args:
-            num_steps: number of steps of the whole run, with those made before it resumed.
+            num_steps: number of steps of the whole run, including those before it resumed.
 
         Raises:
-            CheckpointError: on all ranks, if one cannot write.
+            CheckpointError: on all ranks, if any rank cannot write.
         """
         saved_at = self.step
         while self.step < num_steps and not self.is_stopped:
-            self._epoch = self._comm.epoch  # it changes where all have heard of an error
+            self._epoch = self._comm.epoch  # changes once all ranks know of an error
             yield self.step
             self.step += 1
-            self._keep_step_with_device()
-            is_stop = self._stop.is_after(self.step, self._signals.is_noted)
+            self._wait_for_step_before_last()
+            is_stop = self._stop.should_stop_after(self.step, self._signals.is_requested)
             self.is_stopped = is_stop and self.step < num_steps
             if self.step % self._save_every == 0 and self.step < num_steps and not is_stop:
                 self._save(beside_training=self._beside_training)
@@ -195,9 +197,9 @@ class Job:
         if self.step != saved_at:
             self._save(beside_training=False)
         self.checkpoints.wait()
-        self._stop.clear()
+        self._stop.remove_request()
 
-    def _take_folder(self) -> None:
+    def _lock_folder(self) -> None:
         folder = self.checkpoints.folder
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -208,28 +210,30 @@ class Job:
         remove_stale_requests(folder)
 
     def _load(self) -> None:
-        saved = self._saved()
-        self.step = self.checkpoints.load_latest(saved, trusted=self._trusted) or 0
+        state = self._state_with_generators()
+        self.step = self.checkpoints.load_latest(state, trusted=self._trusted) or 0
         for key in self._state:
-            self._state[key] = saved[key]
+            self._state[key] = state[key]
 
-    def _saved(self) -> dict[str, Any]:
-        """Return what a checkpoint has: the state, and the random numbers."""
-        random = PerRank(RandomState(), on_resize=_warn_of_fresh_generators)
-        return {_RANDOM_KEY: random, **self._state}
+    def _state_with_generators(self) -> dict[str, Any]:
+        """Return what a checkpoint contains: the state and the random generators."""
+        generators = PerRank(RandomState(), on_resize=_warn_of_fresh_generators)
+        return {_RANDOM_KEY: generators, **self._state}
 
     def _save(self, *, beside_training: bool) -> None:
-        self.checkpoints.save(self._saved(), self.step, beside_training=beside_training)
+        self.checkpoints.save(
+            self._state_with_generators(), self.step, beside_training=beside_training
+        )
 
-    def _keep_step_with_device(self) -> None:
+    def _wait_for_step_before_last(self) -> None:
         """Wait until an accelerator has finished the step before the last. Not run on hardware."""
-        if torch.accelerator.current_accelerator(check_available=True) is None:
+        if _accelerator() is None:
             return
         end = torch.Event()
         end.record()
-        self._ends.append(end)
-        if len(self._ends) > 1:
-            self._ends.pop(0).synchronize()
+        self._step_events.append(end)
+        if len(self._step_events) > 1:
+            self._step_events.pop(0).synchronize()
 
 
 def _warn_of_fresh_generators(saved: int, present: int) -> None:
@@ -245,12 +249,12 @@ _STOP_PREFIX = ".stop-"
 
 
 class CoordinatedStop:
-    """After which step all ranks stop; see [Note: one step to save after].
+    """Agreement on the step after which all ranks stop; see [Note: one step to save after].
 
     Args:
-        ranks: who stops.
-        folder: that all see; None: word is only in the store.
-        number: of 48 bits, the same on all ranks and of no other job in the folder.
+        ranks: the ranks that stop.
+        folder: a folder that all ranks see; None: requests are only in the store.
+        number: a 48-bit number, the same on all ranks, and different for each job in the folder.
     """
 
     def __init__(self, ranks: CheckpointGroup, folder: Path | None = None, number: int = 0) -> None:
@@ -258,40 +262,44 @@ class CoordinatedStop:
         self._topic = f"stop/{next_sequence_number(ranks.comm)}"
         self._folder = folder if ranks.comm.world_size > 1 else None
         self._prefix = f"{_STOP_PREFIX}{number:012x}-"
-        self._own: int | None = None
+        self._own_step: int | None = None
 
-    def is_after(self, step: int, is_asked: bool) -> bool:
-        """Return whether ``step`` is the last; ``is_asked``: this rank was told to stop. Local.
+    def should_stop_after(self, step: int, is_requested: bool) -> bool:
+        """Return whether ``step`` is the last; ``is_requested``: this rank has a request. Local.
 
         Raises:
-            PeerError: what is found is no word of a rank.
+            PeerError: the store or the folder has a request that no rank can have published.
         """
-        if is_asked and self._own is None:
-            self._own = step + _LEAD_STEPS
-            self._leave_word(self._own)
-        ends = self._told() if self._own is None else [*self._told(), self._own]
-        return any(end <= step for end in ends)
+        if is_requested and self._own_step is None:
+            self._own_step = step + _LEAD_STEPS
+            self._publish(self._own_step)
+        stops = (
+            self._published_steps()
+            if self._own_step is None
+            else [*self._published_steps(), self._own_step]
+        )
+        return any(stop <= step for stop in stops)
 
-    def clear(self) -> None:
-        """Remove this rank's word from the folder, once all have stopped."""
-        if self._folder is not None and self._own is not None:
+    def remove_request(self) -> None:
+        """Remove this rank's request from the folder, after all ranks have stopped."""
+        if self._folder is not None and self._own_step is not None:
             with suppress(OSError):
-                (self._folder / f"{self._prefix}{self._own}").unlink(missing_ok=True)
+                (self._folder / f"{self._prefix}{self._own_step}").unlink(missing_ok=True)
 
-    def _leave_word(self, end: int) -> None:
+    def _publish(self, step: int) -> None:
         if self._folder is not None:
-            with suppress(OSError):  # the store may be there, and a save tells of a full disk
-                (self._folder / f"{self._prefix}{end}").touch()
-        self._comm.tell(self._topic, str(end))
+            with suppress(OSError):  # the store still has the request; a save reports a full disk
+                (self._folder / f"{self._prefix}{step}").touch()
+        self._comm.tell(self._topic, str(step))
 
-    def _told(self) -> list[int]:
+    def _published_steps(self) -> list[int]:
         texts = self._comm.told(self._topic)
-        told = [_parse_step(text, self._topic) for text in texts if text is not None]
+        steps = [_parse_step(text, self._topic) for text in texts if text is not None]
         if self._folder is not None and self._comm.is_store_gone:
-            told += [_parse_step(text, str(self._folder)) for text in self._words_in_folder()]
-        return told
+            steps += [_parse_step(text, str(self._folder)) for text in self._requests_in_folder()]
+        return steps
 
-    def _words_in_folder(self) -> list[str]:
+    def _requests_in_folder(self) -> list[str]:
         assert self._folder is not None
         with suppress(OSError):
             names = os.listdir(self._folder)
@@ -300,7 +308,7 @@ class CoordinatedStop:
 
 
 def remove_stale_requests(folder: Path) -> None:
-    """Remove the words of jobs that were killed before they could. For whoever has the folder."""
+    """Remove requests of jobs that were killed. Only the job that has locked the folder."""
     for path in folder.glob(f"{_STOP_PREFIX}*"):
         with suppress(OSError):
             path.unlink()
@@ -318,70 +326,64 @@ _SET_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 class StopSignals:
-    """Notes signals while they are taken, and the death of torchrun's agent.
-
-    [Note: orphans] If the agent is killed, its ranks are adopted by another process and would train
-    on, unseen by whoever has started them. So a rank that torchrun has started is told to stop when
-    it has another parent than it had. PR_SET_PDEATHSIG would not do: it fires when the thread that
-    has started the rank ends, and says nothing to a rank that sets it too late. Without torchrun a
-    parent is often a shell, which may end.
+    """Records signals while installed, and the death of torchrun's agent; see [Note: orphans].
 
     Args:
-        numbers: of the signals.
+        numbers: the signals.
 
     Raises:
-        ValueError: one cannot be caught, is no number of a signal, or says that this process has
-            made a fault, after which it cannot go on.
+        ValueError: a signal cannot be caught, is not a signal's number, or reports a fault of this
+            process, after which it cannot continue.
     """
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self._numbers = _check_signals(numbers)
         self._previous: Mapping[int, Any] = {}
-        self._is_told = False
+        self._has_signal = False
         self._parent: int | None = None
 
     @property
-    def is_noted(self) -> bool:
-        """Whether a signal came, or the agent has ended."""
+    def is_requested(self) -> bool:
+        """Whether a signal was received, or the agent has died."""
         if self._parent is not None and os.getppid() != self._parent:
             logger.warning(
                 "torchrun's agent, process %d, has ended: this rank is told to stop. A step that "
                 "all ranks stop after, and a save, follow.",
                 self._parent,
             )
-            self._parent, self._is_told = None, True
-        return self._is_told
+            self._parent, self._has_signal = None, True
+        return self._has_signal
 
-    def take(self) -> None:
-        """Have the signals noted, if this is the main thread: Python allows it nowhere else."""
+    def install(self) -> None:
+        """Install the handlers. Python allows that in the main thread only; others do nothing."""
         if _SET_BY_TORCHRUN in os.environ:
             self._parent = os.getppid()
         if threading.current_thread() is threading.main_thread():
             self._previous = {
-                number: signal.signal(number, self._note)
+                number: signal.signal(number, self._on_signal)
                 for number in self._numbers
                 if not _is_ignored_hangup(number)
             }
 
-    def give_back(self) -> None:
-        """Put the earlier handlers back."""
+    def restore(self) -> None:
+        """Restore the previous handlers."""
         self._parent = None
         for number, handler in self._previous.items():
-            with suppress(ValueError, TypeError):  # another thread; a handler that is not Python's
+            with suppress(ValueError, TypeError):  # not the main thread; no handler of Python's
                 signal.signal(number, handler)
         self._previous = {}
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._is_told = True
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._has_signal = True
 
 
 def _is_ignored_hangup(number: int) -> bool:
-    """Whoever ignores it wants the run to outlive a terminal."""
+    """Return whether SIGHUP is ignored, as under nohup: the run shall outlive its terminal."""
     return number == signal.SIGHUP and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def _check_signals(numbers: Sequence[int]) -> tuple[int, ...]:
-    """Return each number once; raise ValueError, see Signals."""
+    """Return each number once; raise ValueError, see StopSignals."""
     try:
         given = tuple(numbers)
     except TypeError:
@@ -403,9 +405,9 @@ def _check_signals(numbers: Sequence[int]) -> tuple[int, ...]:
 
 
 class RandomState:
-    """The global generators of torch (CPU and the current accelerator), Python, and numpy if used.
+    """Global generators of torch (CPU and the current accelerator), Python, and numpy if loaded.
 
-    Every rank has its own generators: save a RandomState inside ``PerRank``.
+    Each rank has its own generators: save a RandomState inside ``PerRank``.
     """
 
     def state_dict(self) -> dict[str, Any]:

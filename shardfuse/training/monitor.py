@@ -82,31 +82,31 @@ _NEARLY_NOTHING_MOVES = 0.99
 
 
 class NormDiagnostics:
-    """Looks at the latest records.
+    """Finds faults in the latest records.
 
     Args:
-        switches: of LAMB, whose bounds tell which ratios are bounded.
+        switches: LAMB's, whose bounds decide which trust ratios are bounded; None: another rule.
     """
 
     def __init__(self, switches: LambSwitches | None) -> None:
         self._switches = switches
         self._ends = () if switches is None else (switches.min_coeff, switches.max_coeff)
         self._records: deque[StepRecord] = deque(maxlen=_NUM_EXAMINED)
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def add(self, record: StepRecord) -> None:
-        """Take note of a record."""
+        """Add a record."""
         self._records.append(record)
 
-    def found(self) -> list[str]:
-        """Return what was not told before."""
+    def new_findings(self) -> list[str]:
+        """Return the faults that were not returned before."""
         if len(self._records) < _NUM_EXAMINED:
             return []
-        new = [(kind, text) for kind, text in self._judge() if kind not in self._told]
-        self._told |= {kind for kind, _ in new}
+        new = [(kind, text) for kind, text in self._findings() if kind not in self._reported]
+        self._reported |= {kind for kind, _ in new}
         return [text for _, text in new]
 
-    def _judge(self) -> Iterator[tuple[str, str]]:
+    def _findings(self) -> Iterator[tuple[str, str]]:
         last = f"in each of the last {_NUM_EXAMINED} watched steps"
         if min(map(self._bounded_share, self._records)) >= _NEARLY_ALL:
             assert self._switches is not None
@@ -135,7 +135,7 @@ class NormDiagnostics:
             )
 
     def _bounded_share(self, record: StepRecord) -> float:
-        """Return the share of the trust ratios, where one is taken, that are at a bound."""
+        """Return the share of trust ratios, among those other than 1, that are at a bound."""
         switches = self._switches
         if switches is None:
             return 0.0
@@ -150,24 +150,24 @@ class NormDiagnostics:
 
 
 def _vanished_share(record: StepRecord) -> float:
-    """Return the smallest share that vanished of a tensor that was to move."""
+    """Return the smallest vanished share among the tensors that had an update."""
     shares = [norms.vanished for norms in record.tensors.values() if norms.update > 0]
     return min(shares, default=0.0)
 
 
 @dataclass
 class _PendingRecord:
-    """A step's numbers on their way to the host."""
+    """A step's numbers while they are copied to the host."""
 
     step: int
     lr: float | None
     norms: StepNorms
     values: Tensor  # (1 + 5 or 4, num_params): the clip, and the norms
-    arrived: torch.Event | None  # None: they are there
+    copied: torch.Event | None  # None: the copy is complete
 
     @property
-    def is_here(self) -> bool:
-        return self.arrived is None or self.arrived.query()
+    def is_ready(self) -> bool:
+        return self.copied is None or self.copied.query()
 
 
 class StepMonitor:
@@ -182,9 +182,10 @@ class StepMonitor:
                 print(record.step, record.grad_norm, record.clip)
         monitor.close()
 
-    Build it on all ranks with the same arguments. All ranks get the same records, when they have
-    arrived: nothing waits for the device. ``warnings()`` explains what is wrong with them. After an
-    error that a loop has caught, the next step is watched, and every ``every``-th one from there.
+    Build it on all ranks with the same arguments. All ranks get the same records, once they are
+    copied to the host: nothing waits for the device. ``warnings()`` explains what is wrong with
+    them. After an error that a loop has caught, the next step is watched, and every ``every``-th
+    one from there.
 
     Args:
         optimizer: the optimizer to watch.
@@ -211,17 +212,17 @@ class StepMonitor:
         self._due = first_step + every - first_step % every  # the next step to watch
         self._epoch = optimizer.communicator.epoch
         self._watched: tuple[int, float | None, StepNorms] | None = None
-        self._coming: deque[_PendingRecord] = deque()
-        self._judge = NormDiagnostics(getattr(optimizer._rule, "switches", None))
+        self._pending: deque[_PendingRecord] = deque()
+        self._diagnostics = NormDiagnostics(getattr(optimizer._rule, "switches", None))
         before = optimizer.register_step_pre_hook(self._before)
         after = optimizer.register_step_post_hook(self._after)
         self._hooks = before, after
 
     def take(self) -> Iterator[StepRecord]:
-        """Yield the records that have arrived since the last call, oldest first. Local."""
-        while self._coming and self._coming[0].is_here:
-            record = self._read(self._coming.popleft())
-            self._judge.add(record)
+        """Yield the records that are ready since the last call, oldest first. Local."""
+        while self._pending and self._pending[0].is_ready:
+            record = self._read(self._pending.popleft())
+            self._diagnostics.add(record)
             yield record
 
     def warnings(self) -> list[str]:
@@ -230,25 +231,25 @@ class StepMonitor:
         Faults are trust ratios that are bounded in nearly all tensors, a clip that is always
         active, and updates that vanish in the rounding of parameters.
         """
-        return self._judge.found()
+        return self._diagnostics.new_findings()
 
     def close(self) -> list[StepRecord]:
         """Stop watching; wait for the remaining records and return them. Local."""
         for hook in self._hooks:
             hook.remove()
-        for coming in self._coming:
-            if coming.arrived is not None:
-                coming.arrived.synchronize()
+        for record in self._pending:
+            if record.copied is not None:
+                record.copied.synchronize()
         return list(self.take())
 
     def _before(self, *_: Any) -> None:
         self._optimizer._refuse_if_foreign("StepMonitor")  # DeepSpeed may have taken over since
-        self._after()  # where another hook has failed
+        self._after()  # again: torch skips post hooks if an earlier one fails
         self._step += 1
         if self._epoch != self._optimizer.communicator.epoch:
-            # After an error, before which some ranks may have made, or counted, one step more.
+            # After an error, ranks may disagree by one step. All of them restart the period here.
             self._epoch, self._due = self._optimizer.communicator.epoch, self._step
-        if self._step >= self._due:  # again after one that was skipped
+        if self._step >= self._due:  # later than due if a gradient scaler skipped the step
             self._watched = self._step, self._lr(), self._optimizer.watch_step()
 
     def _lr(self) -> float | None:
@@ -266,13 +267,13 @@ class StepMonitor:
         if norms.ratio is not None:
             rows.append(norms.ratio)
         clip = torch.ones_like(rows[0]) if norms.clip is None else norms.clip.expand_as(rows[0])
-        values, arrived = _copy_to_host(torch.stack([clip, *rows]))
-        self._coming.append(_PendingRecord(step, lr, norms, values, arrived))
+        values, copied = _copy_to_host(torch.stack([clip, *rows]))
+        self._pending.append(_PendingRecord(step, lr, norms, values, copied))
 
-    def _read(self, coming: _PendingRecord) -> StepRecord:
-        clip, grad, weight, update, vanished, *ratio = coming.values.tolist()
-        names = coming.norms.names
-        # Of the parameters that there were; a group may have been added since.
+    def _read(self, pending: _PendingRecord) -> StepRecord:
+        clip, grad, weight, update, vanished, *ratio = pending.values.tolist()
+        names = pending.norms.names
+        # Only the parameters of that step: a group may have been added since.
         numels = [max(1, spec.numel) for spec in self._optimizer.layout.specs[: len(names)]]
         tensors = {
             name: TensorNorms(
@@ -280,15 +281,15 @@ class StepMonitor:
             )
             for i, (name, numel) in enumerate(zip(names, numels, strict=True))
         }
-        total = coming.values[1].double().norm().item()
-        return StepRecord(coming.step, coming.lr, total, clip[0], tensors)
+        total = pending.values[1].double().norm().item()
+        return StepRecord(pending.step, pending.lr, total, clip[0], tensors)
 
 
 def _copy_to_host(values: Tensor) -> tuple[Tensor, torch.Event | None]:
-    """Begin a copy; return where it arrives, and what tells that it has, None if it is there."""
+    """Start a copy to the host; return it, and an event of its end, or None if it is complete."""
     if values.device.type == "cpu":
         return values.clone(), None
-    host = values.to("cpu", non_blocking=True)  # into pinned memory
-    arrived = torch.Event(values.device)
-    arrived.record()
-    return host, arrived
+    host = values.to("cpu", non_blocking=True)  # asynchronous, into pinned memory
+    copied = torch.Event(values.device)
+    copied.record()
+    return host, copied

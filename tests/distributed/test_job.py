@@ -240,11 +240,11 @@ def stop_at_random(seed: int, folder: Path, dies: bool) -> list[int]:
             dist.all_reduce(torch.ones(world_size))  # what step() waits for
             if on_device():
                 torch.accelerator.synchronize()  # as Job does
-            if stop.is_after(step, is_asked=step > told_at):
+            if stop.should_stop_after(step, is_requested=step > told_at):
                 ends.append(step)
                 break
         dist.barrier()
-        stop.clear()
+        stop.remove_request()
     return ends
 
 

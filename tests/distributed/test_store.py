@@ -128,7 +128,7 @@ def test_a_word_to_stop(text: str, tmp_path: Path) -> None:
         elif is_store_gone:
             continue
         with pytest.raises(PeerError, match=r"store has .* under"):
-            stop.is_after(1, is_asked=False)
+            stop.should_stop_after(1, is_requested=False)
 
 
 def _ranks(comm: Any) -> Any:

@@ -79,8 +79,8 @@ def test_nohup_is_kept(tmp_path: Path) -> None:
 def test_a_signal_that_is_given_twice_is_given_back() -> None:
     before = signal.getsignal(signal.SIGUSR2)
     signals = StopSignals([signal.SIGUSR2, signal.SIGUSR2])
-    signals.take()
-    signals.give_back()
+    signals.install()
+    signals.restore()
     assert signal.getsignal(signal.SIGUSR2) == before
 
 
@@ -95,11 +95,11 @@ def test_another_parent(
         monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr(os, "getppid", lambda: 77)
     signals = StopSignals(())
-    signals.take()
-    assert not signals.is_noted
+    signals.install()
+    assert not signals.is_requested
     monkeypatch.setattr(os, "getppid", lambda: 1)
     with caplog.at_level(logging.WARNING, "shardfuse"):
-        told = [signals.is_noted for _ in range(3)]
+        told = [signals.is_requested for _ in range(3)]
     assert told == [launcher == "torchrun"] * 3
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == int(launcher == "torchrun")

@@ -82,11 +82,11 @@ class Study:
         Raises `UsageError` where a run fails for another reason than its learning rate.
         """
         stop = StopSignals((signal.SIGINT, signal.SIGTERM))
-        stop.take()
+        stop.install()
         is_ending = False
         while True:
             self._reap()
-            if (stop.is_noted or self._faults) and not is_ending:
+            if (stop.is_requested or self._faults) and not is_ending:
                 is_ending = True
                 for process in self._running.values():
                     process.terminate()  # it saves, and ends
@@ -97,7 +97,7 @@ class Study:
             time.sleep(_POLL_S)
         if self._faults:
             raise UsageError("; ".join(self._faults))
-        return not stop.is_noted
+        return not stop.is_requested
 
     def _collect(self) -> None:
         """Read what has ended before."""

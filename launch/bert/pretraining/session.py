@@ -41,7 +41,7 @@ def _train(config: RunConfig, ranks: Ranks, corpus: PreparedCorpus, started: flo
     # A terminal's Ctrl-C reaches a rank twice, directly and through the launcher: noting both is
     # harmless. SIGKILL remains for a run that does not answer.
     stop = StopSignals(DEFAULT_SIGNALS)
-    stop.take()
+    stop.install()
     trainer = Trainer(config, ranks, corpus)
     tell = say if ranks.launch.is_main else _keep_silent
     first_step = trainer.checkpoints.load_latest(tell) if config.resume else 0

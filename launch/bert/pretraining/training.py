@@ -160,7 +160,7 @@ class Trainer:
         """
         num_masked = int((batch.labels != IGNORED_LABEL).sum())
         has_fault = self._report is not None and self._report.fault is not None
-        values = torch.tensor([num_masked, stop.is_noted or has_fault], dtype=torch.float32)
+        values = torch.tensor([num_masked, stop.is_requested or has_fault], dtype=torch.float32)
         total, num_requests = self.ranks.sum_(values.to(self.ranks.device)).tolist()
         return max(1, int(total)), num_requests > 0
 
