@@ -36,9 +36,9 @@ _KINDS = ("reduce-scatter", "all-gather")
 
 
 def bandwidth(comm: Communicator, device: torch.device, *, is_full: bool = False) -> Finding:
-    """Bytes per second of reduce-scatter and all-gather; a slow link shows here.
+    """Bytes per second of reduce-scatter and all-gather; shows a slow link.
 
-    At 200 MiB, HCCL's own buffer, only on accelerators or with ``is_full``.
+    200 MiB, the size of HCCL's own buffer, are measured on accelerators or with ``is_full`` only.
     """
     return _bandwidth(comm, device, is_full=is_full, offset=0)
 
@@ -46,9 +46,9 @@ def bandwidth(comm: Communicator, device: torch.device, *, is_full: bool = False
 def bandwidth_misaligned(
     comm: Communicator, device: torch.device, *, is_full: bool = False
 ) -> Finding:
-    """The same of buffers that begin 4 bytes off, which shardfuse's own never do.
+    """The same for buffers that begin 4 bytes off, as shardfuse's own never do.
 
-    HCCL's all-gather fell to 0.1 GB/s so (MindStudio 8.3). After a transport that refuses such
+    HCCL's all-gather fell to 0.1 GB/s then (MindStudio 8.3). After a transport that refuses such
     buffers nothing more is sent in this process group.
     """
     try:
@@ -80,7 +80,7 @@ def _bandwidth(comm: Communicator, device: torch.device, *, is_full: bool, offse
 def _measure_rates(
     comm: Communicator, device: torch.device, mib: int, offset: int
 ) -> dict[str, float]:
-    """Return GB/s of each kind, of buffers that begin at element ``offset`` of aligned ones."""
+    """Return GB/s of each collective, for buffers that begin at element ``offset``."""
     numel = (mib << 20) // 4 // (512 * comm.world_size) * 512 * comm.world_size
     whole = torch.ones(numel + offset, device=device)[offset:]
     out = torch.ones(numel + offset, device=device)[offset:]
@@ -113,23 +113,23 @@ Device = torch.device
 
 
 _MANY_COMMUNICATORS = 3
-"""Of hybrid sharding: all ranks, a row and a column."""
+"""Communicators of hybrid sharding: all ranks, a row and a column."""
 
 _ABSENT = "no torch_npu: formats and settings are those of an Ascend NPU"
 
 
 def loaded_torch_npu() -> Any:
-    """Return torch_npu where torch has loaded it, or None."""
+    """Return torch_npu if torch has loaded it, or None."""
     return sys.modules.get("torch_npu")
 
 
 def format_of(tensor: torch.Tensor, torch_npu: Any) -> int:
-    """Return the number of the format in which ``tensor`` lies in an NPU's memory."""
+    """Return the number of the memory format of an NPU tensor."""
     return int(torch_npu.get_npu_format(tensor))
 
 
 def memory_formats(comm: Communicator, device: Device, torch_npu: Any = None) -> Finding:
-    """Params lie as torch says, before and after they are moved into a flat buffer."""
+    """Params have plain memory formats before and after they move into a flat buffer."""
     torch_npu = torch_npu or loaded_torch_npu()
     if torch_npu is None:
         return Finding("", "not run", _ABSENT)
@@ -165,7 +165,7 @@ def _formats_of(module: nn.Module, torch_npu: Any) -> list[int]:
 
 
 def npu_settings(comm: Communicator, device: Device, torch_npu: Any = None) -> Finding:
-    """Operators are not compiled as they are met, and no internal formats are made."""
+    """Operators are not compiled one by one, and no internal formats are created."""
     torch_npu = torch_npu or loaded_torch_npu()
     if torch_npu is None:
         return Finding("", "not run", _ABSENT)
@@ -191,7 +191,7 @@ def _allows_internal_formats(torch_npu: Any) -> bool:
 
 
 def _ask(ask: Any) -> bool | None:
-    """Return the answer; None where this torch_npu has no such question."""
+    """Return the answer; None if this torch_npu lacks the option."""
     try:
         return bool(ask())
     except (AttributeError, RuntimeError):
@@ -204,10 +204,10 @@ def communicator_memory(
     free_nbytes: int | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Finding:
-    """HCCL's communicators, which take twice HCCL_BUFFSIZE each, fit beside what is there.
+    """HCCL's communicators, of twice HCCL_BUFFSIZE each, fit into free memory.
 
     Args:
-        free_nbytes: of the device; None: ask it.
+        free_nbytes: free memory of the device; None: query it.
     """
     if device.type != "npu":
         return Finding("", "not run", f"no HCCL on {device.type}: buffers of its communicators")
@@ -230,10 +230,10 @@ def communicator_memory(
 
 
 _NORM_ERROR = 1e-5
-"""Relative, of norms in fp32 after three steps."""
+"""Largest relative error of fp32 norms after three steps."""
 
 _ALIGNMENT = 512
-"""Bytes; HCCL's all-gather fell to 0.1 GB/s where buffers were not aligned so (MindStudio 8.3)."""
+"""Bytes; HCCL's all-gather fell to 0.1 GB/s for misaligned buffers (MindStudio 8.3)."""
 
 _BUILDS: dict[str, Callable[..., Any]] = {
     "SGD": lambda params, **options: optim.ShardedSGD(params, lr=0.1, momentum=0.9, **options),
@@ -249,11 +249,11 @@ _BUILDS: dict[str, Callable[..., Any]] = {
 
 
 def sums(comm: Communicator, device: Device) -> Finding:
-    """Reduce-scatters and gathers have the right sums, the same bits twice, unchanged input."""
+    """Reduce-scatter and all-gather are right and deterministic, and leave inputs unchanged."""
     numel = 4096
     whole = _integers(numel * comm.world_size, comm.rank, device)
     before, results = whole.clone(), []
-    # Integers: sums in fp32 are exact, and an NPU need not know fp64.
+    # Integers: fp32 sums are exact, and NPUs need no fp64.
     expected = torch.zeros_like(whole)
     for rank in range(comm.world_size):
         expected += _integers(whole.numel(), rank, device)
@@ -286,7 +286,7 @@ def sums(comm: Communicator, device: Device) -> Finding:
 
 
 def non_finite(comm: Communicator, device: Device) -> Finding:
-    """Infinities and NaN arrive as they are: a gradient scaler lives on that."""
+    """inf and nan survive an all-reduce; gradient scalers depend on it."""
     values = torch.tensor([float("inf"), float("nan"), 1.0], device=device)
     values[:2] *= float(comm.rank == comm.world_size - 1)
     if comm.rank != comm.world_size - 1:
@@ -304,7 +304,7 @@ def non_finite(comm: Communicator, device: Device) -> Finding:
 
 
 def overflow(comm: Communicator, device: Device) -> Finding:
-    """One rank's overflow skips the step of all of them."""
+    """An overflow on one rank skips the step of all ranks."""
     param = nn.Parameter(torch.ones(2000, device=device))
     optimizer = optim.ShardedAdam([param], sharding=_sharding())
     scaler = ShardedGradScaler(device.type, init_scale=4.0)
@@ -323,7 +323,7 @@ def overflow(comm: Communicator, device: Device) -> Finding:
 
 
 def alignment(comm: Communicator, device: Device) -> Finding:
-    """Every slot and shard starts at a multiple of 512 bytes of its memory, on accelerators."""
+    """Slots and shards start at multiples of 512 bytes, on accelerators."""
     shapes = ((3, 5), (1,), (7777,), (64, 64), (513,))
     params = [nn.Parameter(torch.ones(shape, device=device)) for shape in shapes]
     optimizer = optim.ShardedAdam(params, sharding={**_sharding(), "bucket_cap_mb": 0.02})
@@ -340,7 +340,7 @@ def alignment(comm: Communicator, device: Device) -> Finding:
 
 
 def optimizers(comm: Communicator, device: Device) -> Finding:
-    """Five steps of every optimizer, on all ranks and device, against one process on the CPU."""
+    """Five steps of every optimizer on all ranks and devices equal those of one CPU process."""
     worst: dict[str, float] = {}
     for name, build in _BUILDS.items():
         ours = _train_five_steps(build, device, _sharding(), comm.world_size, comm.rank)
@@ -365,11 +365,11 @@ def optimizers(comm: Communicator, device: Device) -> Finding:
 
 
 _CUT_SHAPES = ((300, 40), (40,), (7777,))
-"""Of parameters that buckets of a few KiB cut over ranks and over each other."""
+"""Shapes that buckets of a few KiB cut across ranks."""
 
 
 def lamb_norms(comm: Communicator, device: Device) -> Finding:
-    """LAMB's trust ratios and the global norm are those of whole tensors, by fp64 on the CPU."""
+    """LAMB's trust ratios and the global norm are those of full tensors, by fp64 on the CPU."""
     start = [
         _integers(math.prod(s), 9000 + i, Device("cpu")) / 16 for i, s in enumerate(_CUT_SHAPES)
     ]
@@ -410,7 +410,7 @@ def lamb_norms(comm: Communicator, device: Device) -> Finding:
 
 
 class _LambReference:
-    """LAMB (variant nvlamb) of whole tensors in fp64, on the CPU."""
+    """LAMB (variant nvlamb) of full tensors in fp64, on the CPU."""
 
     def __init__(self, params: Sequence[Tensor], group: Mapping[str, Any]) -> None:
         self._params = [param.double() for param in params]
@@ -418,7 +418,7 @@ class _LambReference:
         self._group, self._num_steps = group, 0
 
     def step(self, grads: Sequence[Tensor]) -> tuple[list[float], float]:
-        """Return trust ratios, and the norm of all gradients."""
+        """Return the trust ratios, and the norm of all gradients."""
         self._num_steps += 1
         group, ratios = self._group, []
         (beta1, beta2), t = group["betas"], self._num_steps
@@ -440,7 +440,7 @@ _PREFIX = "shardfuse-doctor-"
 
 
 def save_and_load(comm: Communicator, device: Device) -> Finding:
-    """A checkpoint, written by all ranks and read again; in a folder of the first rank's host."""
+    """A checkpoint that all ranks write is read back; in a folder of the first rank's host."""
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as own:
         told = f"{own}/checkpoint"
         with comm.call("doctor: a folder in common"):
@@ -476,14 +476,14 @@ def _integers(numel: int, rank: int, device: Device) -> Tensor:
 
 
 def _barrier(comm: Communicator, device: Device) -> None:
-    """Return once all ranks are here: a device's wait() does not block the host, item() does."""
+    """Wait for all ranks: item() blocks the host, while a device's wait() does not."""
     total = torch.zeros(1, device=device)
     comm.all_reduce(total).wait()
     total.item()
 
 
 def _sharding() -> dict[str, Any]:
-    """Return a configuration over the default process group: each optimizer has its own part."""
+    """Return options for the default process group; no optimizer consolidates."""
     return {"kernel": "eager", "consolidate_every": 0}
 
 
@@ -496,7 +496,7 @@ def _train_five_steps(
 ) -> list[Tensor]:
     """Return parameters after five steps by the mean of all ranks' gradients.
 
-    ``rank`` None: alone, by the mean itself.
+    ``rank`` None: in one process, by the mean itself.
     """
     params = [nn.Parameter(torch.ones(shape, device=device)) for shape in ((40, 30), (30,), (999,))]
     named = [(f"p{index}", param) for index, param in enumerate(params)]
@@ -530,10 +530,10 @@ CHECKS: dict[str, Check] = {
     "bandwidth": bandwidth,
     "bandwidth, 4 bytes off": bandwidth_misaligned,
 }
-"""In this order, each on all ranks together."""
+"""Run in this order, each on all ranks."""
 
 FULL_CHECKS = CHECKS | {
     "bandwidth": functools.partial(bandwidth, is_full=True),
     "bandwidth, 4 bytes off": functools.partial(bandwidth_misaligned, is_full=True),
 }
-"""The same, with what takes memory and time on the CPU."""
+"""The same, with the measurements that take memory and time on the CPU."""

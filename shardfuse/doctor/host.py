@@ -26,14 +26,14 @@ _MARKS = {"ok": "ok", "warning": "WARNING", "failed": "FAILED", "not run": "not 
 
 @dataclass(frozen=True)
 class Finding:
-    """Of one check, on all ranks.
+    """Result of one check, on all ranks.
 
     Attributes:
-        name: of the check.
+        name: name of the check.
         verdict: "failed": training would be wrong, or would not start.
-        text: what was found.
-        remedy: what to do about it; empty where there is nothing to do.
-        values: what was measured.
+        text: description.
+        remedy: what to do; empty if nothing.
+        values: measured values.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Finding:
     values: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it in JSON's types."""
+        """Return the finding in JSON types."""
         return asdict(self)
 
     def describe(self) -> str:
@@ -53,7 +53,7 @@ class Finding:
 
 
 def merge_findings(name: str, of_ranks: Sequence[Finding | None]) -> Finding:
-    """Return the worst of what ranks have found; None: a rank has not answered."""
+    """Return the worst finding of all ranks; None: a rank has not answered."""
     silent = [rank for rank, finding in enumerate(of_ranks) if finding is None]
     if silent:
         return Finding(
@@ -96,7 +96,7 @@ _CANN_FILES = (
     *("*-linux/ascend_toolkit_install.info", "ascend_toolkit_install.info"),
     *("*-linux/ascend_*_install.info", "ascend_*_install.info", "version.cfg", "version.info"),
 )
-"""In a toolkit's folder; packages write theirs to that of an architecture, aarch64-linux."""
+"""Version files in a toolkit's folder, or in that of an architecture such as aarch64-linux."""
 
 _CANN_HOMES = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 _DRIVER = Path("/usr/local/Ascend/driver/version.info")
@@ -104,7 +104,7 @@ _VERSION = re.compile(r"(?im)^\s*(?:package_)?version[ \t]*=[ \t]*\[?[^0-9\n]*([
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of a package; None where it is not installed. Imports nothing."""
+    """Return the version of a package, None if it is not installed; imports nothing."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -121,7 +121,7 @@ def cann_version(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def _cann_homes(environment: Mapping[str, str]) -> list[Path]:
-    """Return the folders of CANN that the environment names and that are there."""
+    """Return the existing folders of CANN that the environment names."""
     named = map(Path, filter(None, map(environment.get, _CANN_HOMES)))
     return [home for home in named if home.is_dir()]
 
@@ -138,7 +138,7 @@ def check_versions(
     find: Callable[[str], str | None] = installed_version,
     environment: Mapping[str, str] = os.environ,
 ) -> list[Finding]:
-    """Return what is wrong with the versions of this host. Local."""
+    """Return findings on the versions of this host. Local."""
     torch, npu = find("torch"), find("torch-npu") or find("torch_npu")
     cann, driver = cann_version(environment), driver_version()
     if cann is None and _cann_homes(environment):
@@ -201,7 +201,7 @@ def _check_npu(
 
 
 HCCL_BUFFSIZE_MB = 200
-"""What a communicator of HCCL's takes twice, unless HCCL_BUFFSIZE says otherwise."""
+"""Default of HCCL_BUFFSIZE; a communicator takes twice this."""
 
 _CONNECT_S = (120, 7200)
 _EXEC_S = (0, 2147483647)
@@ -217,8 +217,8 @@ def check_environment(
     """Return what is wrong with the environment variables of this rank. Local.
 
     Args:
-        interfaces: names of this host's network interfaces; None: look.
-        find: as of check_versions().
+        interfaces: names of this host's network interfaces; None: query them.
+        find: as for check_versions().
     """
     if interfaces is None:
         interfaces = [name for _, name in socket.if_nameindex()]
@@ -229,7 +229,7 @@ def check_environment(
 
 
 def buffer_mb(environment: Mapping[str, str] = os.environ) -> int:
-    """Return HCCL_BUFFSIZE, which a communicator takes twice; the default where it is no number."""
+    """Return HCCL_BUFFSIZE, the default if it is no number; a communicator takes twice this."""
     value = environment.get("HCCL_BUFFSIZE", "")
     return int(value) if value.isdigit() and int(value) else HCCL_BUFFSIZE_MB
 
@@ -291,7 +291,7 @@ def _timeouts(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _saturation(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Where INF/NaN mode is off an overflow is a large number: a gradient scaler is blind."""
+    """Find a disabled INF/NaN mode: an overflow then saturates, and gradient scalers miss it."""
     is_forced = environment.get("INF_NAN_MODE_FORCE_DISABLE", "0") not in ("", "0")
     name = "INF_NAN_MODE_FORCE_DISABLE" if is_forced else "INF_NAN_MODE_ENABLE"
     if is_forced or environment.get("INF_NAN_MODE_ENABLE", "1") == "0":
@@ -328,7 +328,7 @@ def _matches_any(pattern: str, interfaces: Sequence[str]) -> bool:
     pattern = pattern.removeprefix("^")
     is_exact = pattern.startswith("=")
     wanted = pattern.removeprefix("=").split(",")
-    # NCCL takes a port, too, which says nothing of the interface.
+    # NCCL also accepts a port after the name.
     wanted = [name.split(":")[0] for name in wanted]
 
     def matches(name: str) -> bool:

@@ -25,7 +25,7 @@ _MIB = 1 << 20
 
 
 def plan_to_json(budget: Budget, times: Times | None) -> dict[str, Any]:
-    """Return everything that describe() says, in JSON's types and bytes and seconds."""
+    """Return everything that describe_plan() prints, in JSON types, bytes and seconds."""
     found = asdict(budget)
     del found["buckets"]
     found["world_size"], found["total_nbytes"] = budget.world_size, budget.total_nbytes
@@ -35,7 +35,7 @@ def plan_to_json(budget: Budget, times: Times | None) -> dict[str, Any]:
 
 
 def describe_plan(budget: Budget, times: Times | None) -> str:
-    """Return a table for people."""
+    """Return a table to print."""
     return "\n".join(
         [
             *_head_lines(budget),
@@ -157,7 +157,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
+    """Add the options of ``plan``."""
     command.add_argument(
         "--model",
         required=True,
@@ -214,7 +214,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the plan.
 
     Raises:
-        ValueError, TypeError: options that make no plan.
+        ValueError, TypeError: the options are invalid together.
     """
     if "sharding" in arguments.options:
         raise ValueError("Invalid --options: sharding has an option of its own, --sharding.")
@@ -263,7 +263,7 @@ def _predict_times(arguments: argparse.Namespace, budget: Budget, numel: int) ->
 
 
 def add_variants_options(command: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
+    """Add the options of ``compare-variants``."""
     names = ", ".join(PRESETS)
     command.add_argument(
         "variant",
@@ -304,10 +304,10 @@ def add_variants_options(command: argparse.ArgumentParser) -> None:
 
 
 def run_variants(arguments: argparse.Namespace) -> int:
-    """Print a line for each parameter, and what to multiply lr by.
+    """Print a line for each parameter, and the factor for lr.
 
     Raises:
-        ValueError, TypeError: options that cannot be compared.
+        ValueError, TypeError: the options are invalid.
     """
     comparison = compare_lamb_variants(
         params_of(arguments.model, arguments.seed),
@@ -324,7 +324,7 @@ def run_variants(arguments: argparse.Namespace) -> int:
 
 
 def comparison_to_json(comparison: LambComparison) -> dict[str, Any]:
-    """Return values that JSON has: None in place of NaN and infinity."""
+    """Return JSON types: None in place of NaN and infinity."""
     found = asdict(comparison)
     for entry, size in zip(found["params"], comparison.params, strict=True):
         entry["ratio"] = _finite_or_none(size.ratio)

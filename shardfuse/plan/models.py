@@ -1,4 +1,4 @@
-"""Names and shapes of a model's parameters, without their memory; and values, where needed."""
+"""Names and shapes of a model's parameters without memory, and values if needed."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ def shapes_of(model: str) -> list[NamedShape]:
 
 
 def params_of(model: str, seed: int) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, parameter on the CPU) of each that is trained, in the order of registration.
+    """Return (name, CPU parameter) of each trained parameter, in the order of registration.
 
     Args:
-        model: as in shapes_of(). A callable's parameters are as it returns them. Others are drawn
-            as BERT's first weights are: N(0, 0.02) in matrices, ones in weights of LayerNorms,
-            zeros in biases; fp32, all in memory.
-        seed: of what is drawn.
+        model: as in shapes_of(). A callable's parameters have the values that it returns. Others
+            are drawn as BERT's first weights: N(0, 0.02) in matrices, ones in weights of
+            LayerNorms, zeros in biases; fp32, all in memory.
+        seed: seed of the random values.
 
     Raises:
-        ValueError: as in shapes_of(), weights on the meta device, or more than this host holds.
+        ValueError: as in shapes_of(), weights on the meta device, or more than this host's memory.
     """
     if ":" not in model:
         shapes = shapes_of(model)
@@ -89,7 +89,7 @@ def _on_host(param: torch.Tensor) -> torch.Tensor:
 
 
 def _check_host_memory(model: str, shapes: Sequence[NamedShape]) -> None:
-    """Refuse what would have this process killed."""
+    """Refuse a model that would have this process killed for lack of memory."""
     nbytes = 4 * count_elements(shapes)
     held = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if nbytes > held:
@@ -150,7 +150,7 @@ def _parse_count(text: str) -> int | None:
 
 
 def _layers(numel: int) -> Iterator[NamedShape]:
-    """Yield layers of transformers, 12 h^2 elements each, that are about ``numel`` in all."""
+    """Yield layers of transformers, 12 h^2 elements each, of about ``numel`` elements in all."""
     hidden = max(64, 64 * round((numel / 12 / 48) ** 0.5 / 64))
     for layer in range(max(1, round(numel / (12 * hidden * hidden)))):
         yield from _linear(f"layer.{layer}.qkv", hidden, 3 * hidden)
@@ -170,7 +170,7 @@ def _norm(name: str, width: int) -> Iterator[NamedShape]:
 
 
 def _bert(size: _Bert) -> Iterator[NamedShape]:
-    """Yield BERT's parameters for pretraining, both heads, as transformers names them."""
+    """Yield BERT's parameters for pretraining, both heads, with transformers' names."""
     hidden = size.hidden
     for name, rows in (("word", _VOCABULARY), ("position", _POSITIONS), ("token_type", 2)):
         yield f"bert.embeddings.{name}_embeddings.weight", (rows, hidden)

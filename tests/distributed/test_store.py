@@ -169,7 +169,7 @@ def test_the_doctor_finds_it(text: str) -> None:
     world = World(5.0)
     world._store = dist.HashStore()
     world._store.set("1/1", text)
-    answer = world._heard("1/1")
+    answer = world._receive("1/1")
     assert answer is not None
     assert answer["has_raised"]
     assert "under '1/1'" in answer["finding"]["text"]

@@ -146,18 +146,18 @@ def test_a_transport_that_refuses_such_buffers(monkeypatch: pytest.MonkeyPatch) 
 def test_a_rank_without_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """More ranks than devices are found out before anything lies on one."""
     world, taken = World(1.0, "cpu"), []
-    assert world.take_device().verdict == "ok"
+    assert world.select_device().verdict == "ok"
     world.device = torch.device("cuda", 2)
     accelerator = torch.device("cuda")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: accelerator)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
-    found = world.take_device()
+    found = world.select_device()
     assert (found.verdict, taken) == ("failed", [])
     assert "local rank 2 has no device of its own: this process sees 2" in found.text
     assert found.remedy.startswith("Start as many ranks as devices (--nproc-per-node)")
     world.device = torch.device("cuda", 1)
-    assert (world.take_device().verdict, taken) == ("ok", [1])
+    assert (world.select_device().verdict, taken) == ("ok", [1])
 
 
 def test_norms_of_parts_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
