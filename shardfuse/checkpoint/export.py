@@ -1,4 +1,4 @@
-"""Checkpoints for other readers: whole tensors, and reports for people and scripts."""
+"""Checkpoints for other readers: full tensors, and reports for people and scripts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from shardfuse.checkpoint.folder import Checkpoints
 from shardfuse.checkpoint.index import (
     MANIFEST,
+    MASTER,
     CheckpointError,
     CheckpointReader,
     DamagedCheckpoint,
@@ -31,9 +32,6 @@ from shardfuse.checkpoint.integrity import verify_share
 from shardfuse.checkpoint.replacement import open_checkpoint
 from shardfuse.checkpoint.storage import ShardReader, dtype_from_name
 from shardfuse.files import describe_os_error
-
-_MASTER = "param"
-"""State key of the fp32 master of a parameter in low precision."""
 
 
 def read_model(folder: str | Path, key: str = "model") -> dict[str, Tensor]:
@@ -127,9 +125,9 @@ def _group_states(
                 if tensor.numel() != math.prod(meta.shape):
                     raise LookupError(f"{name} of {meta.name} has {tensor.numel():,} elements")
                 tensors[name] = tensor.as_strided(meta.shape, meta.stride)
-            elif 0 in meta.shape and name != _MASTER:  # states without elements are not saved
+            elif 0 in meta.shape and name != MASTER:  # states without elements are not saved
                 tensors[name] = torch.zeros(meta.shape)
-        if step > 0 or _MASTER in tensors:
+        if step > 0 or MASTER in tensors:
             entries[number] = {"step": torch.tensor(float(step)), **tensors}
     return entries
 

@@ -159,6 +159,9 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 
+MASTER = "param"
+"""State key of a low-precision parameter's fp32 master, in torch.optim's form."""
+
 _MAX_READ_NBYTES = 1 << 28
 """Largest file that is read as a whole. Parsing takes about eight times as much memory."""
 

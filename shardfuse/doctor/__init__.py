@@ -1,4 +1,4 @@
-"""Whether a host, and all ranks of a launch together, can train: ``python -m shardfuse doctor``."""
+"""Checks of a host and of all ranks of a launch: ``python -m shardfuse doctor``."""
 
 from shardfuse.doctor.command import examine
 from shardfuse.doctor.host import Finding

@@ -281,7 +281,7 @@ def _effective_config(config: ShardConfig, world_size: int, num_replicas: int) -
             "nothing is sharded. Give fewer replicas."
         )
     if num_replicas > 1:
-        replace(config, mesh=True)  # refuses what does not work with a mesh
+        replace(config, mesh=True)  # raises for options that a mesh does not support
     if world_size > 1:
         return config
     return replace(config, param_sync_dtype=None, param_sync_bits=None, grad_sync_bits=None)
@@ -401,7 +401,7 @@ class _Costs:
         low = self.config.grad_sync_dtype or self.config.grad_sync_bits
         return self.progress != "in order" or low not in (None, torch.float32)
 
-    # What travels
+    # Traffic
 
     def _grad_itemsize(self) -> int:
         dtype = self.config.grad_sync_dtype or self.dtype

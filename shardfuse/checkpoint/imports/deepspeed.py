@@ -26,7 +26,6 @@ from torch import Tensor
 
 from shardfuse.checkpoint.imports.torch_optim import (
     LOW_PRECISION,
-    MASTER,
     expects_form,
     group_options,
     group_step,
@@ -37,7 +36,7 @@ from shardfuse.checkpoint.imports.torch_optim import (
     require_key,
     to_fp32,
 )
-from shardfuse.checkpoint.index import CheckpointError
+from shardfuse.checkpoint.index import MASTER, CheckpointError
 
 MODEL_FILE = "mp_rank_00_model_states.pt"
 

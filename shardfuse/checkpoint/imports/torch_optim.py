@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from shardfuse.checkpoint.index import CheckpointError, DamagedCheckpoint
+from shardfuse.checkpoint.index import MASTER, CheckpointError, DamagedCheckpoint
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -212,9 +212,6 @@ def require_key(found: Any, path: Path, key: str) -> Any:
         raise CheckpointError(f"{path} has no {key!r}, so its layout is unknown. {held}")
     return found[key]
 
-
-MASTER = "param"
-"""State key of the fp32 master of a parameter in low precision."""
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Dtypes of parameters that have masters."""
