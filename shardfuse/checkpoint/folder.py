@@ -173,7 +173,7 @@ class Checkpoints:
     def _remove_older_than(self, ranks: CheckpointGroup, newest: int) -> None:
         older = [step for step in broadcast_steps(ranks, self.folder) if step != newest]
         num_intact, error = 1, None
-        for step in older:
+        for step in older:  # all ranks verify, in the same order; only the first rank removes
             if step > newest:
                 act = functools.partial(self._mark_superseded, step)
             else:

@@ -110,6 +110,7 @@ def _open_same_checkpoint(
             operation = None
             if source is not None:
                 operation, error = catch(functools.partial(build, source))
+            # 0 reports an error of this rank. Equal checksums: all ranks opened one checkpoint.
             checksums = ranks.gather_numbers(
                 0 if operation is None else operation.manifest.checksum
             )
@@ -118,6 +119,7 @@ def _open_same_checkpoint(
                 yield operation
                 return
             was_replaced = source is not None and source.was_replaced
+            # An error counts only if no rank's checkpoint was replaced meanwhile.
             if not all(checksums) and 2 not in ranks.gather_numbers(1 + was_replaced):
                 try:
                     ranks.agree(error)
@@ -258,9 +260,10 @@ class _LoadOperation:
 
     def finish(self) -> None:
         """Read into modules and optimizers. Collective."""
-        notify_before_load(self._objects.optimizers)
+        notify_before_load(self._objects.optimizers)  # before any live tensor is overwritten
         with torch.no_grad():
             self._live_reader.read()
+            # Masters from the params just read; then those that another key has, which are exact.
             self._objects.fill_missing_masters(self._saved)
             self._master_reader.read()
             self._objects.load_optimizers(self._staged, self._live, self.manifest.rules)

@@ -89,7 +89,7 @@ def prepare_staging(target: Path) -> None:
     for path in (new, old):
         if os.path.lexists(path) and not is_folder(path):
             _keep_under_other_name(path)
-    if not is_folder(target):
+    if not is_folder(target):  # killed between two renames: backup, or complete staging folder
         if is_folder(old):
             os.rename(old, target)
         elif _has_manifest(new):
@@ -124,7 +124,7 @@ def commit_staging(target: Path) -> None:
         try:
             fsync_path(target.parent)
         except OSError:
-            exchange_names(new, target)
+            exchange_names(new, target)  # not durable, so the old checkpoint gets its name back
             raise
     else:
         os.rename(target, old)
@@ -135,6 +135,7 @@ def commit_staging(target: Path) -> None:
                 os.rename(old, target)
             raise
         fsync_path(target.parent)
+    # Only after the fsync: until then a power failure may undo the renames.
     remove_checkpoint(old)
 
 

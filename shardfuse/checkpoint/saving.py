@@ -105,7 +105,7 @@ class _SaveOperation:
         if self._writer is None:
             return 0, self._error
         index, error = catch(self._writer.write)
-        if index is not None:
+        if index is not None:  # the index has the digests of the data file, so it comes second
             _, error = catch(lambda: self._write_index(index))
         if index is None or error is not None:
             return 0, error
@@ -161,6 +161,7 @@ def save(
     with operation.ranks.region("checkpoint.save()", f"name = {operation.target.name}"):
         checksum, error = operation.write()
         try:
+            # After this all-reduce the files of all ranks are on the disk.
             checksums = operation.ranks.agree(error, checksum)
             operation.ranks.agree(operation.commit(checksums, then) if comm.rank == 0 else None)
         except CheckpointError:
@@ -270,9 +271,9 @@ class AsyncSave:
         self._was_waited_for = True
         try:
             with self._ranks.region("checkpoint.wait()"):
-                self._written.wait()
+                self._written.wait()  # set by the thread after this rank's last write
                 checksums = self._ranks.agree(self._error, self._checksum)
-                self._thread.join()
+                self._thread.join()  # on the first rank, the thread commits before it ends
                 if self._lacks_checksums:
                     self._publish(checksums)
                 self._ranks.agree(self._error)
@@ -292,7 +293,7 @@ class AsyncSave:
         Raises:
             CheckpointError: this rank could not write.
         """
-        self._copies.copy_pending()
+        self._copies.copy_pending()  # step() changes the tensors once this hook returns
         if not self.is_done:
             return True
         if self._error is not None and not self._was_waited_for:
@@ -416,6 +417,7 @@ def async_save(
     operation = _SaveOperation(state, folder, process_group, info, copies)
     with operation.ranks.region("checkpoint.async_save()", f"name = {operation.target.name}"):
         saving = AsyncSave(operation, copies, then)
+    # Registered before the thread starts: a step() right after this call must find the save.
     for value in state.values():
         if isinstance(value, ShardedOptimizer):
             register_running_save(value, saving)

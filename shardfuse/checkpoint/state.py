@@ -340,6 +340,7 @@ def _detached(value: Any) -> Any:
 
 
 def _is_sharded(value: Any) -> bool:
+    """Return whether a state is sharded, as all but step counts (0-dim tensors) are."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 

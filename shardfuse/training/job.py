@@ -165,7 +165,7 @@ class Job:
                 self.checkpoints.wait()  # the loop may have been left by break
         finally:
             self._signals.restore()
-            self._lock.release()
+            self._lock.release()  # after wait(): a second job must not find a save in progress
         if error is not None and self._comm.epoch == self._epoch:
             # Reports the error to the peers, which may wait for this rank in their next step().
             with suppress(type(error)), self._comm.call("the loop of a Job"):
@@ -207,7 +207,7 @@ class Job:
         except FolderInUse as error:
             text = f"{error}; wait for that job to end, or name another folder."
             raise CheckpointError(text) from error
-        remove_stale_requests(folder)
+        remove_stale_requests(folder)  # under the lock: no running job can have published them
 
     def _load(self) -> None:
         state = self._state_with_generators()
@@ -287,6 +287,7 @@ class CoordinatedStop:
                 (self._folder / f"{self._prefix}{self._own_step}").unlink(missing_ok=True)
 
     def _publish(self, step: int) -> None:
+        # The folder first: it still has the request if the store is lost in between.
         if self._folder is not None:
             with suppress(OSError):  # the store still has the request; a save reports a full disk
                 (self._folder / f"{self._prefix}{step}").touch()
