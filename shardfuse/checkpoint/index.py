@@ -295,6 +295,16 @@ def _as_entry(content: Any, tensors: Mapping[str, TensorMeta]) -> IndexEntry:
     return entry
 
 
+_JSON_KEYS = {"entries": "items", "tensors": "kinds"}
+"""Keys of the file format that differ from the names of fields."""
+
+
+def _json_fields(record: ShardIndex | Manifest) -> dict[str, Any]:
+    """Return the fields of a dataclass by the keys of the file format, in their order."""
+    fields = vars(record).items()
+    return {_JSON_KEYS.get(name, name): value for name, value in fields if name != "checksum"}
+
+
 @dataclass
 class ShardIndex:
     """Index of the data file that one rank wrote."""
@@ -312,15 +322,7 @@ class ShardIndex:
 
     def to_bytes(self) -> bytes:
         """Return the contents of the index file."""
-        # The keys are part of the file format; fields may be renamed, keys may not.
-        content = {
-            "rank": self.rank,
-            "items": self.entries,
-            "kinds": self.tensors,
-            "paths": self.paths,
-            "counts": self.counts,
-        }
-        return encode_with_digest(content)
+        return encode_with_digest(_json_fields(self))
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> ShardIndex:
@@ -394,18 +396,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the contents of the manifest file."""
-        content = {
-            "format": FORMAT,
-            "world_size": self.world_size,
-            "files": self.files,
-            "info": self.info,
-            "params": self.params,
-            "layouts": self.layouts,
-            "rules": self.rules,
-            "kinds": self.tensors,
-            "counts": self.counts,
-        }
-        return encode_with_digest(content)
+        return encode_with_digest({"format": FORMAT, **_json_fields(self)})
 
     @classmethod
     def read(cls, source: CheckpointReader) -> Manifest:
