@@ -171,8 +171,10 @@ def recover_interrupted(folder: Path) -> None:
         is_left = name.startswith(".") and ending in ("unfinished", "replaced", "discarded")
         if not is_left or step_in_name(base) is None or not is_folder(folder / name):
             continue
-        is_whole = ending == "replaced" or (ending == "unfinished" and _has_manifest(folder / name))
-        if is_whole and not os.path.lexists(folder / base):
+        is_complete = ending == "replaced" or (
+            ending == "unfinished" and _has_manifest(folder / name)
+        )
+        if is_complete and not os.path.lexists(folder / base):
             os.rename(folder / name, folder / base)
         else:
             remove_checkpoint(folder / name)

@@ -87,8 +87,11 @@ class TrainingState:
         owned = self._param_shards(to_write=False)
         for key, value in self.objects.items():
             if isinstance(value, nn.Module):
-                params, made = dict(_unwrapped(value).named_parameters()), _computed_state(value)
-                names = [name for name in made if id(params.get(name)) in owned]
+                params, computed = (
+                    dict(_unwrapped(value).named_parameters()),
+                    _computed_state(value),
+                )
+                names = [name for name in computed if id(params.get(name)) in owned]
                 if names:
                     raise CheckpointError(
                         f"state_dict() of {key!r} has a copy of {names[0]}, of which every rank "
@@ -144,8 +147,8 @@ class TrainingState:
         result: dict[str, Any] = {}
         for key, value in self.objects.items():
             if key in self.parts:
-                whole = self.parts[key].to_fill()
-                result[key] = {k: v for k, v in whole.items() if not _is_sharded(v)}
+                entries = self.parts[key].to_fill()
+                result[key] = {k: v for k, v in entries.items() if not _is_sharded(v)}
             elif isinstance(value, nn.Module):
                 result[key] = copy.deepcopy(_computed_state(value))
             elif isinstance(value, PerRank):
@@ -175,11 +178,11 @@ class TrainingState:
         result: dict[str, Any] = {}
         for key, value in self.objects.items():
             if key in self.parts:
-                whole = self.parts[key].to_fill()
-                result[key] = {k: v for k, v in whole.items() if _is_sharded(v)}
+                entries = self.parts[key].to_fill()
+                result[key] = {k: v for k, v in entries.items() if _is_sharded(v)}
             elif isinstance(value, nn.Module):
-                whole, made = _module_state(value, live), _computed_state(value)
-                result[key] = {k: v for k, v in whole.items() if k not in made}
+                entries, computed = _module_state(value, live), _computed_state(value)
+                result[key] = {k: v for k, v in entries.items() if k not in computed}
         return result
 
     def _load_per_rank(self, value: PerRank, staged: Mapping[str, Any]) -> None:

@@ -108,9 +108,9 @@ class _SavePlanner(DefaultSavePlanner):
                     "hold. Save it with torch.distributed.checkpoint.save()."
                 )
         if self._rank > 0:
-            held = self.state_dict.items()
+            items = self.state_dict.items()
             self.state_dict = {
-                k: v for k, v in held if isinstance(v, FragmentTensor) or k.startswith(self._own)
+                k: v for k, v in items if isinstance(v, FragmentTensor) or k.startswith(self._own)
             }
         memo: dict[int, Any] = {}  # tied tensors stay tied
         for key, value in self.state_dict.items() if self._copies is not None else ():
@@ -227,10 +227,10 @@ class ShardWriter:
         self._planner.set_up_planner(dict(state), self._writer.storage_meta(), rank == 0)
         plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
         self._items = plan.items
-        held = self._planner.state_dict
+        values = self._planner.state_dict
         self._counts = {
             key: int(value.pieces[0].data)
-            for key, value in held.items()
+            for key, value in values.items()
             if isinstance(value, FragmentTensor) and value.dtype == torch.int64
             if not value.dim() and value.pieces
         }

@@ -169,20 +169,20 @@ def npu_settings(comm: Communicator, device: Device, torch_npu: Any = None) -> F
     torch_npu = torch_npu or loaded_torch_npu()
     if torch_npu is None:
         return Finding("", "not run", _ABSENT)
-    held = {
+    options = {
         "jit_compile": _ask(lambda: not torch_npu.npu.is_jit_compile_false()),
         "allow_internal_format": _ask(lambda: _allows_internal_formats(torch_npu)),
     }
-    text = ", ".join(f"{name}={value}" for name, value in held.items())
+    text = ", ".join(f"{name}={value}" for name, value in options.items())
     remedies = {
         "jit_compile": "torch.npu.set_compile_mode(jit_compile=False)",
         "allow_internal_format": "torch.npu.config.allow_internal_format = False",
     }
-    wanted = [remedies[name] for name, value in held.items() if value]
+    wanted = [remedies[name] for name, value in options.items() if value]
     if wanted:
         remedy = f"Call {' and '.join(wanted)} before the model is built."
-        return Finding("", "warning", text, remedy, held)
-    return Finding("", "ok", text, "", held)
+        return Finding("", "warning", text, remedy, options)
+    return Finding("", "ok", text, "", options)
 
 
 def _allows_internal_formats(torch_npu: Any) -> bool:

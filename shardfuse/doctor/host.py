@@ -143,8 +143,8 @@ def check_versions(
     cann, driver = cann_version(environment), driver_version()
     if cann is None and _cann_homes(environment):
         cann = "of unknown version"
-    held = {"torch": torch, "torch_npu": npu, "cann": cann, "driver": driver}
-    return [_check_torch(torch), _check_npu(torch, npu, cann, held)]
+    versions = {"torch": torch, "torch_npu": npu, "cann": cann, "driver": driver}
+    return [_check_torch(torch), _check_npu(torch, npu, cann, versions)]
 
 
 def _minor_release(version: str | None) -> str:
@@ -164,18 +164,18 @@ def _check_torch(torch: str | None) -> Finding:
 
 
 def _check_npu(
-    torch: str | None, npu: str | None, cann: str | None, held: dict[str, str | None]
+    torch: str | None, npu: str | None, cann: str | None, versions: dict[str, str | None]
 ) -> Finding:
     name = "torch_npu and CANN"
     if npu is None:
-        return Finding(name, "ok", "no torch_npu: no Ascend NPU is used", values=held)
+        return Finding(name, "ok", "no torch_npu: no Ascend NPU is used", values=versions)
     if _minor_release(npu) != _minor_release(torch):
         return Finding(
             name,
             "failed",
             f"torch_npu {npu} is of another release than torch {torch}",
             f"pip install torch-npu=={_minor_release(torch)}.*, or torch=={_minor_release(npu)}.*.",
-            held,
+            versions,
         )
     if cann is None:
         return Finding(
@@ -183,7 +183,7 @@ def _check_npu(
             "failed",
             f"torch_npu {npu} is installed, and no CANN toolkit was found; importing torch fails",
             "Install CANN and source its set_env.sh, which sets ASCEND_TOOLKIT_HOME.",
-            held,
+            versions,
         )
     known = CANN_RELEASES.get(_minor_release(npu))
     if known is not None and _minor_release(cann) not in known:
@@ -192,12 +192,14 @@ def _check_npu(
             "warning",  # later packages of a release are for other CANN: the checks below tell
             f"torch_npu {npu} is known for CANN {' or '.join(known)}; there is CANN {cann}",
             f"If a check fails, install CANN {known[-1]}; see torch_npu's release notes.",
-            held,
+            versions,
         )
     if known is None:
         text = f"no CANN release is known here for torch_npu {npu}; there is {cann}"
-        return Finding(name, "warning", text, "See torch_npu's release notes.", held)
-    return Finding(name, "ok", f"torch_npu {npu}, CANN {cann}, driver {held['driver']}", "", held)
+        return Finding(name, "warning", text, "See torch_npu's release notes.", versions)
+    return Finding(
+        name, "ok", f"torch_npu {npu}, CANN {cann}, driver {versions['driver']}", "", versions
+    )
 
 
 HCCL_BUFFSIZE_MB = 200

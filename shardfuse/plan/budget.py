@@ -88,9 +88,9 @@ def probe_optimizer(
     build: Callable[..., Any], dtype: torch.dtype, config: ShardConfig
 ) -> OptimizerTraits:
     """Return the traits of ``build(params, sharding=config)`` for parameters of ``dtype``."""
-    held = _build_counted(build, dtype, config, 2)
-    summary = held.memory_summary()
-    padded = sum(flat.numel for flat in held.layout.flats)
+    optimizer = _build_counted(build, dtype, config, 2)
+    summary = optimizer.memory_summary()
+    padded = sum(flat.numel for flat in optimizer.layout.flats)
     plain = replace(config, grad_sync_dtype=None, param_sync_dtype=None, grad_sync_bits=None)
     plain = replace(plain, param_sync_bits=None, stage=1)
     calls = []
@@ -105,7 +105,7 @@ def probe_optimizer(
         calls.append(list(stepped.communicator.all_reduces))
     slopes = [(more - fewer) / 2 for fewer, more in zip(*calls, strict=True)]
     return OptimizerTraits(
-        grain=held.layout.grain,
+        grain=optimizer.layout.grain,
         param_itemsize=summary.param_nbytes / padded,
         state_itemsize=summary.state_nbytes * _WORLD_SIZE / padded,
         keeps_reduced=config.stage == 1 and _keeps_more_than_gradients(stepped, dtype),

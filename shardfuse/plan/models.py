@@ -91,10 +91,10 @@ def _on_host(param: torch.Tensor) -> torch.Tensor:
 def _check_host_memory(model: str, shapes: Sequence[NamedShape]) -> None:
     """Refuse a model that would have this process killed for lack of memory."""
     nbytes = 4 * count_elements(shapes)
-    held = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if nbytes > held:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if nbytes > total:
         raise ValueError(
-            f"{model} takes {nbytes / 1e9:.0f} GB in fp32, and this host has {held / 1e9:.0f} GB. "
+            f"{model} takes {nbytes / 1e9:.0f} GB in fp32, and this host has {total / 1e9:.0f} GB. "
             "Give a smaller model of the same kind."
         )
 

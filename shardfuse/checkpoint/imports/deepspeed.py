@@ -78,17 +78,17 @@ class ModelStates:
                 f"{folder} is of ZeRO stage 3. Convert it with "
                 "deepspeed.checkpoint.ds_to_universal and import that."
             )
-        held = read_file(path, trusted=trusted)
-        shapes = require_key(held, path, "param_shapes")
+        contents = read_file(path, trusted=trusted)
+        shapes = require_key(contents, path, "param_shapes")
         if not shapes:
             raise CheckpointError(
                 f"{path} has no param_shapes: it was not saved at ZeRO stage 1 or 2."
             )
-        module = held.get("module") or {}
-        world_size = held.get("dp_world_size")
+        module = contents.get("module") or {}
+        world_size = contents.get("dp_world_size")
         if not isinstance(world_size, int | None):
             raise CheckpointError(f"{path} has a dp_world_size that is no number.")
-        config = held.get("ds_config")
+        config = contents.get("ds_config")
         zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
         round_robin = bool(isinstance(zero, Mapping) and zero.get("round_robin_gradients"))
         return cls(
@@ -178,7 +178,7 @@ _MAX_RANKS = 1 << 20
 
 class _RankFile(NamedTuple):
     path: Path
-    held: Mapping[str, Any]
+    contents: Mapping[str, Any]
     base: Any  # of the optimizer that DeepSpeed was given: its state dict, or states by group
 
 
@@ -264,21 +264,21 @@ def _read_ranks(folder: Path, trusted: bool) -> list[_RankFile]:
     ranks = []
     for number in sorted(by_rank):
         path = by_rank[number]
-        held = require_key(read_file(path, trusted=trusted), path, "optimizer_state_dict")
-        if int(held.get("zero_stage", 0)) > 2:
+        contents = require_key(read_file(path, trusted=trusted), path, "optimizer_state_dict")
+        if int(contents.get("zero_stage", 0)) > 2:
             raise CheckpointError(
                 f"{path} is of ZeRO stage 3. Convert it with deepspeed.checkpoint.ds_to_universal "
                 "and import that."
             )
-        require_key(held, path, _ZERO_MASTERS)
-        ranks.append(_RankFile(path, held, require_key(held, path, _BASE_STATE)))
+        require_key(contents, path, _ZERO_MASTERS)
+        ranks.append(_RankFile(path, contents, require_key(contents, path, _BASE_STATE)))
     _check_world(folder, by_rank, ranks[0])
     return ranks
 
 
 def _check_world(folder: Path, by_rank: Mapping[int, Path], first: _RankFile) -> None:
     """Raise CheckpointError unless there is one file per rank."""
-    counts = require_key(first.held, first.path, "partition_count")
+    counts = require_key(first.contents, first.path, "partition_count")
     counts = set(counts) if isinstance(counts, list | tuple) else {counts}
     if len(counts) > 1:
         raise CheckpointError(
@@ -313,7 +313,7 @@ def _check_same_save(ranks: Sequence[_RankFile], model: ModelStates, folder: Pat
         )
     steps = {}
     for rank in ranks:
-        num_flats, num_states = len(rank.held[_ZERO_MASTERS]), len(_partition_states(rank))
+        num_flats, num_states = len(rank.contents[_ZERO_MASTERS]), len(_partition_states(rank))
         if not num_flats == num_states == num_groups:
             raise CheckpointError(
                 f"{rank.path} has {num_flats} groups, and {num_states} with "
@@ -341,7 +341,7 @@ def _group_step_of(rank: _RankFile, index: int) -> Any:
     if step is None and isinstance(rank.base, Mapping):
         step = group_step(rank.base["param_groups"][index])
     if step is None:
-        step = rank.held.get("base_optimizer_state_step")
+        step = rank.contents.get("base_optimizer_state_step")
     return float(step) if step is not None else None
 
 
@@ -349,7 +349,7 @@ def _group_entries(
     ranks: Sequence[_RankFile], index: int, shapes: Mapping[str, torch.Size], model: ModelStates
 ) -> dict[str, dict[str, Any]]:
     """Return {name: entry} of one group's parameters."""
-    paddings = ranks[0].held.get("param_alignment_paddings")
+    paddings = ranks[0].contents.get("param_alignment_paddings")
     after = paddings[index] if paddings else [0] * len(shapes)
     step = _group_step_of(ranks[0], index)
     entries = {name: param_entry({}, step, f"{name} in {ranks[0].path}") for name in shapes}
@@ -385,7 +385,7 @@ def _join_partitions(ranks: Sequence[_RankFile], index: int, key: str) -> Tensor
     parts = []
     for rank in ranks:
         part = (
-            rank.held[_ZERO_MASTERS][index]
+            rank.contents[_ZERO_MASTERS][index]
             if key == MASTER
             else _partition_states(rank)[index].get(key)
         )

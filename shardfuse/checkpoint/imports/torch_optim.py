@@ -208,8 +208,8 @@ def require_key(found: Any, path: Path, key: str) -> Any:
         CheckpointError: the file has no such key.
     """
     if not isinstance(found, Mapping) or key not in found:
-        held = f"It has {list_some(found)}." if isinstance(found, Mapping) else ""
-        raise CheckpointError(f"{path} has no {key!r}, so its layout is unknown. {held}")
+        advice = f"It has {list_some(found)}." if isinstance(found, Mapping) else ""
+        raise CheckpointError(f"{path} has no {key!r}, so its layout is unknown. {advice}")
     return found[key]
 
 
@@ -431,9 +431,9 @@ def value_at(found: Any, path: Path, key: str | None) -> Any:
         elif isinstance(found, list | tuple) and (index := _index(part, len(found))) is not None:
             found = found[index]
         else:
-            held = list_some(found) if isinstance(found, Mapping) else type(found).__name__
+            present = list_some(found) if isinstance(found, Mapping) else type(found).__name__
             raise CheckpointError(
-                f"{path} has no {key!r:.80}: instead of {part!r:.80} there is {held}. Give the "
+                f"{path} has no {key!r:.80}: instead of {part!r:.80} there is {present}. Give the "
                 "place of the optimizer's state_dict() with key= (--key)."
             )
     return found
@@ -508,8 +508,8 @@ def read_apex(path: str | Path, key: str | None = None, *, trusted: bool = False
     for index, group in enumerate(found["param_groups"]):
         states = [found["state"].get(param, {}) for param in group["params"]]
         where = f"group {index} in {path}"
-        held = None if masters is None else _group_masters(masters, index, len(states), where)
-        state |= _apex_entries(states, group_step(group), first, held, where)
+        of_group = None if masters is None else _group_masters(masters, index, len(states), where)
+        state |= _apex_entries(states, group_step(group), first, of_group, where)
         groups.append(_apex_group_options(group, where, range(first, first + len(states))))
         first += len(states)
     return {"state": state, "param_groups": groups}
@@ -542,15 +542,15 @@ def _apex_entries(
     where: str,
 ) -> dict[int, dict[str, Any]]:
     entries = {}
-    for at, held in enumerate(states):
+    for at, states_of_param in enumerate(states):
         name = f"parameter {first + at}, of {where},"
-        if held:
-            if step is None and "step" not in held:
+        if states_of_param:
+            if step is None and "step" not in states_of_param:
                 raise CheckpointError(
                     f"{name} has states, but no step, neither with them nor in the group. It is no "
                     "file of apex's FusedAdam or FusedLAMB."
                 )
-            entries[first + at] = param_entry(held, step, name)
+            entries[first + at] = param_entry(states_of_param, step, name)
         if masters is not None:
             entry = entries.setdefault(first + at, param_entry({}, 0, name))
             entry[MASTER] = to_fp32(masters[at], f"The master of {name}")
@@ -559,13 +559,13 @@ def _apex_entries(
 
 def _group_masters(masters: Any, index: int, count: int, where: str) -> Sequence[Any] | None:
     """Return the masters of a group's parameters, in order; None: it has none."""
-    held = masters[index] if index < len(masters) else []
-    if len(held) not in (0, count):
+    found = masters[index] if index < len(masters) else []
+    if len(found) not in (0, count):
         raise CheckpointError(
-            f"{where} has {count} parameters and {len(held)} masters, and the file does not say "
+            f"{where} has {count} parameters and {len(found)} masters, and the file does not say "
             "which belong together. Save it with the fp16 parameters in their own groups."
         )
-    return held or None
+    return found or None
 
 
 def _apex_group_options(
