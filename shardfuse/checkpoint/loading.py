@@ -3,9 +3,9 @@
 [Note: index selection] The index file of each saving rank lists the fragments that this rank wrote.
 For thousands of ranks all index files together take gigabytes. Which rank wrote which elements
 follows from the layout in the manifest, which is a few integers. So each loading rank reads the
-index files of the ranks whose shards overlap its own, plus every W-th of the rest, so that each
-byte is verified by one rank. If entries are missing then (replicas wrote the data, or a module is
-loaded without its optimizer), the rank reads all index files.
+index files of the ranks whose shards overlap its own, plus every W-th of the rest, so that some
+rank verifies each byte. If entries are missing then (replicas wrote the data, or a module is loaded
+without its optimizer), the rank reads all index files.
 """
 
 from __future__ import annotations

@@ -87,11 +87,8 @@ class TrainingState:
         owned = self._param_shards(to_write=False)
         for key, value in self.objects.items():
             if isinstance(value, nn.Module):
-                params, computed = (
-                    dict(_unwrapped(value).named_parameters()),
-                    _computed_state(value),
-                )
-                names = [name for name in computed if id(params.get(name)) in owned]
+                params = dict(_unwrapped(value).named_parameters())
+                names = [name for name in _computed_state(value) if id(params.get(name)) in owned]
                 if names:
                     raise CheckpointError(
                         f"state_dict() of {key!r} has a copy of {names[0]}, of which every rank "
