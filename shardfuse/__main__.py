@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and not words[0].startswith("-") and words[0] not in _COMMANDS:
         parser.error(_unknown(words[0]))
     arguments = parser.parse_args(words)
-    # Seconds to import, and not wanted for --help.
+    # Takes seconds to import, which --help does not need.
     from shardfuse.checkpoint import CheckpointError, DamagedCheckpoint
 
     try:
@@ -35,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:
-        from shardfuse.files import describe
+        from shardfuse.files import describe_os_error
 
-        print(f"It cannot be done: {describe(error)}.", file=sys.stderr)
+        print(f"It cannot be done: {describe_os_error(error)}.", file=sys.stderr)
         return 2
     return found
 
@@ -47,13 +47,14 @@ def console() -> int:
     return main()
 
 
-def _module() -> int:
+def _run_as_module() -> int:
     """Run a command as ``python -m shardfuse``.
 
     Python has put the working directory first in sys.path. A command that reads a checkpoint there
-    must not run a safetensors.py that lies beside it. Before this, torch was imported, and what is
-    named as a module that torch imports has run: only the console script, or ``python -P``, keeps
-    Python from that.
+    must not run a safetensors.py next to it. torch was imported before this, so a file that is
+    named
+    like a module that torch imports has already run: only the console script, or ``python -P``,
+    prevents that.
     """
     if not getattr(sys.flags, "safe_path", False) and sys.path[:1] in ([""], [os.getcwd()]):
         del sys.path[0]
@@ -67,7 +68,7 @@ def _unknown(word: str) -> str:
 
 
 class _Command(NamedTuple):
-    """What is said of a command."""
+    """Help text and example of a command."""
 
     text: str
     example: str
@@ -180,10 +181,10 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
 
 
 def _add_variants(command: argparse.ArgumentParser) -> None:
-    from shardfuse.plan.variants import add_options, run
+    from shardfuse.plan.command import add_variants_options, run_variants
 
-    add_options(command)
-    command.set_defaults(run=functools.partial(_with_options, run))
+    add_variants_options(command)
+    command.set_defaults(run=functools.partial(_with_options, run_variants))
 
 
 def _add_import(command: argparse.ArgumentParser) -> None:
@@ -210,8 +211,8 @@ _PROG = "shardfuse" if Path(sys.argv[0]).name == "shardfuse" else "python -m sha
 
 
 def _with_options(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
-    """Return 2 for options that cannot be planned or compared, or a file not to be written."""
-    # Last, so that no file there is taken for a module of a library.
+    """Return 2 if options are invalid together, or a file cannot be written."""
+    # Last, so that no file there shadows a module of a library.
     if ":" in arguments.model and not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
     try:
@@ -222,7 +223,7 @@ def _with_options(run: Callable[[argparse.Namespace], int], arguments: argparse.
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from shardfuse.checkpoint.report import inspect
+    from shardfuse.checkpoint.export import inspect
 
     contents = inspect(arguments.folder)
     print(json.dumps(contents.to_json()) if arguments.json else contents.describe())
@@ -230,8 +231,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    """Return 1 where anything is damaged."""
-    from shardfuse.checkpoint.report import verify
+    """Return 1 if any checkpoint is damaged."""
+    from shardfuse.checkpoint.export import verify
 
     verdicts = verify(arguments.folder)
     if arguments.json:
@@ -252,7 +253,7 @@ def _export(arguments: argparse.Namespace) -> int:
         raise CheckpointError("Nothing is asked for: give --model FILE, --optimizer FILE or both.")
     wanted = [path for path in (arguments.model, arguments.optimizer) if path is not None]
     for path in wanted:
-        _check_place(path)
+        _check_output_path(path)
     places = [os.path.realpath(path) for path in wanted]
     if len(set(places)) < len(places):
         raise CheckpointError(f"{wanted[0]} cannot have both. Name two files.")
@@ -260,14 +261,16 @@ def _export(arguments: argparse.Namespace) -> int:
     if is_checkpoint and os.path.realpath(arguments.folder) in map(os.path.dirname, places):
         raise CheckpointError("A file in the checkpoint would damage it. Name one elsewhere.")
     if arguments.model is not None:
-        _write(functools.partial(write_model, read_model(arguments.folder)), arguments.model)
+        _write_output(functools.partial(write_model, read_model(arguments.folder)), arguments.model)
     if arguments.optimizer is not None:
-        _write(functools.partial(torch.save, read_optimizer(arguments.folder)), arguments.optimizer)
+        _write_output(
+            functools.partial(torch.save, read_optimizer(arguments.folder)), arguments.optimizer
+        )
     return 0
 
 
-def _check_place(path: Path | None) -> None:
-    """Raise CheckpointError, before anything is read, if a file cannot lie there."""
+def _check_output_path(path: Path | None) -> None:
+    """Raise CheckpointError, before anything is read, if the file cannot be created."""
     from shardfuse.checkpoint import CheckpointError
 
     if "\0" in str(path):
@@ -277,20 +280,20 @@ def _check_place(path: Path | None) -> None:
         raise CheckpointError(f"{path} {what}. Name a file in a folder that is there.")
 
 
-def _write(write: Callable[[Path], None], path: Path) -> None:
-    """Have a file written, whole or not at all, and print its name."""
+def _write_output(write: Callable[[Path], None], path: Path) -> None:
+    """Write a file completely or not at all, and print its name."""
     from shardfuse.checkpoint import CheckpointError
-    from shardfuse.files import describe, replacing
+    from shardfuse.files import atomic_replacement, describe_os_error
 
     try:
-        with replacing(path, path.suffix) as temporary:
+        with atomic_replacement(path, path.suffix) as temporary:
             write(temporary)
     except CheckpointError:
         raise
     except Exception as error:
-        # torch and safetensors have errors of their own.
+        # torch and safetensors raise their own classes, with the OSError as context or text.
         causes = (error, error.__context__, OSError(str(error)))
-        reason = describe(next(cause for cause in causes if isinstance(cause, OSError)))
+        reason = describe_os_error(next(cause for cause in causes if isinstance(cause, OSError)))
         raise CheckpointError(f"{path} is not written: {reason}.") from error
     print(path)
 
@@ -307,16 +310,16 @@ def _import(arguments: argparse.Namespace) -> int:
         raise CheckpointError(f"import {arguments.kind} takes no --{min(given.keys() & others)}.")
     if "names" in given:
         try:
-            given["names"] = _list(given["names"].read_text())
+            given["names"] = _parse_list(given["names"].read_text())
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"--names {given['names']} is not a JSON file: {error}") from None
-    _check_place(arguments.to)
+    _check_output_path(arguments.to)
     found = read(arguments.source, trusted=arguments.trusted, **given)
-    _write(functools.partial(torch.save, found), arguments.to)
+    _write_output(functools.partial(torch.save, found), arguments.to)
     return 0
 
 
-def _list(text: str) -> list[Any]:
+def _parse_list(text: str) -> list[Any]:
     found = json.loads(text)
     if not isinstance(found, list):
         raise ValueError("give a list of names, or a list of such lists")
@@ -324,4 +327,4 @@ def _list(text: str) -> list[Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(_module())
+    sys.exit(_run_as_module())

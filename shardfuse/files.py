@@ -1,4 +1,4 @@
-"""Files that are on the disk, whole or not at all, and digests of what lies in them."""
+"""Atomic and durable file replacement, folders held open by descriptor, and digests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import BinaryIO
 _READ_NBYTES = 1 << 20
 
 DIGEST_LEN = 32
-"""Characters of a digest."""
+"""Characters of a digest in hex."""
 
 _MORE_SPACE = "free some space, or name a folder elsewhere"
 _REMEDIES = {
@@ -26,10 +26,10 @@ _REMEDIES = {
 }
 
 
-def describe(error: OSError) -> str:
-    """Say in one line what the file system refused, with the remedy where there is one."""
+def describe_os_error(error: OSError) -> str:
+    """Describe a file system error in one line, with a remedy if one is known."""
     if error.errno is None:
-        # Some libraries tell no more than that a file was not written to its end.
+        # Some libraries only report that a file was not written completely.
         return f"{' '.join(str(error).split())}; {_MORE_SPACE}"
     remedies = [remedy for remedy, numbers in _REMEDIES.items() if error.errno in numbers]
     place = f" ({error.filename})" if error.filename is not None else ""
@@ -37,22 +37,22 @@ def describe(error: OSError) -> str:
 
 
 def digest_of(data: bytes) -> str:
-    """Return the first 16 bytes of SHA-256, for which CPUs have instructions, as digits."""
+    """Return the first 16 bytes of SHA-256, which CPUs have instructions for, as hex digits."""
     return hashlib.sha256(data).hexdigest()[:DIGEST_LEN]
 
 
 def digests_in(file: BinaryIO, ranges: Iterable[tuple[int, int]]) -> Iterator[str]:
-    """Yield the digest of every (start, length) of a file; "" where the file ends before it does.
+    """Yield the digest of each (start, length) of a file; "" for a range that is cut off.
 
     Raises:
         OSError: the file cannot be read.
     """
     for start, length in ranges:
         file.seek(start)
-        yield _digest_of_next(file, length)
+        yield _digest_of_next_bytes(file, length)
 
 
-def _digest_of_next(file: BinaryIO, length: int) -> str:
+def _digest_of_next_bytes(file: BinaryIO, length: int) -> str:
     digest = hashlib.sha256()
     while length:
         block = file.read(min(length, _READ_NBYTES))
@@ -63,46 +63,47 @@ def _digest_of_next(file: BinaryIO, length: int) -> str:
     return digest.hexdigest()[:DIGEST_LEN]
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that after a crash there is the old one or the new one.
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file so that after a crash it has the old or the new contents.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    with replacing(path) as temporary:
+    with atomic_replacement(path) as temporary:
         temporary.write_bytes(data)
 
 
 @contextmanager
-def replacing(path: Path, ending: str = "") -> Iterator[Path]:
-    """Give a name with ``ending`` to write a file under, which then gets that of ``path``.
+def atomic_replacement(path: Path, ending: str = "") -> Iterator[Path]:
+    """Yield a temporary path with suffix ``ending``; afterwards that file replaces ``path``.
 
-    It gets the mode of the file that it replaces, else that which the umask asks for, whoever
-    writes it: safetensors makes files of 0600. A link stays, and the file that it names is
+    The file gets the mode of the file that it replaces, else the umask's default, whichever library
+    writes it: safetensors creates files with mode 0600. If ``path`` is a link, its target is
     replaced.
 
     Raises:
-        OSError: it cannot be renamed, or ``path`` names something else than a file.
+        OSError: the file cannot be renamed, or ``path`` is not a regular file.
     """
     path = Path(os.path.realpath(path))
-    # Short, and not made of the name: that may have the file system's 255 bytes already.
+    # A short name: that of ``path`` may already have the file system's limit of 255 bytes.
     temporary = path.with_name(f".{secrets.token_hex(8)}.unfinished{ending}")
     try:
-        old = _mode_of_file(path)
+        old = _file_mode(path)
         temporary.touch(exist_ok=False)
         mode = stat.S_IMODE(temporary.stat().st_mode) if old is None else old
         yield temporary
         temporary.chmod(mode)
-        sync(temporary)
+        # Contents first: a rename that is durable before the contents could leave an empty file.
+        fsync_path(temporary)
         temporary.replace(path)
     finally:
         with suppress(OSError):
             temporary.unlink()
-    sync(path.parent)
+    fsync_path(path.parent)
 
 
-def _mode_of_file(path: Path) -> int | None:
-    """Return the permissions of a file; None where there is none. OSError where it is no file."""
+def _file_mode(path: Path) -> int | None:
+    """Return a file's permissions; None if there is none. Raise OSError if it is no file."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -112,29 +113,29 @@ def _mode_of_file(path: Path) -> int | None:
     return stat.S_IMODE(mode)
 
 
-def sync(path: Path) -> None:
-    """Have a file, or a folder's list of names, written to the disk."""
+def fsync_path(path: Path) -> None:
+    """Flush a file, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        _sync(descriptor)
+        _fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _sync(descriptor: int) -> None:
+def _fsync(descriptor: int) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Not every file system syncs folders.
+        # Some file systems cannot fsync folders; a real I/O error counts all the same.
         if not stat.S_ISDIR(os.fstat(descriptor).st_mode) or error.errno == errno.EIO:
             raise
 
 
-class Folder:
-    """An open folder: its files are reached through it, whatever name it has or gets.
+class FolderHandle:
+    """A folder held open by descriptor: file operations do not depend on its current name.
 
-    So what another process puts in its place is never taken for it. Names are those of files in
-    it; links to files are read, and neither written to nor followed to be created or removed.
+    If another process replaces the folder, this handle still refers to the old one. Names are those
+    of files in the folder. Links to files are followed for reading only.
 
     Args:
         path: the folder.
@@ -150,21 +151,21 @@ class Folder:
         self._descriptor = os.open(path, flags)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the descriptor."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
 
     __del__ = close
 
-    def __enter__(self) -> Folder:
+    def __enter__(self) -> FolderHandle:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def names(self) -> list[str]:
-        """Return the names in it, in order."""
+        """Return the names in the folder, sorted."""
         return sorted(os.listdir(self._descriptor))
 
     def is_at(self, path: Path) -> bool:
@@ -176,14 +177,14 @@ class Folder:
         return os.path.samestat(there, os.fstat(self._descriptor))
 
     def has_file(self, name: str) -> bool:
-        """Return whether there is a file of that name, which may be a link to one."""
+        """Return whether ``name`` is a regular file or a link to one."""
         try:
             return stat.S_ISREG(os.stat(name, dir_fd=self._descriptor).st_mode)
         except OSError:
             return False
 
     def has_folder(self, name: str) -> bool:
-        """Return whether there is a folder of that name, and not a link to one."""
+        """Return whether ``name`` is a folder, and not a link to one."""
         try:
             there = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
         except OSError:
@@ -191,16 +192,16 @@ class Folder:
         return stat.S_ISDIR(there.st_mode)
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file."""
+        """Return the size of a file in bytes."""
         return os.stat(name, dir_fd=self._descriptor).st_size
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file to be read.
+        """Open a file for reading.
 
         Raises:
-            OSError: there is none of that name, or it is a folder, a device or a pipe.
+            OSError: there is no such file, or it is a folder, a device or a pipe.
         """
-        # A pipe that nobody writes to would be waited for.
+        # O_NONBLOCK: opening a pipe without a writer would block.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(name, flags, dir_fd=self._descriptor)
         try:
@@ -212,52 +213,53 @@ class Folder:
             raise
 
     def create(self, name: str) -> BinaryIO:
-        """Create a file to be written, in place of one that is there."""
+        """Create a file for writing; an existing one is removed first."""
         with suppress(FileNotFoundError):
             self.remove(name)
+        # O_EXCL and O_NOFOLLOW: never write through a link that another process creates here.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.fdopen(os.open(name, flags, 0o666, dir_fd=self._descriptor), "wb")
 
-    def write_whole(self, name: str, data: bytes) -> None:
-        """Write a file so that after a crash there is the old one or the new one.
+    def write_atomically(self, name: str, data: bytes) -> None:
+        """Replace a file so that after a crash it has the old or the new contents.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         temporary = f".{name}.unfinished"
         with self.create(temporary) as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # before the rename, as in atomic_replacement()
         both = {"src_dir_fd": self._descriptor, "dst_dir_fd": self._descriptor}
         os.rename(temporary, name, **both)
-        self.sync()
+        self.fsync()
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a link; OSError where there is none, or it is a folder."""
+        """Remove a file or a link; raise OSError if there is none, or for a folder."""
         os.unlink(name, dir_fd=self._descriptor)
 
-    def sync(self) -> None:
-        """Have its list of names written to the disk."""
-        _sync(self._descriptor)
+    def fsync(self) -> None:
+        """Flush the folder's list of names to the disk."""
+        _fsync(self._descriptor)
 
 
-def make_folder(path: Path) -> Folder:
-    """Create a folder if it is not there, and open it; OSError if something else is there."""
+def make_folder(path: Path) -> FolderHandle:
+    """Create a folder unless it exists, and open it; raise OSError if a file is in the way."""
     os.makedirs(path.parent, exist_ok=True)
     with suppress(FileExistsError):
         os.mkdir(path)
-    return Folder(path, follow=False)
+    return FolderHandle(path, follow=False)
 
 
-def exchange(one: Path, other: Path) -> bool:
-    """Have two folders change names, at once for whoever looks; False: the system cannot.
+def exchange_names(one: Path, other: Path) -> bool:
+    """Exchange the names of two folders atomically; return False if the system cannot.
 
-    Linux can where the file system supports renameat2(RENAME_EXCHANGE): ext4, xfs, btrfs and tmpfs
-    do by its manual, and NFS does not.
+    Linux can if the file system supports renameat2(RENAME_EXCHANGE): ext4, xfs, btrfs and tmpfs do
+    by its manual, NFS does not.
 
     Raises:
-        OSError: it cannot be done for another reason.
+        OSError: the exchange failed for another reason.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
@@ -276,7 +278,7 @@ _RENAME_EXCHANGE = 2
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether ``path`` is a folder and not a link to one."""
+    """Return whether ``path`` is a folder, and not a link to one."""
     try:
         return stat.S_ISDIR(os.lstat(path).st_mode)
     except OSError:

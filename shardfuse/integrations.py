@@ -1,8 +1,8 @@
-"""For Trainer and Accelerate, which save optimizers without letting ranks gather states first.
+"""Hooks for Trainer and Accelerate, which call ``state_dict()`` without a collective before it.
 
-They also count every call of step(), which skips by itself under a gradient scaler.
+They also count each call of step() as a step, even one that a gradient scaler skips.
 
-Lightning does not need this: it calls ``consolidate_state_dict()`` itself, on all ranks.
+Lightning needs none of this: it calls ``consolidate_state_dict()`` itself, on all ranks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def trainer_callback() -> Any:
         trainer = Trainer(..., optimizers=(optimizer, schedule), callbacks=[trainer_callback()])
 
     Use it for an optimizer under Trainer's DistributedDataParallel; DeepSpeed does not need it. It
-    only consolidates the state when a checkpoint is due (``save_strategy`` "steps", "epoch" or
-    "best"), and lets Trainer know of steps that are skipped under ``fp16``, in which its schedule
-    is to stand still. A callback that itself sets ``control.should_save`` must come before it.
+    consolidates the state only when a checkpoint is due (``save_strategy`` "steps", "epoch" or
+    "best"). It also tells Trainer which steps are skipped under ``fp16``, so that its schedule does
+    not advance. A callback that itself sets ``control.should_save`` must come before it.
 
     Raises:
         ImportError: transformers is not installed.
@@ -36,9 +36,9 @@ def trainer_callback() -> Any:
         """Calls consolidate_state_dict() on all ranks before Trainer calls state_dict() on one."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            for own in _unwrapped([kwargs.get("optimizer")]):
+            for own in _sharded_optimizers([kwargs.get("optimizer")]):
                 own.saves_are_arranged()
-            _tell_of_skips([kwargs.get("optimizer")])
+            _report_skipped_steps([kwargs.get("optimizer")])
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if control.should_save:
@@ -47,7 +47,7 @@ def trainer_callback() -> Any:
         on_epoch_end = on_step_end
 
         def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            # Whether this is the best model so far is decided only after the callbacks.
+            # Trainer decides only after the callbacks whether this model is the best so far.
             if control.should_save or args.save_strategy == "best":
                 _consolidate([kwargs.get("optimizer")], everywhere=args.save_on_each_node)
 
@@ -55,14 +55,14 @@ def trainer_callback() -> Any:
 
 
 def consolidate_on_save(accelerator: Any) -> Any:
-    """Make ``accelerator.save_state()`` save the whole states of shardfuse's optimizers.
+    """Make ``accelerator.save_state()`` save the full states of shardfuse's optimizers.
 
-    Accelerate asks every rank for states, so each rank holds the full state in CPU memory. On
-    devices where parameters share one storage (Ascend), Accelerate would treat them as one tensor
+    Accelerate asks each rank for its states, so each rank holds the full state in CPU memory. On
+    devices where parameters share one storage (Ascend), Accelerate would take them for one tensor
     and save only the first. There it gets copies in CPU memory.
 
-    After ``accelerator.prepare()``, this also lets Accelerate know of steps that are skipped under
-    its gradient scaler, so that its schedulers stay where they are.
+    After ``accelerator.prepare()``, this also tells Accelerate which steps its gradient scaler has
+    skipped, so that its schedulers do not advance.
 
     Returns:
         A handle whose ``remove()`` undoes this.
@@ -71,19 +71,19 @@ def consolidate_on_save(accelerator: Any) -> Any:
     def consolidate(models: Any, weights: Any, output_dir: Any) -> None:
         _consolidate(accelerator._optimizers, everywhere=True)
         for state in weights:
-            _separate(state)
+            _copy_shared_storage(state)
 
-    if not accelerator._optimizers:  # it is called before prepare(), which will bring them
+    if not accelerator._optimizers:  # called before prepare(), which registers them
         no_word_of_saves()
-    for optimizer in _unwrapped(accelerator._optimizers):
+    for optimizer in _sharded_optimizers(accelerator._optimizers):
         optimizer.saves_are_arranged()
-    _tell_of_skips(accelerator._optimizers)
+    _report_skipped_steps(accelerator._optimizers)
     return accelerator.register_save_state_pre_hook(consolidate)
 
 
-def _separate(state: dict[str, Any]) -> None:
-    """Replace tensors that lie side by side in one storage by copies; tied ones stay tied."""
-    # Not of subclasses, whose storages are not what they hold.
+def _copy_shared_storage(state: dict[str, Any]) -> None:
+    """Replace tensors that share a larger storage by copies; tied tensors stay tied."""
+    # Exact types only: the storage of a subclass is not its data.
     tensors = {name: value for name, value in state.items() if type(value) in (Tensor, Parameter)}
     copies: dict[tuple[Any, ...], Tensor] = {}
     for name, value in tensors.items():
@@ -94,29 +94,33 @@ def _separate(state: dict[str, Any]) -> None:
             state[name] = copies[key]
 
 
-def _tell_of_skips(optimizers: list[Any]) -> None:
-    """Have Accelerate's wrappers take a step that was skipped for none, as their schedules do."""
+def _report_skipped_steps(optimizers: list[Any]) -> None:
+    """Let Accelerate's wrappers treat a skipped step as not called, as their schedules do."""
     for wrapper in optimizers:
         own = getattr(wrapper, "optimizer", None)
         if isinstance(own, StatefulOptimizer) and getattr(wrapper, "scaler", None) is not None:
-            own.register_step_post_hook(functools.partial(_note_skip, weakref.ref(wrapper)))
+            own.register_step_post_hook(
+                functools.partial(_mark_step_not_called, weakref.ref(wrapper))
+            )
 
 
-def _note_skip(wrapper_ref: weakref.ref[Any], optimizer: Any, args: Any, kwargs: Any) -> None:
+def _mark_step_not_called(
+    wrapper_ref: weakref.ref[Any], optimizer: Any, args: Any, kwargs: Any
+) -> None:
     wrapper = wrapper_ref()
     if wrapper is not None and optimizer._was_skipped:
-        wrapper._accelerate_step_called = False  # set before step(), and looked at after it
+        wrapper._accelerate_step_called = False  # set before step(), read after it
 
 
-def _unwrapped(optimizers: list[Any]) -> list[StatefulOptimizer]:
-    """Return those that are ours, without Accelerate's wrapper."""
+def _sharded_optimizers(optimizers: list[Any]) -> list[StatefulOptimizer]:
+    """Return shardfuse's optimizers, without Accelerate's wrapper."""
     inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
     return [optimizer for optimizer in inner if isinstance(optimizer, StatefulOptimizer)]
 
 
 def _consolidate(optimizers: list[Any], *, everywhere: bool) -> None:
-    """Bring whole states to the first rank, or to all. Collective."""
-    for optimizer in _unwrapped(optimizers):
-        # DeepSpeed's engine has put a state_dict() of its own there, which gathers by itself.
+    """Gather full states on the first rank, or on all ranks. Collective."""
+    for optimizer in _sharded_optimizers(optimizers):
+        # DeepSpeed's engine has replaced state_dict() by its own, which gathers by itself.
         if "state_dict" not in vars(optimizer):
             optimizer.consolidate_state_dict(to=None if everywhere else 0)

@@ -26,7 +26,7 @@ from launch.acceptance.processes import ROOT, tail, torchrun
 from launch.bench.environment import commit
 from shardfuse.doctor import Finding
 from shardfuse.doctor.command import seconds
-from shardfuse.files import describe
+from shardfuse.files import describe_os_error
 
 LAUNCH = ROOT / "launch"
 _CPU_RANKS = 2
@@ -118,7 +118,7 @@ def _check_place(report: Path) -> None:
     try:
         report.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise WrongUse(f"--report {report}: {describe(error)}") from error
+        raise WrongUse(f"--report {report}: {describe_os_error(error)}") from error
     if report.is_dir():
         raise WrongUse(f"--report {report}: it is a folder; name a file in it")
     if not os.access(report if report.exists() else report.parent, os.W_OK):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from shardfuse.doctor.versions import cann_version, driver_version, installed
+from shardfuse.doctor.host import cann_version, driver_version, installed_version
 
 _NVIDIA = Path("/proc/driver/nvidia/version")
 _PACKAGES = ("torch", "torch-npu", "transformers")
@@ -17,7 +17,7 @@ _PACKAGES = ("torch", "torch-npu", "transformers")
 def versions() -> dict[str, str | None]:
     """Return versions by name; None: there is none."""
     found = {"python": platform.python_version()}
-    found |= {name.replace("-", "_"): installed(name) for name in _PACKAGES}
+    found |= {name.replace("-", "_"): installed_version(name) for name in _PACKAGES}
     found |= {"cann": cann_version(), "driver": driver_version() or nvidia_driver()}
     found |= {"cuda": torch.version.cuda, "nccl": _nccl()}
     return found

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from shardfuse.doctor import Finding
-from shardfuse.doctor.versions import installed
+from shardfuse.doctor.host import installed_version
 
 Needs = Literal["", "hardware", "npu", "cuda"]
 Report = dict[str, Any]
@@ -88,7 +88,7 @@ class Filled:
 def is_hardware(device: torch.device) -> bool:
     """Return whether ``device`` is an accelerator, and nothing that stands for one."""
     if device.type == "npu":
-        return (installed("torch-npu") or installed("torch_npu")) is not None
+        return (installed_version("torch-npu") or installed_version("torch_npu")) is not None
     return device.type == "cuda" and torch.cuda.is_available()
 
 

@@ -18,7 +18,7 @@ from shardfuse.comm import Communicator
 from shardfuse.comm.transport import AsyncModel
 from shardfuse.doctor import Finding
 from shardfuse.plan import Budget, plan
-from shardfuse.plan.models import shapes_in
+from shardfuse.plan.models import shapes_of_module
 
 _WARM_UP = 3
 _MEMORY_ERROR = 0.1
@@ -54,7 +54,7 @@ def _settled(counter: Callable[..., int], device: torch.device) -> int:
 
 def _planned(comm: Communicator, device: torch.device, size: str, progress: AsyncModel) -> Budget:
     with torch.device("meta"):
-        shapes = shapes_in(Transformer(SIZES[size]))
+        shapes = shapes_of_module(Transformer(SIZES[size]))
     return plan(
         shapes,
         lambda params, sharding: ShardedAdamW(params, lr=LR, sharding=sharding),

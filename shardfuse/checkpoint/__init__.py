@@ -1,9 +1,9 @@
 """Checkpoints that any number of ranks can load, with a digest of every byte."""
 
-from shardfuse.checkpoint.asynchronous import AsyncSave, async_save
-from shardfuse.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from shardfuse.checkpoint.folder import Checkpoints
-from shardfuse.checkpoint.saving import load, save
+from shardfuse.checkpoint.index import CheckpointError, DamagedCheckpoint
+from shardfuse.checkpoint.loading import load
+from shardfuse.checkpoint.saving import AsyncSave, async_save, save
 from shardfuse.checkpoint.state import PerRank
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: which is the newest whole one, and which may go."""
+"""The checkpoints of one run: the newest intact one is loaded, old ones are removed."""
 
 from __future__ import annotations
 
@@ -10,40 +10,48 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardfuse.checkpoint.asynchronous import AsyncSave, async_save
-from shardfuse.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from shardfuse.checkpoint.index import NO_STEP, step_of
-from shardfuse.checkpoint.ranks import Ranks, check_state, tried
-from shardfuse.checkpoint.replacement import clean, foreign_in, remove, remove_files
-from shardfuse.checkpoint.saving import load, save
-from shardfuse.checkpoint.whole import is_whole, odd_names_in, steps_in, told_steps
-from shardfuse.files import Folder, is_folder
+from shardfuse.checkpoint.collective import CheckpointGroup, catch, check_state
+from shardfuse.checkpoint.index import NO_STEP, CheckpointError, DamagedCheckpoint, step_in_name
+from shardfuse.checkpoint.integrity import (
+    broadcast_steps,
+    is_intact,
+    list_steps,
+    malformed_step_names,
+)
+from shardfuse.checkpoint.loading import load
+from shardfuse.checkpoint.replacement import (
+    recover_interrupted,
+    remove_checkpoint,
+    remove_checkpoint_files,
+    unrelated_names,
+)
+from shardfuse.checkpoint.saving import AsyncSave, async_save, save
+from shardfuse.files import FolderHandle, is_folder
 
 logger = logging.getLogger("shardfuse")
 
 LATEST = "latest"
 
-_ATTEMPTS = 10
-"""How often another process may remove the checkpoint that is about to be loaded."""
+_MAX_ATTEMPTS = 10
+"""How often another process may remove the checkpoint before it is loaded."""
 
 
 class Checkpoints:
-    """The checkpoints of one run, in ``folder/step-N``; load_latest() loads the newest whole one.
+    """The checkpoints of one run, in ``folder/step-N``; load_latest() loads the newest intact one.
 
     A file ``latest`` names the newest, for people and scripts. It also shows that a run has begun
-    whose checkpoints are gone; otherwise it decides nothing. Building a Checkpoints touches no
-    file, and loading writes none: another process may load while one saves. Files beside those of
-    a checkpoint stay when it is removed. A checkpoint in another place, which ``step-N`` links to,
-    stays too, and the link goes.
+    whose checkpoints are gone; it has no other effect. The constructor touches no file, and loading
+    writes none: another process may load while one saves. Other files in a checkpoint's folder stay
+    when the checkpoint is removed. If ``step-N`` is a link, only the link is removed.
 
     Args:
         folder: folder of this run only, in a file system that all ranks see.
-        keep: number of whole checkpoints that remain after a save, if there are that many. Damaged
+        keep: number of intact checkpoints that remain after a save, if there are that many. Damaged
             checkpoints do not count.
-        process_group: the ranks, if what is saved has no ShardedOptimizer.
+        process_group: the ranks, if the state has no ShardedOptimizer.
 
     Raises:
-        ValueError: ``keep`` is no whole number, or less than 1.
+        ValueError: ``keep`` is not an integer, or less than 1.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 2, process_group: Any = None) -> None:
@@ -52,8 +60,8 @@ class Checkpoints:
         self.folder = Path(folder).absolute()
         self._keep = keep
         self._group = process_group
-        self._under_way: tuple[AsyncSave, Ranks, int] | None = None
-        self._odd: set[str] = set()
+        self._running_save: tuple[AsyncSave, CheckpointGroup, int] | None = None
+        self._warned_names: set[str] = set()
 
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint after ``step`` steps.
@@ -64,8 +72,8 @@ class Checkpoints:
         return self.folder / f"step-{step}"
 
     def steps(self) -> list[int]:
-        """Return the steps of existing checkpoints, whole or not, newest first."""
-        return steps_in(self.folder)
+        """Return the steps of existing checkpoints, intact or not, newest first."""
+        return list_steps(self.folder)
 
     def save(
         self,
@@ -81,100 +89,110 @@ class Checkpoints:
             state, info: as for shardfuse.checkpoint.save().
             step: number of finished steps, or of samples or tokens.
             beside_training: return at once, as async_save() does. wait() and the next save wait for
-                it, so there are never two at once.
+                it, so there are never two saves at once.
 
         Raises:
-            ValueError: ``step`` is no whole number, or is below 0.
-            PeerError: on all ranks, if they have different steps.
-            CheckpointError: on all ranks, if any cannot write.
+            ValueError: ``step`` is not an integer, or less than 0.
+            PeerError: on all ranks, if their steps differ.
+            CheckpointError: on all ranks, if any rank cannot write.
         """
         check_state(state)
         self.wait()
         is_number = hasattr(step, "__index__") and not isinstance(step, bool)
-        step = operator.index(step) if is_number else step  # numpy's, too
-        ranks = Ranks(state, self._group, f"{self.folder} is not cleaned up")
-        with ranks.call("Checkpoints.save()", f"step = {step!r}"):
-            ranks.agree(None)  # a save beside training would find out late that steps differ
+        step = operator.index(step) if is_number else step  # also numpy's integers
+        ranks = CheckpointGroup(state, self._group, f"{self.folder} is not cleaned up")
+        with ranks.region("Checkpoints.save()", f"step = {step!r}"):
+            ranks.agree(None)  # compares steps now; a save beside training would only do so later
             if not is_number or not 0 <= step < NO_STEP - 1:
                 raise ValueError(f"Invalid step: {step!r}. Must be a whole number >= 0.")
-        noted = {**(info or {}), "step": step}
-        name_latest = functools.partial(self._name_latest, step)
+        info_with_step = {**(info or {}), "step": step}
+        write_latest = functools.partial(self._write_latest, step)
         if beside_training:
             saving = async_save(
-                state, self.path(step), process_group=self._group, info=noted, then=name_latest
+                state,
+                self.path(step),
+                process_group=self._group,
+                info=info_with_step,
+                then=write_latest,
             )
-            self._under_way = (saving, ranks, step)
+            self._running_save = (saving, ranks, step)
             return
-        save(state, self.path(step), process_group=self._group, info=noted, then=name_latest)
+        save(
+            state,
+            self.path(step),
+            process_group=self._group,
+            info=info_with_step,
+            then=write_latest,
+        )
         self._remove_old(ranks, step)
 
     def wait(self) -> None:
         """Wait for a save beside training, then remove old checkpoints. Collective.
 
         Raises:
-            CheckpointError: on all ranks, if any could not write.
+            CheckpointError: on all ranks, if any rank could not write.
         """
-        if self._under_way is not None:
-            (saving, ranks, step), self._under_way = self._under_way, None
+        if self._running_save is not None:
+            (saving, ranks, step), self._running_save = self._running_save, None
             saving.wait()
             self._remove_old(ranks, step)
 
     @property
     def under_way(self) -> AsyncSave | None:
-        """The save beside training that nothing has waited for yet, or None."""
-        return None if self._under_way is None else self._under_way[0]
+        """The save beside training that no call has waited for yet, or None."""
+        return None if self._running_save is None else self._running_save[0]
 
-    def _name_latest(self, step: int) -> None:
+    def _write_latest(self, step: int) -> None:
         latest = self.folder / LATEST
         if os.path.lexists(latest) and not latest.is_file():
-            self._tell_odd([LATEST])
+            self._warn_of_names([LATEST])
         else:
-            with Folder(self.folder) as folder:
-                folder.write_whole(LATEST, f"step-{step}".encode())
-        clean(self.folder)
+            with FolderHandle(self.folder) as folder:
+                folder.write_atomically(LATEST, f"step-{step}".encode())
+        recover_interrupted(self.folder)
 
-    def _tell_odd(self, names: Sequence[str]) -> None:
-        """Warn once of what lies in the folder and is taken for nothing."""
+    def _warn_of_names(self, names: Sequence[str]) -> None:
+        """Warn once of names in the folder that are ignored."""
         new = [name if len(name) < 80 else f"{name[:77]}..." for name in names]
-        new = [name for name in new if name not in self._odd]
-        self._odd.update(new)
+        new = [name for name in new if name not in self._warned_names]
+        self._warned_names.update(new)
         if new:
             logger.warning(
                 "%s: no checkpoint is called or made so: %s", self.folder, ", ".join(new)
             )
 
-    def _remove_old(self, ranks: Ranks, newest: int) -> None:
-        """Remove what is older than the checkpoints that are kept. Every rank looks at its share.
+    def _remove_old(self, ranks: CheckpointGroup, newest: int) -> None:
+        """Remove old checkpoints; each rank verifies its share of those that are kept. Collective.
 
-        Collective. What is newer than the newest is of a run that was taken back: it is left there
-        under a name that is not taken for a checkpoint's.
+        Checkpoints newer than ``newest`` belong to a run that was restarted from an earlier step.
+        They are renamed, so that load_latest() does not take them for the newest.
         """
-        with ranks.call("removing old checkpoints"):
-            self._remove_older(ranks, newest)
+        with ranks.region("removing old checkpoints"):
+            self._remove_older_than(ranks, newest)
 
-    def _remove_older(self, ranks: Ranks, newest: int) -> None:
-        older = [step for step in told_steps(ranks, self.folder) if step != newest]
-        num_whole, error = 1, None
-        for step in older:
+    def _remove_older_than(self, ranks: CheckpointGroup, newest: int) -> None:
+        older = [step for step in broadcast_steps(ranks, self.folder) if step != newest]
+        num_intact, error = 1, None
+        for step in older:  # all ranks verify, in the same order; only the first rank removes
             if step > newest:
-                act = functools.partial(self._set_aside, step)
+                act = functools.partial(self._mark_superseded, step)
             else:
-                act = functools.partial(_prune, self.path(step))
-            if step < newest and num_whole < self._keep:
-                num_whole += is_whole(ranks, self.path(step))
+                act = functools.partial(_remove_old_checkpoint, self.path(step))
+            if step < newest and num_intact < self._keep:
+                num_intact += is_intact(ranks, self.path(step))
             elif ranks.comm.rank == 0 and error is None:
-                error = tried(act)[1]
+                error = catch(act)[1]
         ranks.agree(error)
 
-    def _set_aside(self, step: int) -> None:
-        rest = self.folder / f"superseded-step-{step}"
-        if is_folder(rest):
-            remove(rest)
+    def _mark_superseded(self, step: int) -> None:
+        superseded = self.folder / f"superseded-step-{step}"
+        if is_folder(superseded):
+            remove_checkpoint(superseded)
         number = 1
-        while os.path.lexists(rest):
+        while os.path.lexists(superseded):
             number += 1
-            rest = self.folder / f"superseded-step-{step}.{number}"
-        os.rename(self.path(step), rest)
+            superseded = self.folder / f"superseded-step-{step}.{number}"
+        os.rename(self.path(step), superseded)
 
     def load_latest(
         self,
@@ -183,35 +201,35 @@ class Checkpoints:
         accept: Callable[[Mapping[str, Any]], None] = lambda info: None,
         trusted: bool = False,
     ) -> int | None:
-        """Load the newest whole checkpoint; return its step, or None if there is none. Collective.
+        """Load the newest intact checkpoint; return its step, or None if there is none. Collective.
 
-        Damaged checkpoints are skipped; a warning of the logger "shardfuse" names them. It waits
-        for a save beside training; if that fails, there is a warning, too.
+        Damaged checkpoints are skipped, with a warning of the logger "shardfuse" that names them. A
+        save beside training is waited for; if it fails, there is a warning, too.
 
         Args:
             state: as for shardfuse.checkpoint.load().
-            accept: called with the saved ``info``; raises if the checkpoint shall not be loaded.
+            accept: called with the saved ``info``; raises if the checkpoint must not be loaded.
             trusted: as for load().
 
         Raises:
-            DamagedCheckpoint: there are checkpoints, and none is whole.
-            CheckpointError: the newest whole one does not fit ``state``.
+            DamagedCheckpoint: there are checkpoints, and none is intact.
+            CheckpointError: the newest intact one does not fit ``state``.
         """
         check_state(state)
         try:
             self.wait()
-        except CheckpointError as error:  # on all ranks
+        except CheckpointError as error:  # raised on all ranks, so all go on
             logger.warning("%s", error)
-        ranks = Ranks(state, self._group, f"{self.folder} is not loaded")
-        for _ in range(_ATTEMPTS):
-            with ranks.call("Checkpoints.load_latest()"):
-                steps, faults = self._newest(ranks)
+        ranks = CheckpointGroup(state, self._group, f"{self.folder} is not loaded")
+        for _ in range(_MAX_ATTEMPTS):
+            with ranks.region("Checkpoints.load_latest()"):
+                steps, faults = self._steps_and_faults(ranks)
             for step in steps:
                 try:
                     self._load(state, step, accept, trusted)
                 except CheckpointError as error:
-                    if self._is_gone(ranks, step):
-                        break  # another process saves, and has removed it
+                    if self._was_removed(ranks, step):
+                        break  # another process saves and has removed it: list the steps again
                     if not isinstance(error, DamagedCheckpoint):
                         raise
                     faults += error.faults[:1]
@@ -226,7 +244,7 @@ class Checkpoints:
                 return None
         raise CheckpointError(
             f"{self.folder} is not loaded: another process removed the newest checkpoint "
-            f"{_ATTEMPTS} times before it was read. Load with a larger keep= there."
+            f"{_MAX_ATTEMPTS} times before it was read. Load with a larger keep= there."
         )
 
     def _load(self, state: dict[str, Any], step: int, accept: Any, trusted: bool) -> None:
@@ -239,56 +257,57 @@ class Checkpoints:
             look_beside=False,
         )
 
-    def _is_gone(self, ranks: Ranks, step: int) -> bool:
-        """Return whether the first rank sees no checkpoint of that step any more. Collective."""
-        is_there = ranks.comm.rank > 0 or step in steps_in(self.folder)
-        return ranks.words(1 if is_there else 2)[0] == 2
+    def _was_removed(self, ranks: CheckpointGroup, step: int) -> bool:
+        """Return whether the checkpoint no longer exists, as the first rank sees it. Collective."""
+        still_exists = ranks.comm.rank > 0 or step in list_steps(self.folder)
+        return ranks.gather_numbers(1 if still_exists else 2)[0] == 2
 
-    def _newest(self, ranks: Ranks) -> tuple[list[int], list[str]]:
-        """Return steps, newest first, and what is wrong if ``latest`` has another. Collective."""
+    def _steps_and_faults(self, ranks: CheckpointGroup) -> tuple[list[int], list[str]]:
+        """Return steps, newest first, and a fault if ``latest`` names another. Collective."""
         if ranks.comm.rank == 0:
-            self._tell_odd(odd_names_in(self.folder))
-        steps = told_steps(ranks, self.folder)
-        named = ranks.number_of_first(self._named() if ranks.comm.rank == 0 else 0)
-        if not named or [named - 1] == steps[:1]:
+            self._warn_of_names(malformed_step_names(self.folder))
+        steps = broadcast_steps(ranks, self.folder)
+        latest_plus_one = ranks.broadcast_number(self._read_latest() if ranks.comm.rank == 0 else 0)
+        if not latest_plus_one or [latest_plus_one - 1] == steps[:1]:
             return steps, []
-        is_step = named < NO_STEP
-        return steps, [f"{LATEST} names {f'step-{named - 1}' if is_step else 'none'}"]
+        is_step = latest_plus_one < NO_STEP
+        return steps, [f"{LATEST} names {f'step-{latest_plus_one - 1}' if is_step else 'none'}"]
 
-    def _named(self) -> int:
-        """Return 1 and the step in ``latest``; 0 where there is none, else NO_STEP."""
+    def _read_latest(self) -> int:
+        """Return the step in ``latest`` plus 1; 0 without the file, NO_STEP if it names none."""
         latest = self.folder / LATEST
         if not latest.is_file():
             return NO_STEP if os.path.lexists(latest) else 0
         try:
             with latest.open("rb") as file:
-                text = file.read(_MOST_CHARACTERS).decode(errors="replace").strip()
+                text = file.read(_MAX_LATEST_NBYTES).decode(errors="replace").strip()
         except FileNotFoundError:
             return 0
-        step = step_of(text)
+        step = step_in_name(text)
         return NO_STEP if step is None else step + 1
 
 
-_MOST_CHARACTERS = 64
-"""Of ``latest`` that are looked at."""
+_MAX_LATEST_NBYTES = 64
+"""Bytes of ``latest`` that are read."""
 
 
-def _prune(path: Path) -> None:
-    """Remove an old checkpoint and nothing else; the link, where it lies elsewhere.
+def _remove_old_checkpoint(path: Path) -> None:
+    """Remove an old checkpoint and nothing else; of a link only the link.
 
     Raises:
-        OSError: the file system refuses.
+        OSError: a file system operation failed.
     """
     if path.is_symlink():
         path.unlink()
         return
-    others = foreign_in(path)
-    if others:  # whose names stay
-        remove_files(path)
-        logger.warning("%s is removed, but for what no checkpoint has: %s", path, others[:3])
+    unrelated = unrelated_names(path)
+    if unrelated:  # the folder keeps its name and these files
+        remove_checkpoint_files(path)
+        logger.warning("%s is removed, but for what no checkpoint has: %s", path, unrelated[:3])
         return
-    rest = path.with_name(f".{path.name}.discarded")
-    if is_folder(rest):
-        remove(rest)
-    os.rename(path, rest)
-    remove(rest)
+    discarded = path.with_name(f".{path.name}.discarded")
+    if is_folder(discarded):
+        remove_checkpoint(discarded)
+    # Renamed first: a process that is killed while it removes files must leave no damaged step-N.
+    os.rename(path, discarded)
+    remove_checkpoint(discarded)

@@ -1,44 +1,173 @@
-"""What a checkpoint's own files say: which fragment lies where, and what its digest is.
+"""The files of a checkpoint: their format, how they are read, and how damage is found.
 
 FOLDER/
     __3_0.distcp     what rank 3 wrote, in the format of torch.distributed.checkpoint
-    part-3.json      which fragments these are: key, place in the tensor, place in the file, digest
-    .metadata        the same of all ranks, pickled, for torch.distributed.checkpoint.load()
-    manifest.json    the digests of .metadata and of every part-*.json; written last
+    part-3.json      index of this file: key, offsets in the tensor, range in the file, digest
+    .metadata        all indices, pickled, for torch.distributed.checkpoint.load()
+    manifest.json    digests of .metadata and of every part-*.json; written last
 
-Both JSON files begin with the digest of the rest of their text. So every byte of every file is
-under a digest that is under the manifest's.
+Both kinds of JSON file begin with the digest of the rest of their text. So the manifest's digest
+covers every byte of every file, directly or through an index.
+
+[Note: open by descriptor] Another process may replace, rename or remove the checkpoint at any
+moment. A CheckpointReader holds the folder and its files open by descriptor, so the bytes that are
+verified are those that are read. Open files stay readable after they are removed. (On NFS only if
+the same host removed them.)
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
 import secrets
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from shardfuse.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from shardfuse.checkpoint.source import Source
-from shardfuse.files import DIGEST_LEN, digest_of, digests_in
+from shardfuse.files import DIGEST_LEN, FolderHandle, describe_os_error, digest_of, digests_in
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; raised on all ranks, and nothing was changed."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """Files of a checkpoint differ from what was written.
+
+    Args:
+        faults: descriptions of the damage, each with file, key and place.
+        advice: what to do, such as the name of an intact checkpoint.
+    """
+
+    def __init__(self, faults: Sequence[str], advice: str = "") -> None:
+        self.faults = list(faults)
+        shown = "; ".join(self.faults[:_NUM_SHOWN])
+        more = len(self.faults) - _NUM_SHOWN
+        if more > 0:
+            shown += f"; and {more} more"
+        super().__init__(f"{shown.rstrip('.')}. {advice}".rstrip())
+
+
+_NUM_SHOWN = 3
+
+
+_MAX_OPEN_FILES = 256
+"""Files that stay open; the usual limit of a process is 1,024 descriptors."""
+
+_NOT_A_FOLDER = (errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
+
+
+class CheckpointReader:
+    """An open checkpoint folder; a context manager that closes it. See [Note: open by descriptor].
+
+    Args:
+        path: the folder.
+
+    Raises:
+        CheckpointError: the folder does not exist, or cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._open_files: dict[str, BinaryIO] = {}
+        try:
+            self.folder = FolderHandle(path)
+        except FileNotFoundError:
+            raise CheckpointError(f"There is no checkpoint {path}.") from None
+        except ValueError:  # a NUL byte
+            raise CheckpointError(f"{str(path)!r} is no name of a folder.") from None
+        except OSError as error:
+            if error.errno in _NOT_A_FOLDER:
+                raise CheckpointError(f"There is no checkpoint {path}: {error.strerror}.") from None
+            raise CheckpointError(f"{path} cannot be read: {describe_os_error(error)}.") from None
+
+    @property
+    def name(self) -> str:
+        """Name of the folder."""
+        return self.path.name
+
+    @property
+    def was_replaced(self) -> bool:
+        """Whether ``path`` now names another checkpoint, or does not exist."""
+        return not self.folder.is_at(self.path)
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the folder and its files."""
+        for file in self._open_files.values():
+            file.close()
+        self._open_files.clear()
+        self.folder.close()
+
+    def keep_open(self, names: Iterable[str]) -> None:
+        """Open files that will be read more than once, and keep their descriptors."""
+        for name in sorted(set(names) - set(self._open_files))[
+            : _MAX_OPEN_FILES - len(self._open_files)
+        ]:
+            with suppress(OSError):  # the later read reports it
+                self._open_files[name] = self.folder.open(name)
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[BinaryIO]:
+        """Yield an open file; raise OSError if it cannot be opened."""
+        if name in self._open_files:
+            yield self._open_files[name]
+            return
+        with self.folder.open(name) as file:
+            yield file
+
+    def read(self, name: str, nbytes: int | None, maximum: int) -> bytes:
+        """Return the contents of a file.
+
+        Args:
+            name: name of the file.
+            nbytes: expected size; None: any.
+            maximum: largest size that is read.
+
+        Raises:
+            DamagedCheckpoint: the file is missing, has another size, or cannot be read.
+        """
+        place = f"{self.name}/{name}"
+        try:
+            with self.open(name) as file:
+                size = file.seek(0, 2)
+                if nbytes is not None and size != nbytes:
+                    raise DamagedCheckpoint([f"{place} has {size:,} bytes of {nbytes:,}"])
+                if size > maximum:
+                    raise DamagedCheckpoint([f"{place} has {size:,} bytes, of at most {maximum:,}"])
+                file.seek(0)
+                return file.read(size)
+        except FileNotFoundError:
+            raise DamagedCheckpoint([f"{place} is missing"]) from None
+        except OSError as error:
+            raise DamagedCheckpoint([f"{place} cannot be read ({error.strerror})"]) from None
+
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 
-_MOST_NBYTES = 1 << 28
-"""Of a file that is read as a whole. Python needs some eight times as much memory for it."""
+MASTER = "param"
+"""State key of a low-precision parameter's fp32 master, in torch.optim's form."""
 
-_MOST = 1 << 62
-_PLAIN = re.compile(r"(?!\.{1,2}$)[^/\0]{1,255}")
-_LEGIBLE = (
+_MAX_READ_NBYTES = 1 << 28
+"""Largest file that is read as a whole. Parsing takes about eight times as much memory."""
+
+_MAX_INT = 1 << 62
+_FILE_NAME = re.compile(r"(?!\.{1,2}$)[^/\0]{1,255}")
+_OTHER_FORM_ERRORS = (
     AttributeError,
     IndexError,
     KeyError,
@@ -47,56 +176,56 @@ _LEGIBLE = (
     TypeError,
     ValueError,
 )
-"""What reading JSON of another form raises."""
+"""Exceptions that access to JSON of an unexpected form raises."""
 
 
-def _number(value: Any, least: int = 0, most: int = _MOST) -> int:
-    """Return an integer of JSON; ValueError where it is something else, or out of bounds."""
-    if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{str(value)[:40]!r} is no whole number from {least:,} to {most:,}")
+def _as_int(value: Any, minimum: int = 0, maximum: int = _MAX_INT) -> int:
+    """Return a JSON integer; raise ValueError for another type or a value out of bounds."""
+    if type(value) is not int or not minimum <= value <= maximum:
+        raise ValueError(f"{str(value)[:40]!r} is no whole number from {minimum:,} to {maximum:,}")
     return value
 
 
-def _numbers(values: Any) -> tuple[int, ...]:
+def _as_ints(values: Any) -> tuple[int, ...]:
     if type(values) is not list:
         raise ValueError(f"{str(values)[:40]!r} is no list")
-    return tuple(map(_number, values))
+    return tuple(map(_as_int, values))
 
 
-def _plain(name: Any) -> str:
-    """Return the name of a file of the folder; ValueError where it leads elsewhere."""
-    if type(name) is not str or not _PLAIN.fullmatch(name):
+def _as_file_name(name: Any) -> str:
+    """Return a file name; raise ValueError if it would leave the folder."""
+    if type(name) is not str or not _FILE_NAME.fullmatch(name):
         raise ValueError(f"{str(name)[:40]!r} is no name of a file in the folder")
     return name
 
 
-def _dict(value: Any) -> dict[str, Any]:
+def _as_dict(value: Any) -> dict[str, Any]:
     if type(value) is not dict:
         raise ValueError(f"{str(value)[:40]!r} is no object")
     return value
 
 
-_STEP = re.compile(r"step-(0|[1-9][0-9]{0,14})")
+_STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,14})")
 
 NO_STEP = (1 << 48) - 1
-"""More than every number of steps."""
+"""Larger than every valid number of steps."""
 
 
-def step_of(name: str) -> int | None:
-    """Return the number of steps that the folder of a run's checkpoint is named for, or None."""
-    found = _STEP.fullmatch(name)
+def step_in_name(name: str) -> int | None:
+    """Return N of a folder name ``step-N``; None for any other name."""
+    found = _STEP_NAME.fullmatch(name)
     return int(found[1]) if found and int(found[1]) < NO_STEP - 1 else None
 
 
-Place = Sequence[str | int]
-"""Where a value lies in nested dicts and lists."""
+KeyPath = Sequence[str | int]
+"""Keys and indices that lead to a value in nested dicts and lists."""
 
 
-class Item(NamedTuple):
-    """One fragment of one state of one parameter, or one value that is not a tensor."""
+class IndexEntry(NamedTuple):
+    """One stored fragment of a tensor, or one stored value that is not a tensor."""
 
     key: str
-    offsets: tuple[int, ...] | None  # of the first element in the tensor; None: not a tensor
+    offsets: tuple[int, ...] | None  # of the first element in the full tensor; None: no tensor
     sizes: tuple[int, ...]
     file: str
     start: int
@@ -104,16 +233,20 @@ class Item(NamedTuple):
     digest: str
 
     def describe(self) -> str:
-        """Return how a person would call it."""
+        """Return key, place and file for an error message."""
         place = "" if not self.offsets else f" from {list(self.offsets)} on, {list(self.sizes)}"
         return f"{self.key}{place} in {self.file}"
 
 
-class Kind(NamedTuple):
-    """What the tensor of a key is as a whole."""
+class TensorMeta(NamedTuple):
+    """Dtype and full shape of the tensor of one key."""
 
     dtype: str
     shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """Return the text that error messages have shown since the first version."""
+        return f"Kind(dtype={self.dtype!r}, shape={self.shape!r})"
 
     @property
     def itemsize(self) -> int:
@@ -122,148 +255,160 @@ class Kind(NamedTuple):
         return dtype.itemsize
 
 
-def _kinds(content: Any) -> dict[str, Kind]:
-    kinds = {key: Kind(dtype, _numbers(shape)) for key, (dtype, shape) in _dict(content).items()}
-    for key, kind in kinds.items():
-        _number(len(kind.shape), most=_MOST_DIMS)
-        if not isinstance(getattr(torch, str(kind.dtype), None), torch.dtype):
-            raise ValueError(f"{key} has no dtype of torch, but {str(kind.dtype)[:40]!r}")
-        _number(math.prod(kind.shape))
-    return kinds
+def _as_tensors(content: Any) -> dict[str, TensorMeta]:
+    tensors = {
+        key: TensorMeta(dtype, _as_ints(shape)) for key, (dtype, shape) in _as_dict(content).items()
+    }
+    for key, tensor in tensors.items():
+        _as_int(len(tensor.shape), maximum=_MAX_DIMS)
+        if not isinstance(getattr(torch, str(tensor.dtype), None), torch.dtype):
+            raise ValueError(f"{key} has no dtype of torch, but {str(tensor.dtype)[:40]!r}")
+        _as_int(math.prod(tensor.shape))
+    return tensors
 
 
-def _counts(content: Any) -> dict[str, int]:
-    return {key: _number(count) for key, count in _dict(content).items()}
+def _as_counts(content: Any) -> dict[str, int]:
+    return {key: _as_int(count) for key, count in _as_dict(content).items()}
 
 
-def _item(content: Any, kinds: Mapping[str, Kind]) -> Item:
-    """Read one item of JSON; ValueError where it does not fit the tensor that it is a part of."""
+def _as_entry(content: Any, tensors: Mapping[str, TensorMeta]) -> IndexEntry:
+    """Parse one entry; raise ValueError if it does not fit its tensor."""
     key, offsets, sizes, file, start, length, digest = content
-    item = Item(
+    entry = IndexEntry(
         key,
-        None if offsets is None else _numbers(offsets),
-        _numbers(sizes),
-        _plain(file),
-        _number(start),
-        _number(length),
+        None if offsets is None else _as_ints(offsets),
+        _as_ints(sizes),
+        _as_file_name(file),
+        _as_int(start),
+        _as_int(length),
         str(digest),
     )
-    if item.offsets is None:
-        return item
-    shape = kinds[item.key].shape
-    if not len(item.offsets) == len(item.sizes) == len(shape):
-        raise ValueError(f"{item.describe()} has other dimensions than its tensor")
-    if any(o + n > end for o, n, end in zip(item.offsets, item.sizes, shape, strict=True)):
-        raise ValueError(f"{item.describe()} is not inside of its tensor")
-    if math.prod(item.sizes) * kinds[item.key].itemsize > item.length:
-        raise ValueError(f"{item.describe()} has more elements than bytes")
-    return item
+    if entry.offsets is None:
+        return entry
+    shape = tensors[entry.key].shape
+    if not len(entry.offsets) == len(entry.sizes) == len(shape):
+        raise ValueError(f"{entry.describe()} has other dimensions than its tensor")
+    if any(o + n > end for o, n, end in zip(entry.offsets, entry.sizes, shape, strict=True)):
+        raise ValueError(f"{entry.describe()} is not inside of its tensor")
+    if math.prod(entry.sizes) * tensors[entry.key].itemsize > entry.length:
+        raise ValueError(f"{entry.describe()} has more elements than bytes")
+    return entry
+
+
+_JSON_KEYS = {"entries": "items", "tensors": "kinds"}
+"""Keys of the file format that differ from the names of fields."""
+
+
+def _json_fields(record: ShardIndex | Manifest) -> dict[str, Any]:
+    """Return the fields of a dataclass by the keys of the file format, in their order."""
+    fields = vars(record).items()
+    return {_JSON_KEYS.get(name, name): value for name, value in fields if name != "checksum"}
 
 
 @dataclass
-class Part:
-    """What one rank has written."""
+class ShardIndex:
+    """Index of the data file that one rank wrote."""
 
     rank: int
-    items: list[Item] = field(default_factory=list)
-    kinds: dict[str, Kind] = field(default_factory=dict)
-    paths: dict[str, Place] = field(default_factory=dict)  # of keys in the nested state
-    counts: dict[str, int] = field(default_factory=dict)  # integers of no dimension: steps
+    entries: list[IndexEntry] = field(default_factory=list)
+    tensors: dict[str, TensorMeta] = field(default_factory=dict)
+    paths: dict[str, KeyPath] = field(default_factory=dict)  # key -> place in the nested state
+    counts: dict[str, int] = field(default_factory=dict)  # 0-dim integer tensors: step counts
 
     @property
     def name(self) -> str:
-        """Name of the file that says so."""
+        """Name of the index file."""
         return f"part-{self.rank}.json"
 
     def to_bytes(self) -> bytes:
-        """Return the contents of its file."""
-        return sealed(vars(self))
+        """Return the contents of the index file."""
+        return encode_with_digest(_json_fields(self))
 
     @classmethod
-    def from_bytes(cls, data: bytes, name: str) -> Part:
-        """Read what to_bytes() returned; DamagedCheckpoint where it is something else."""
-        content = unsealed(data, name)
-        with _legible(name):
-            kinds = _kinds(content["kinds"])
-            items = [_item(item, kinds) for item in content["items"]]
-            paths = {key: _path(path) for key, path in _dict(content["paths"]).items()}
-            counts = _counts(content.get("counts", {}))
-            return cls(_number(content["rank"]), items, kinds, paths, counts)
+    def from_bytes(cls, data: bytes, name: str) -> ShardIndex:
+        """Parse the result of to_bytes(); raise DamagedCheckpoint for anything else."""
+        content = decode_with_digest(data, name)
+        with _reports_other_form(name):
+            tensors = _as_tensors(content["kinds"])
+            entries = [_as_entry(entry, tensors) for entry in content["items"]]
+            paths = {key: _as_key_path(path) for key, path in _as_dict(content["paths"]).items()}
+            counts = _as_counts(content.get("counts", {}))
+            return cls(_as_int(content["rank"]), entries, tensors, paths, counts)
 
 
-def _path(path: Any) -> Place:
+def _as_key_path(path: Any) -> KeyPath:
     if type(path) is not list or not all(type(step) in (int, str) for step in path):
         raise ValueError(f"{str(path)[:40]!r} is no place in nested dicts and lists")
-    return [_number(step) if type(step) is int else step for step in path]
+    return [_as_int(step) if type(step) is int else step for step in path]
 
 
 @contextmanager
-def _legible(name: str) -> Iterator[None]:
-    """Raise DamagedCheckpoint where JSON, whose digest is right, has another form."""
+def _reports_other_form(name: str) -> Iterator[None]:
+    """Raise DamagedCheckpoint if JSON with a valid digest does not have the expected form."""
     try:
         yield
-    except _LEGIBLE as error:
+    except _OTHER_FORM_ERRORS as error:
         text = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise DamagedCheckpoint([f"{name} is not as shardfuse writes it: {text[:200]}"]) from None
 
 
-class File(NamedTuple):
-    """A file that is read as a whole."""
+class FileRecord(NamedTuple):
+    """Name, size and digest of a file that is read as a whole."""
 
     name: str
     nbytes: int
     digest: str
 
     @classmethod
-    def of(cls, name: str, data: bytes) -> File:
-        """Return what ``data`` is written as."""
+    def of(cls, name: str, data: bytes) -> FileRecord:
+        """Return the record of a file with contents ``data``."""
         return cls(name, len(data), digest_of(data))
 
 
-class ParamNote(NamedTuple):
-    """A parameter of an optimizer, of whose states (numel,) is all that is known of their shape."""
+class ParamMeta(NamedTuple):
+    """Name and memory layout of a parameter; its states are saved as (numel,) only."""
 
     name: str
     shape: list[int]
-    stride: list[int]  # in elements; states lie in this order
+    stride: list[int]  # in elements; states are stored in this order of elements
 
 
 @dataclass
 class Manifest:
-    """What makes a folder a checkpoint."""
+    """The file that makes a folder a checkpoint; written last."""
 
     world_size: int
-    files: list[File]
+    files: list[FileRecord]
     info: dict[str, Any]
-    """What the user noted: values that JSON has."""
-    params: dict[str, list[ParamNote]] = field(default_factory=dict)
-    """Of each optimizer, by its key: its parameters in the order of their numbers."""
+    """The caller's ``info``, of JSON types."""
+    params: dict[str, list[ParamMeta]] = field(default_factory=dict)
+    """By key of the optimizer: its parameters, in order of their numbers."""
     layouts: dict[str, Any] = field(default_factory=dict)
-    """Of each optimizer, by its key: Parts.geometry()."""
+    """By key of the optimizer: Parts.geometry(), from which ranks_overlapping() finds shards."""
     rules: dict[str, str] = field(default_factory=dict)
-    """Of each optimizer, by its key: Parts.rule. Not there in early ones."""
-    kinds: dict[str, Kind] = field(default_factory=dict)
-    """Of all parts."""
+    """By key of the optimizer: Parts.rule. Early checkpoints lack it."""
+    tensors: dict[str, TensorMeta] = field(default_factory=dict)
+    """Of all ranks' indices."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Of all parts."""
-    word: int = field(default=0, compare=False)
-    """Of 24 bits, the same for the same manifest; not saved."""
+    """Of all ranks' indices."""
+    checksum: int = field(default=0, compare=False)
+    """24-bit checksum of the file, by which ranks compare their manifests; not saved."""
 
     def to_bytes(self) -> bytes:
-        """Return the contents of its file."""
-        return sealed({"format": FORMAT, **{k: v for k, v in vars(self).items() if k != "word"}})
+        """Return the contents of the manifest file."""
+        return encode_with_digest({"format": FORMAT, **_json_fields(self)})
 
     @classmethod
-    def read(cls, source: Source) -> Manifest:
-        """Return the manifest of a checkpoint.
+    def read(cls, source: CheckpointReader) -> Manifest:
+        """Read and check the manifest of a checkpoint.
 
         Raises:
-            CheckpointError: the folder is none, or of a later format.
-            DamagedCheckpoint: it is damaged.
+            CheckpointError: the folder is not a checkpoint, or has a later format.
+            DamagedCheckpoint: the manifest is damaged.
         """
         name = f"{source.name}/{MANIFEST}"
         if MANIFEST not in source.folder.names():
-            inside = checkpoints_in(source.path)
+            inside = find_checkpoints(source.path)
             if inside:
                 names = ", ".join(str(path.relative_to(source.path)) for path in reversed(inside))
                 raise CheckpointError(
@@ -274,110 +419,118 @@ class Manifest:
                 [f"{name} is missing"],
                 "If shardfuse has not saved it, torch.distributed.checkpoint.load() may read it.",
             )
-        data = source.read(MANIFEST, None, _MOST_NBYTES)
-        content = unsealed(data, name)
-        with _legible(name):
-            version = _number(content["format"])
+        data = source.read(MANIFEST, None, _MAX_READ_NBYTES)
+        content = decode_with_digest(data, name)
+        with _reports_other_form(name):
+            version = _as_int(content["format"])
             if version > FORMAT:
                 raise CheckpointError(
                     f"{source.path} has format {version}; this version reads {FORMAT}. Upgrade."
                 )
             files = [
-                File(_plain(file), _number(nbytes, most=_MOST_NBYTES), str(digest))
+                FileRecord(
+                    _as_file_name(file), _as_int(nbytes, maximum=_MAX_READ_NBYTES), str(digest)
+                )
                 for file, nbytes, digest in content["files"]
             ]
-            held = cls(_number(content["world_size"], 1), files, _dict(content["info"]))
-            expected = {METADATA, *(Part(rank).name for rank in range(len(files) - 1))}
-            if {file.name for file in files} != expected or held.world_size != len(files) - 1:
-                raise ValueError(f"its files are not those of {held.world_size:,} ranks")
-            for key, notes in _dict(content["params"]).items():
-                held.params[key] = [_note(note) for note in notes]
-            # Not there in the first ones of this format: then all parts are read.
-            held.layouts = _dict(content.get("layouts", {}))
-            held.rules = {k: str(rule) for k, rule in _dict(content.get("rules", {})).items()}
-            held.counts = _counts(content.get("counts", {}))
-            held.kinds = _kinds(content.get("kinds", {}))
-        held.word = 1 + zlib.crc32(data) % ((1 << 24) - 1)
-        return held
+            manifest = cls(_as_int(content["world_size"], 1), files, _as_dict(content["info"]))
+            expected = {METADATA, *(ShardIndex(rank).name for rank in range(len(files) - 1))}
+            if {file.name for file in files} != expected or manifest.world_size != len(files) - 1:
+                raise ValueError(f"its files are not those of {manifest.world_size:,} ranks")
+            for key, metas in _as_dict(content["params"]).items():
+                manifest.params[key] = [_as_param_meta(meta) for meta in metas]
+            # The first checkpoints of this format lack these keys. Then all indices are read.
+            manifest.layouts = _as_dict(content.get("layouts", {}))
+            manifest.rules = {
+                k: str(rule) for k, rule in _as_dict(content.get("rules", {})).items()
+            }
+            manifest.counts = _as_counts(content.get("counts", {}))
+            manifest.tensors = _as_tensors(content.get("kinds", {}))
+        manifest.checksum = checksum_of(data)
+        return manifest
 
-    def read_file(self, source: Source, file: File) -> bytes:
-        """Return the contents of one of its files; DamagedCheckpoint where they are others."""
-        data = source.read(file.name, file.nbytes, _MOST_NBYTES)
+    def read_file(self, source: CheckpointReader, file: FileRecord) -> bytes:
+        """Return the contents of a listed file; raise DamagedCheckpoint if its digest differs."""
+        data = source.read(file.name, file.nbytes, _MAX_READ_NBYTES)
         if digest_of(data) != file.digest:
             raise DamagedCheckpoint([f"{source.name}/{file.name} is damaged"])
         return data
 
-    def parts(self, source: Source, ranks: Collection[int] | None = None) -> list[Part]:
-        """Return what ``ranks`` have written; None: all.
+    def read_indices(
+        self, source: CheckpointReader, ranks: Collection[int] | None = None
+    ) -> list[ShardIndex]:
+        """Return the indices that ``ranks`` wrote; None: of all ranks.
 
         Raises:
-            DamagedCheckpoint: some are damaged; all of these are named.
+            DamagedCheckpoint: some are damaged; the error names all of them.
         """
-        parts, faults = [], []
-        names = None if ranks is None else {Part(rank).name for rank in ranks}
+        indices, faults = [], []
+        names = None if ranks is None else {ShardIndex(rank).name for rank in ranks}
         for file in self.files:
             if file.name == METADATA or (names is not None and file.name not in names):
                 continue
             try:
                 data = self.read_file(source, file)
-                part = Part.from_bytes(data, f"{source.name}/{file.name}")
-                faults += self._differences(source, part, file)
-                parts.append(part)
+                index = ShardIndex.from_bytes(data, f"{source.name}/{file.name}")
+                faults += self._differences(source, index, file)
+                indices.append(index)
             except DamagedCheckpoint as damage:
                 faults += damage.faults
         if ranks is None and not faults:
-            faults += coverage_faults(parts)
+            faults += coverage_faults(indices)
         if faults:
             raise DamagedCheckpoint(faults)
-        return parts
+        return indices
 
-    def _differences(self, source: Source, part: Part, file: File) -> list[str]:
-        """Return how what a rank says of its tensors differs from what the manifest says."""
+    def _differences(
+        self, source: CheckpointReader, index: ShardIndex, file: FileRecord
+    ) -> list[str]:
+        """Return contradictions between one rank's index and the manifest."""
         name = f"{source.name}/{file.name}"
-        if part.name != file.name:
-            return [f"{name} is of rank {part.rank}"]
-        kinds = part.kinds.items() if self.kinds else ()
+        if index.name != file.name:
+            return [f"{name} is of rank {index.rank}"]
+        tensors = index.tensors.items() if self.tensors else ()
         return [
-            f"{name} has {key} as {kind}, the manifest as {self.kinds.get(key)}"
-            for key, kind in kinds
-            if self.kinds.get(key) != kind
+            f"{name} has {key} as {tensor}, the manifest as {self.tensors.get(key)}"
+            for key, tensor in tensors
+            if self.tensors.get(key) != tensor
         ]
 
 
-def _note(content: Any) -> ParamNote:
-    """Read the note of a parameter; ValueError unless it is dense, as parameters are."""
+def _as_param_meta(content: Any) -> ParamMeta:
+    """Parse a parameter's record; raise ValueError unless its strides are dense."""
     name, shape, stride = content
-    note = ParamNote(str(name), [*_numbers(shape)], [*_numbers(stride)])
+    meta = ParamMeta(str(name), [*_as_ints(shape)], [*_as_ints(stride)])
     expected = 1
-    if 0 not in note.shape:
-        for step, size in sorted(zip(note.stride, note.shape, strict=True)):
+    if 0 not in meta.shape:
+        for step, size in sorted(zip(meta.stride, meta.shape, strict=True)):
             if size > 1 and step != expected:
-                raise ValueError(f"{note.name} has the strides {note.stride} at {note.shape}")
+                raise ValueError(f"{meta.name} has the strides {meta.stride} at {meta.shape}")
             expected *= size
-    _number(expected)
-    return note
+    _as_int(expected)
+    return meta
 
 
-def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints in ``folder/step-N`` or ``folder/*/step-N``, the newest first.
+def find_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints ``folder/step-N`` and ``folder/*/step-N``, newest first.
 
-    The second is how a run's folder has them, such as RUN/checkpoints/step-N.
+    The second pattern finds those of a run's folder, such as RUN/checkpoints/step-N.
     """
     paths = (path.parent for way in ("", "*/") for path in folder.glob(f"{way}step-*/{MANIFEST}"))
-    found = [(step, path) for path in paths if (step := step_of(path.name)) is not None]
+    found = [(step, path) for path in paths if (step := step_in_name(path.name)) is not None]
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def item_faults(source: Source, items: Iterable[Item]) -> list[str]:
-    """Return which of ``items`` are not as they were written, by file, key and place."""
-    by_file: dict[str, list[Item]] = {}
-    for item in items:
-        by_file.setdefault(item.file, []).append(item)
+def entry_faults(source: CheckpointReader, entries: Iterable[IndexEntry]) -> list[str]:
+    """Return the damaged ones of ``entries``, described by file, key and place."""
+    by_file: dict[str, list[IndexEntry]] = {}
+    for entry in entries:
+        by_file.setdefault(entry.file, []).append(entry)
     faults: list[str] = []
     for name, members in sorted(by_file.items()):
         place = f"{source.name}/{name}"
         try:
-            faults += _faults_in(source, name, sorted(members, key=lambda item: item.start))
+            faults += _file_faults(source, name, sorted(members, key=lambda entry: entry.start))
         except FileNotFoundError:
             faults.append(f"{place} is missing")
         except OSError as error:
@@ -385,36 +538,38 @@ def item_faults(source: Source, items: Iterable[Item]) -> list[str]:
     return faults
 
 
-def _faults_in(source: Source, name: str, items: Sequence[Item]) -> Iterator[str]:
-    """Yield what is damaged in one file; what is cut off, as one."""
-    with source.opened(name) as file:
+def _file_faults(
+    source: CheckpointReader, name: str, entries: Sequence[IndexEntry]
+) -> Iterator[str]:
+    """Yield the damaged entries of one file; all entries that are cut off yield one text."""
+    with source.open(name) as file:
         nbytes = file.seek(0, 2)
-        whole = max(item.start + item.length for item in items)
-        lost = [item for item in items if item.start + item.length > nbytes]
-        there = [item for item in items if item.start + item.length <= nbytes]
-        digests = digests_in(file, [(item.start, item.length) for item in there])
-        for item, digest in zip(there, digests, strict=True):
-            if digest != item.digest:
-                yield f"{item.describe()} of {source.name} is damaged"
+        needed = max(entry.start + entry.length for entry in entries)
+        lost = [entry for entry in entries if entry.start + entry.length > nbytes]
+        there = [entry for entry in entries if entry.start + entry.length <= nbytes]
+        digests = digests_in(file, [(entry.start, entry.length) for entry in there])
+        for entry, digest in zip(there, digests, strict=True):
+            if digest != entry.digest:
+                yield f"{entry.describe()} of {source.name} is damaged"
     if lost:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         yield (
-            f"{source.name}/{name} has {nbytes:,} bytes of at least {whole:,}: "
+            f"{source.name}/{name} has {nbytes:,} bytes of at least {needed:,}: "
             f"{lost[0].describe()}{more} cannot be read"
         )
 
 
-def end_faults(source: Source, parts: Iterable[Part], *, is_exact: bool = False) -> list[str]:
-    """Return which files end before their last item, or, if ``is_exact``, after it.
+def length_faults(
+    source: CheckpointReader, indices: Iterable[ShardIndex], *, is_exact: bool = False
+) -> list[str]:
+    """Return the files that end before their last entry or, if ``is_exact``, continue after it.
 
-    No digest is of what comes after it.
+    No digest covers bytes after the last entry.
     """
-    ends: dict[str, int] = {}
-    for item in (item for part in parts for item in part.items):
-        ends[item.file] = max(ends.get(item.file, 0), item.start + item.length)
     faults = []
+    ends = file_ends(entry for index in indices for entry in index.entries)
     for name, end in sorted(ends.items()):
-        if source.folder.has_file(name):  # else that is told by who reads it
+        if source.folder.has_file(name):  # entry_faults() reports a missing file
             more = source.folder.size(name) - end
             if more < 0 and not is_exact:
                 faults.append(f"{source.name}/{name} has {end + more:,} bytes of at least {end:,}")
@@ -423,24 +578,34 @@ def end_faults(source: Source, parts: Iterable[Part], *, is_exact: bool = False)
     return faults
 
 
-def coverage_faults(parts: Iterable[Part]) -> list[str]:
-    """Return which tensors are not there as a whole, or which ranks have as different ones."""
-    kinds: dict[str, Kind] = {}
+def file_ends(entries: Iterable[IndexEntry]) -> dict[str, int]:
+    """Return {file name: end of its last entry}."""
+    ends: dict[str, int] = {}
+    for entry in entries:
+        ends[entry.file] = max(ends.get(entry.file, 0), entry.start + entry.length)
+    return ends
+
+
+def coverage_faults(indices: Iterable[ShardIndex]) -> list[str]:
+    """Return the tensors that are incomplete, or whose dtype or shape differs between ranks."""
+    tensors: dict[str, TensorMeta] = {}
     boxes: dict[str, list[tuple[Sequence[int], Sequence[int]]]] = {}
     faults = []
-    for part in parts:
-        for key, kind in part.kinds.items():
-            if kinds.setdefault(key, kind) != kind:
-                faults.append(f"{key} is {kind} on rank {part.rank} and {kinds[key]} on another")
-        for item in part.items:
-            if item.offsets is not None:
-                boxes.setdefault(item.key, []).append((item.offsets, item.sizes))
-    for key, kind in kinds.items():
+    for index in indices:
+        for key, tensor in index.tensors.items():
+            if tensors.setdefault(key, tensor) != tensor:
+                faults.append(
+                    f"{key} is {tensor} on rank {index.rank} and {tensors[key]} on another"
+                )
+        for entry in index.entries:
+            if entry.offsets is not None:
+                boxes.setdefault(entry.key, []).append((entry.offsets, entry.sizes))
+    for key, tensor in tensors.items():
         found = boxes.get(key, [])
-        count, numel = sum(math.prod(sizes) for _, sizes in found), math.prod(kind.shape)
+        count, numel = sum(math.prod(sizes) for _, sizes in found), math.prod(tensor.shape)
         if count != numel:
             faults.append(f"{key} has {count:,} elements of {numel:,}")
-        elif not are_same_elements(found, [((0,) * len(kind.shape), kind.shape)]):
+        elif not are_same_elements(found, [((0,) * len(tensor.shape), tensor.shape)]):
             faults.append(f"{key} has some elements twice and lacks others")
     return faults
 
@@ -449,21 +614,21 @@ def are_same_elements(
     boxes: Iterable[tuple[Sequence[int], Sequence[int]]],
     others: Iterable[tuple[Sequence[int], Sequence[int]]],
 ) -> bool:
-    """Return whether two lists of (offsets, sizes) have the same elements, each as often.
+    """Return whether two lists of (offsets, sizes) cover the same elements, each equally often.
 
-    Each element, at (i, j, ...), stands for the product x**i * y**j * ..., so that a list stands
-    for a polynomial, and a box for a product of geometric series. Both are evaluated at one random
-    point of a field of 2**127 - 1 elements: different ones are equal there with a probability
-    below 2**-60 (Schwartz-Zippel lemma). It takes the same time for every form of boxes.
+    An element at (i, j, ...) stands for the product x**i * y**j * ..., so a list of boxes stands
+    for a polynomial, and each box for a product of geometric series. Both polynomials are evaluated
+    at one random point of a field of 2**127 - 1 elements. Different ones are equal there with a
+    probability below 2**-60 (Schwartz-Zippel lemma). The time does not depend on the boxes' shapes.
     """
-    bases = [secrets.randbelow(_PRIME - 2) + 2 for _ in range(_MOST_DIMS)]
+    bases = [secrets.randbelow(_PRIME - 2) + 2 for _ in range(_MAX_DIMS)]
 
     def value(boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> int:
         total = 0
         for offsets, sizes in boxes:
             product = 1
             for x, first, size in zip(bases, offsets, sizes, strict=False):
-                # The series is this divided by x - 1, as on the other side.
+                # The sum of x**first ... is this / (x - 1), a factor that both sides share.
                 series = pow(x, size, _PRIME) - 1
                 product = product * pow(x, first, _PRIME) * series % _PRIME
             total += product
@@ -473,21 +638,26 @@ def are_same_elements(
 
 
 _PRIME = (1 << 127) - 1
-_MOST_DIMS = 64
-"""Of a tensor of torch."""
+_MAX_DIMS = 64
+"""Largest number of dimensions of a tensor of torch."""
 
 
-def sealed(content: Mapping[str, Any]) -> bytes:
-    """Return ``content`` as JSON with a digest of its own text."""
+def checksum_of(data: bytes) -> int:
+    """Return a 24-bit checksum that is not 0; equal for equal data."""
+    return 1 + zlib.crc32(data) % ((1 << 24) - 1)
+
+
+def encode_with_digest(content: Mapping[str, Any]) -> bytes:
+    """Return ``content`` as JSON text that begins with the digest of the rest."""
     text = json.dumps(content, separators=(",", ":")).encode()
     return b'{"digest":"%s","content":%s}\n' % (digest_of(text).encode(), text)
 
 
-def unsealed(data: bytes, name: str) -> dict[str, Any]:
-    """Return what was sealed; DamagedCheckpoint naming ``name`` where a byte is another."""
+def decode_with_digest(data: bytes, name: str) -> dict[str, Any]:
+    """Parse the result of encode_with_digest(); raise DamagedCheckpoint if any byte differs."""
     start, end = b'{"digest":"', b"}\n"
     text = data[len(start) + DIGEST_LEN + len('","content":') : -len(end)]
     if data != b'%s%s","content":%s%s' % (start, digest_of(text).encode(), text, end):
         raise DamagedCheckpoint([f"{name} is damaged"])
-    with _legible(name):
-        return _dict(json.loads(text))
+    with _reports_other_form(name):
+        return _as_dict(json.loads(text))

@@ -1,65 +1,71 @@
-"""Save and load a checkpoint, every rank its part; one small all-reduce commits."""
+"""Save a checkpoint: each rank writes its own shards, and the first rank commits.
+
+[Note: no collective in the thread] An asynchronous save writes in a thread. Collectives of that
+thread could interleave with those of training. So ranks communicate through the process group's
+key-value store instead: each rank publishes the checksum of its index, and the first rank commits
+once it has read all of them. wait() is collective, and the training thread calls it. It also
+detects that a rank has died. If the store is gone, for example because torchrun's agent has died,
+wait() gathers the checksums by an all-reduce, and the first rank commits then.
+"""
 
 from __future__ import annotations
 
-import functools
+import json
+import logging
 import os
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardfuse.checkpoint.beside import will_load
-from shardfuse.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from shardfuse.checkpoint.collective import (
+    CheckpointGroup,
+    catch,
+    check_state,
+    next_sequence_number,
+)
 from shardfuse.checkpoint.index import (
     MANIFEST,
     METADATA,
-    File,
+    CheckpointError,
+    FileRecord,
     Manifest,
-    ParamNote,
-    Part,
+    ParamMeta,
+    ShardIndex,
+    checksum_of,
     coverage_faults,
-    item_faults,
+    file_ends,
 )
-from shardfuse.checkpoint.places import ranks_needed
-from shardfuse.checkpoint.ranks import Ranks, check_state, tried
 from shardfuse.checkpoint.replacement import (
-    opened,
-    prepare,
-    put_in_place,
-    remove,
-    resolved,
-    unfinished,
+    commit_staging,
+    prepare_staging,
+    remove_checkpoint,
+    resolve_link,
+    staging_path,
 )
-from shardfuse.checkpoint.source import Source
 from shardfuse.checkpoint.state import TrainingState
-from shardfuse.checkpoint.storage import (
-    Copies,
-    PlannedPart,
-    Reading,
-    dtype_named,
-    metadata_of,
-    pickled,
-)
-from shardfuse.checkpoint.whole import whole_beside
-from shardfuse.comm import Communicator
-from shardfuse.files import Folder, is_folder, make_folder
+from shardfuse.checkpoint.storage import DeferredCopies, ShardWriter, dcp_metadata, pickle_metadata
+from shardfuse.comm.session import PeerError, unreadable
+from shardfuse.files import FolderHandle, is_folder, make_folder
+from shardfuse.optim.base import ShardedOptimizer
+from shardfuse.streams import current_stream
 
-_ATTEMPTS = 10
-"""How often a checkpoint may be replaced while ranks open it."""
+logger = logging.getLogger("shardfuse")
+
+_POLL_S = 0.02
 
 
-class Save:
-    """One save of one rank: planned when built, then written, then committed.
+class _SaveOperation:
+    """One save on one rank: planned in the constructor, then written, then committed.
 
     Args:
-        state: as of save().
-        folder: as of save().
-        process_group, info: as of save().
-        copies: of what may change while it is written; None: nothing does.
+        state, folder, process_group, info: as for save().
+        copies: collects fragments that may change while they are written; None: nothing changes.
     """
 
     def __init__(
@@ -68,56 +74,58 @@ class Save:
         folder: str | os.PathLike[str],
         process_group: Any = None,
         info: Mapping[str, Any] | None = None,
-        copies: Copies | None = None,
+        copies: DeferredCopies | None = None,
     ) -> None:
         check_state(state)
-        self.target = resolved(folder)
-        self.ranks = Ranks(state, process_group, f"{self.target} is not saved")
-        self._unfinished = unfinished(self.target)
+        self.target = resolve_link(folder)
+        self.ranks = CheckpointGroup(state, process_group, f"{self.target} is not saved")
+        self._staging = staging_path(self.target)
         self._info = dict(info or {})
-        self._params: dict[str, list[ParamNote]] = {}
+        self._params: dict[str, list[ParamMeta]] = {}
         self._layouts: dict[str, Any] = {}
         self._rules: dict[str, str] = {}
-        self._planned, self._error = tried(lambda: self._plan(state, copies))
+        self._writer, self._error = catch(lambda: self._plan(state, copies))
 
-    def _plan(self, state: Mapping[str, Any], copies: Copies | None) -> PlannedPart:
+    def _plan(self, state: Mapping[str, Any], copies: DeferredCopies | None) -> ShardWriter:
         rank = self.ranks.comm.rank
         if rank == 0:
-            prepare(self.target)  # others write when all have planned
-        held = TrainingState(state, rank)
-        self._params = {
-            key: [ParamNote(spec.name, list(spec.shape), list(spec.stride)) for spec in parts.specs]
-            for key, parts in held.parts.items()
-        }
-        self._layouts = {key: parts.geometry() for key, parts in held.parts.items()}
-        self._rules = {key: parts.rule for key, parts in held.parts.items()}
-        own = held.own_keys()
-        return PlannedPart(self._unfinished, rank, held.to_write(), copies, own)
+            # Other ranks write after region() has compared the calls of all ranks, so after this.
+            prepare_staging(self.target)
+        objects = TrainingState(state, rank)
+        for key, parts in objects.parts.items():
+            self._params[key] = [
+                ParamMeta(spec.name, list(spec.shape), list(spec.stride)) for spec in parts.specs
+            ]
+            self._layouts[key], self._rules[key] = parts.geometry(), parts.rule
+        own_keys = objects.per_rank_keys()
+        return ShardWriter(self._staging, rank, objects.to_write(), copies, own_keys)
 
     def write(self) -> tuple[int, Exception | None]:
-        """Write this rank's part; return a word for it, or what went wrong. Local."""
-        if self._planned is None:
+        """Write this rank's shard and index; return (checksum, None) or (0, error). Local."""
+        if self._writer is None:
             return 0, self._error
-        part, error = tried(self._planned.write)
-        if part is not None:
-            _, error = tried(lambda: self._write_index(part))
-        return (0, error) if part is None or error is not None else (_word(part.to_bytes()), None)
+        index, error = catch(self._writer.write)
+        if index is not None:  # the index has the digests of the data file, so it comes second
+            _, error = catch(lambda: self._write_index(index))
+        if index is None or error is not None:
+            return 0, error
+        return checksum_of(index.to_bytes()), None
 
-    def _write_index(self, part: Part) -> None:
-        with make_folder(self._unfinished) as folder:
-            folder.write_whole(part.name, part.to_bytes())
+    def _write_index(self, index: ShardIndex) -> None:
+        with make_folder(self._staging) as folder:
+            folder.write_atomically(index.name, index.to_bytes())
 
-    def publish(self, words: list[int], then: Callable[[], None]) -> Exception | None:
-        """Make a checkpoint of all parts, by their words; return what goes wrong. Of one rank."""
-        manifest = Manifest(len(words), [], self._info, self._params, self._layouts)
+    def commit(self, checksums: list[int], on_complete: Callable[[], None]) -> Exception | None:
+        """Commit what all ranks wrote, by checksums; return an error or None. First rank only."""
+        manifest = Manifest(len(checksums), [], self._info, self._params, self._layouts)
         manifest.rules = self._rules
-        error = tried(lambda: _publish(self.target, words, manifest))[1]
-        return tried(then)[1] if error is None else error
+        error = catch(lambda: _commit(self.target, checksums, manifest))[1]
+        return catch(on_complete)[1] if error is None else error
 
-    def clear(self) -> None:
-        """Remove what was written and will not be published."""
-        if is_folder(self._unfinished):
-            remove(self._unfinished)
+    def discard(self) -> None:
+        """Remove what was written and will not be committed."""
+        if is_folder(self._staging):
+            remove_checkpoint(self._staging)
 
 
 def save(
@@ -130,299 +138,322 @@ def save(
 ) -> None:
     """Write a checkpoint that any number of ranks can load. Collective.
 
-    Every rank plans and writes its part of optimizers and of their parameters. The only collective
-    is a small all-reduce, by which all ranks learn that all parts are on the disk. Then the first
-    rank renames the folder. Until then, and if anything fails, the previous checkpoint stays.
-    ``torch.distributed.checkpoint.load()`` reads the result, too.
+    Each rank plans and writes its own shards of optimizer states and parameters. The only
+    collective is a small all-reduce, after which all ranks know that all shards are on the disk.
+    Then the first rank renames the folder. Until then, and if anything fails, the previous
+    checkpoint stays. ``torch.distributed.checkpoint.load()`` can read the result, too.
 
     Args:
         state: {key: ShardedOptimizer, module, object with state_dict(), or value}. See
-            TrainingState. Values must be the same on all ranks: those of the first rank are saved.
-        folder: where to save. All ranks must see it. A checkpoint there is replaced; anything
-            else is left alone, and is an error.
+            TrainingState. Values must be the same on all ranks; the first rank's are saved.
+        folder: where to save; all ranks must see it. A checkpoint there is replaced. Anything else
+            there is an error, and stays.
         process_group: the ranks, if there is no ShardedOptimizer in ``state``.
-        info: values of JSON's types, which are saved as Manifest.info.
+        info: values of JSON types, saved as Manifest.info.
         then: called on the first rank when the checkpoint is complete.
 
     Raises:
         CheckpointError: on all ranks, if any rank cannot write.
     """
-    one = Save(state, folder, process_group, info)
-    comm = one.ranks.comm
-    # Not of one path: hosts may mount the file system at other places.
-    with one.ranks.call("checkpoint.save()", f"name = {one.target.name}"):
-        word, error = one.write()
+    operation = _SaveOperation(state, folder, process_group, info)
+    comm = operation.ranks.comm
+    # The name only: hosts may mount the file system at different paths.
+    with operation.ranks.region("checkpoint.save()", f"name = {operation.target.name}"):
+        checksum, error = operation.write()
         try:
-            words = one.ranks.agree(error, word)
-            one.ranks.agree(one.publish(words, then) if comm.rank == 0 else None)
+            # After this all-reduce the files of all ranks are on the disk.
+            checksums = operation.ranks.agree(error, checksum)
+            operation.ranks.agree(operation.commit(checksums, then) if comm.rank == 0 else None)
         except CheckpointError:
             if comm.rank == 0:
-                one.clear()
+                operation.discard()
             raise
 
 
-def _word(data: bytes) -> int:
-    """Return a number of 1 to 2**24 - 1, the same for the same data."""
-    return 1 + zlib.crc32(data) % ((1 << 24) - 1)
-
-
-def _publish(target: Path, words: list[int], manifest: Manifest) -> None:
-    """Make a checkpoint of what all ranks have written, with a manifest that lacks the files.
+def _commit(target: Path, checksums: list[int], manifest: Manifest) -> None:
+    """Complete the manifest, and give the checkpoint its name. First rank only.
 
     Raises:
-        CheckpointError: this rank does not see all of it, or it is not whole.
-        OSError: the file system refuses.
+        CheckpointError: this rank does not see all files, or tensors are incomplete.
+        OSError: a file system operation failed.
     """
-    with Folder(unfinished(target), follow=False) as folder:
-        _finish(folder, words, manifest)
-    put_in_place(target)
+    with FolderHandle(staging_path(target), follow=False) as folder:
+        _write_manifest(folder, checksums, manifest)
+    commit_staging(target)
 
 
-def _finish(folder: Folder, words: list[int], manifest: Manifest) -> None:
-    parts, files = [], manifest.files
-    for rank, word in enumerate(words):
-        name = Part(rank).name
+def _write_manifest(folder: FolderHandle, checksums: list[int], manifest: Manifest) -> None:
+    indices, files = [], manifest.files
+    for rank, checksum in enumerate(checksums):
+        name = ShardIndex(rank).name
         data = b""
         if folder.has_file(name):
             with folder.open(name) as file:
                 data = file.read()
-        if not data or _word(data) != word:
+        if not data or checksum_of(data) != checksum:
             raise CheckpointError(
                 f"rank 0 does not see in {folder.path} what rank {rank} has written there; all "
                 "ranks must write to one file system."
             )
-        parts.append(Part.from_bytes(data, name))
-        files.append(File.of(name, data))
-        _check_sizes(folder, parts[-1])
-    faults = coverage_faults(parts)
+        indices.append(ShardIndex.from_bytes(data, name))
+        files.append(FileRecord.of(name, data))
+        _check_visible_sizes(folder, indices[-1])
+    faults = coverage_faults(indices)
     if faults:
         raise CheckpointError(f"{'; '.join(faults[:5])}: ranks have saved different things.")
-    manifest.kinds = {key: kind for part in parts for key, kind in part.kinds.items()}
-    manifest.counts = {key: count for part in parts for key, count in part.counts.items()}
-    metadata = pickled(metadata_of(parts))
-    folder.write_whole(METADATA, metadata)
-    files.append(File.of(METADATA, metadata))
-    # What an earlier attempt has left, which may have had more ranks.
-    names = {f.name for f in files} | {i.file for p in parts for i in p.items}
+    manifest.tensors = {key: tensor for index in indices for key, tensor in index.tensors.items()}
+    manifest.counts = {key: count for index in indices for key, count in index.counts.items()}
+    metadata = pickle_metadata(dcp_metadata(indices))
+    folder.write_atomically(METADATA, metadata)
+    files.append(FileRecord.of(METADATA, metadata))
+    # An earlier attempt, perhaps of more ranks, may have left files.
+    names = {file.name for file in files}
+    names |= {entry.file for index in indices for entry in index.entries}
     for name in set(folder.names()) - names:
         folder.remove(name)
-    folder.write_whole(MANIFEST, manifest.to_bytes())
+    # Last: with the manifest, the staging folder counts as a complete checkpoint.
+    folder.write_atomically(MANIFEST, manifest.to_bytes())
 
 
-def _check_sizes(folder: Folder, part: Part) -> None:
-    """Raise CheckpointError unless what a rank has written is seen here in its full length."""
-    ends: dict[str, int] = {}
-    for item in part.items:
-        ends[item.file] = max(ends.get(item.file, 0), item.start + item.length)
-    for name, nbytes in ends.items():
+def _check_visible_sizes(folder: FolderHandle, index: ShardIndex) -> None:
+    """Raise CheckpointError unless this rank sees the full data files of another rank."""
+    for name, nbytes in file_ends(index.entries).items():
         found = folder.size(name) if folder.has_file(name) else 0
         if found < nbytes:
             raise CheckpointError(
-                f"rank 0 sees {found:,} bytes of {nbytes:,} that rank {part.rank} has written to "
+                f"rank 0 sees {found:,} bytes of {nbytes:,} that rank {index.rank} has written to "
                 f"{folder.path / name}; all ranks must write to one file system."
             )
 
 
-def load(
-    state: dict[str, Any],
-    folder: str | os.PathLike[str],
-    *,
-    process_group: Any = None,
-    accept: Callable[[Mapping[str, Any]], None] = lambda info: None,
-    trusted: bool = False,
-    look_beside: bool = True,
-) -> dict[str, Any]:
-    """Load a checkpoint of save() with any number of ranks; return its ``info``. Collective.
-
-    Every rank checks the digests of its part, and reads it. If anything is damaged for any rank,
-    all raise and nothing has changed. If another process saves in its place meanwhile, all ranks
-    load the old one or all the new one. Everything in ``state`` must be in the checkpoint. The
-    checkpoint may have more keys, but not more of a module or an optimizer than ``state`` has. If
-    the caller's own load_state_dict() raises on a rank, all raise, with models and optimizers
-    already loaded.
+class AsyncSave:
+    """A save in progress, as returned by async_save().
 
     Args:
-        state: as for save(). Objects are loaded in place, values are replaced in this dict.
-        folder: the checkpoint.
-        process_group: as for save().
-        accept: called with the saved ``info``; raises if the checkpoint shall not be loaded.
-        trusted: whether values may be of any class. Reading such values runs code from the file.
-        look_beside: whether an error of damage names the newest whole checkpoint of the same run.
-            To find it, all ranks read these checkpoints, each its share.
-
-    Raises:
-        DamagedCheckpoint: files differ from what was written. It names them and their contents.
-        CheckpointError: there is no checkpoint, or it does not fit ``state``.
+        operation: the save of this rank.
+        copies: copies of fragments that may change before they are written.
+        on_complete: called when the checkpoint is complete.
     """
-    check_state(state)
-    source = Path(folder).absolute()
-    ranks = Ranks(state, process_group, f"{source} is not loaded")
-    with ranks.call("checkpoint.load()", f"name = {source.name}"):
-        build = functools.partial(_Loading, state=state, ranks=ranks, accept=accept)
-        with _verified(
-            ranks, source, functools.partial(build, trusted=trusted), look_beside
-        ) as read:
-            read.finish()
-            values, error = tried(read.take_values)
-        ranks.agree(error)
-        state.update(values or {})
-    return read.manifest.info
+
+    def __init__(
+        self, operation: _SaveOperation, copies: DeferredCopies, on_complete: Callable[[], None]
+    ) -> None:
+        self._save, self._copies, self._on_complete = operation, copies, on_complete
+        self._ranks = operation.ranks
+        self._begin = _record_event(operation.ranks.device)
+        self._error: Exception | None = None
+        self._written = threading.Event()
+        self._checksum = 0
+        self._lacks_checksums = False  # on the first rank: the store is gone, and wait() commits
+        self._is_abandoned = False  # wait() has ended: the thread stops polling the store
+        self._was_waited_for = False
+        self._topic = f"saves/{next_sequence_number(self._ranks.comm)}"
+        self._thread = threading.Thread(target=self._run, name="shardfuse save", daemon=True)
+
+    @property
+    def extra_nbytes(self) -> int:
+        """Peak memory of the copies on this rank, in bytes."""
+        return self._copies.peak_nbytes
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this rank has finished. Local: other ranks may be slower or faster."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is complete. Collective.
+
+        Raises:
+            CheckpointError: on all ranks, if any rank could not write.
+        """
+        if self._was_waited_for:
+            return
+        self._was_waited_for = True
+        try:
+            with self._ranks.region("checkpoint.wait()"):
+                self._written.wait()  # set by the thread after this rank's last write
+                checksums = self._ranks.agree(self._error, self._checksum)
+                self._thread.join()  # on the first rank, the thread commits before it ends
+                if self._lacks_checksums:
+                    self._publish(checksums)
+                self._ranks.agree(self._error)
+        finally:
+            self._is_abandoned = True
+
+    def start(self) -> None:
+        """Start the writing thread."""
+        self._thread.start()
+
+    def before_step(self) -> bool:
+        """Copy the fragments that are not written yet, and raise an error of the save. Local.
+
+        Returns:
+            Whether the save still needs this call before later steps.
+
+        Raises:
+            CheckpointError: this rank could not write.
+        """
+        self._copies.copy_pending()  # step() changes the tensors once this hook returns
+        if not self.is_done:
+            return True
+        if self._error is not None and not self._was_waited_for:
+            error = CheckpointError(f"{self._save.target} is not saved: {self._error}")
+            self._ranks.comm.session.fail("step()", error)
+        return False
+
+    def before_load(self) -> bool:
+        """Copy the fragments that are not written yet; return as before_step(). Local."""
+        self._copies.copy_pending()
+        return not self._was_waited_for
+
+    def _run(self) -> None:
+        with _on_device_after(self._ranks.device, self._begin):
+            self._checksum, self._error = self._save.write()
+            self._copies.copy_pending()
+        comm = self._ranks.comm
+        text = "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        if comm.world_size > 1:
+            comm.session.publish(self._topic, json.dumps([self._checksum, text]))
+        self._written.set()
+        if comm.rank == 0 and self._error is None:
+            try:
+                self._commit_when_written()
+            except PeerError as error:
+                self._error = error
+
+    def _commit_when_written(self) -> None:
+        """Commit once all ranks have written; runs in the first rank's thread."""
+        checksums = (
+            self._wait_for_checksums() if self._ranks.comm.world_size > 1 else [self._checksum]
+        )
+        if checksums is None:
+            self._lacks_checksums = True
+        elif all(checksums):
+            self._publish(checksums)
+        else:
+            self._save.discard()
+
+    def _publish(self, checksums: list[int]) -> None:
+        self._error = self._save.commit(checksums, self._on_complete)
+        if self._error is not None:
+            logger.error("%s is not saved: %s", self._save.target, self._error)
+
+    def _wait_for_checksums(self) -> list[int] | None:
+        """Return the checksums of all ranks, or of some if one is 0; None if the store is gone."""
+        while not self._is_abandoned:
+            texts = self._ranks.comm.session.read(self._topic)
+            found = [_parse_checksum(text, self._topic) for text in texts if text is not None]
+            if len(found) == self._ranks.comm.world_size or 0 in found:
+                return found
+            if self._ranks.comm.session.is_store_gone:
+                return None
+            time.sleep(_POLL_S)
+        return [0]
+
+
+def _parse_checksum(text: str, key: str) -> int:
+    """Parse what a rank published; raise PeerError if no rank can have written it."""
+    with suppress(ValueError, TypeError, RecursionError):
+        checksum, reason = json.loads(text)
+        if type(checksum) is int and 0 <= checksum < 1 << 24 and isinstance(reason, str):
+            return checksum
+    raise unreadable(key, text)
+
+
+def _record_event(device: torch.device) -> Any:
+    """Return an event after the work that this thread has launched; None on the CPU."""
+    stream = current_stream(device)
+    return None if stream is None else stream.record_event()
 
 
 @contextmanager
-def _verified(
-    ranks: Ranks, target: Path, build: Callable[[Source], _Loading], look_beside: bool
-) -> Iterator[_Loading]:
-    """Give this rank's reading of the one checkpoint that all ranks have opened. Collective.
+def _on_device_after(device: torch.device, begin: Any) -> Iterator[None]:
+    """Run this thread on ``device``, on a stream of its own that waits for ``begin`` only.
 
-    It begins anew where another process has replaced or removed the checkpoint meanwhile.
+    A new thread uses the host's first device, another rank's, and the default stream, which
+    training uses and torch's writer synchronizes with. (Not run on hardware.)
+    """
+    if begin is None:
+        yield
+        return
+    module = torch.get_device_module(device)
+    module.set_device(device)
+    stream = module.Stream(device)
+    stream.wait_event(begin)
+    with module.stream(stream):
+        yield
+
+
+def async_save(
+    state: Mapping[str, Any],
+    folder: str | os.PathLike[str],
+    *,
+    process_group: Any = None,
+    info: Mapping[str, Any] | None = None,
+    then: Callable[[], None] = lambda: None,
+) -> AsyncSave:
+    """Save as save() does, while training continues; return at once. Collective.
+
+    Optimizer states and this rank's shards of the parameters do not change before the next step().
+    So a thread copies and writes one fragment at a time, and the next step() first copies the rest.
+    The extra memory is one fragment, or at most this rank's shards if step() comes first
+    (``extra_nbytes`` has the peak). Everything else, such as buffers of modules, is copied before
+    this function returns. load() and load_state_dict() first copy the rest, too. Nothing else may
+    change parameters or states: call wait() before you load in another way. The thread uses a core
+    for one second per GB, and the time of the disk. If ranks leave no core free, training is slower
+    during that time.
+
+    A failure is raised on all ranks, by the next step() of the rank that failed or by wait(),
+    whichever comes first. Call wait() before the next save, and before the process ends.
+
+    Args:
+        state, folder, process_group, info: as for save().
+        then: called in the first rank's thread when the checkpoint is complete.
 
     Raises:
-        CheckpointError: as for load().
+        CheckpointError: on all ranks, if one cannot start.
     """
-    for _ in range(_ATTEMPTS):
-        with ExitStack() as stack:
-            source, error = tried(lambda: stack.enter_context(opened(target)))
-            read = None
-            if source is not None:
-                read, error = tried(functools.partial(build, source))
-            words = ranks.words(0 if read is None else read.manifest.word)
-            if all(words) and len(set(words)) == 1:
-                assert read is not None
-                yield read
-                return
-            has_moved = source is not None and source.has_moved
-            if not all(words) and 2 not in ranks.words(1 + has_moved):
-                try:
-                    ranks.agree(error)
-                except DamagedCheckpoint as damage:
-                    advice = whole_beside(ranks, target) if look_beside else ""
-                    raise DamagedCheckpoint(damage.faults, advice) from error
-    raise CheckpointError(
-        f"{target} is not loaded: another process saved in its place {_ATTEMPTS} times while it "
-        "was read. Load a copy of it, or save less often."
-    )
+    copies = DeferredCopies()
+    operation = _SaveOperation(state, folder, process_group, info, copies)
+    with operation.ranks.region("checkpoint.async_save()", f"name = {operation.target.name}"):
+        saving = AsyncSave(operation, copies, then)
+    # Registered before the thread starts: a step() right after this call must find the save.
+    for value in state.values():
+        if isinstance(value, ShardedOptimizer):
+            register_running_save(value, saving)
+    saving.start()
+    return saving
 
 
-def _room(manifest: Manifest, state: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
-    """Return tensors for values that were saved as tensors; None: an early manifest, without."""
-    kinds = [(key, manifest.kinds[key]) for key in state if key in manifest.kinds]
-    try:
-        room = {key: torch.empty(kind.shape, dtype=dtype_named(kind.dtype)) for key, kind in kinds}
-    except RuntimeError as error:  # no memory for it
-        raise DamagedCheckpoint(
-            [f"{MANIFEST} has sizes of more than there can be: {error}"]
-        ) from None
-    return room if manifest.kinds else None
+_running_saves: weakref.WeakKeyDictionary[ShardedOptimizer, list[AsyncSave]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-class _Loading:
-    """One rank's reading of a checkpoint; built, it has verified and checked all that it needs."""
+def register_running_save(optimizer: ShardedOptimizer, save: AsyncSave) -> None:
+    """Call ``save.before_step()`` before step() changes ``optimizer``, and likewise for loads."""
+    if optimizer not in _running_saves:
+        _running_saves[optimizer] = []
+        # Never removed: torch iterates over its hooks, so no hook may remove itself.
+        optimizer.register_step_pre_hook(_before_step)
+        optimizer.register_load_state_dict_pre_hook(_before_load)
+    _running_saves[optimizer].append(save)
 
-    def __init__(
-        self,
-        source: Source,
-        state: Mapping[str, Any],
-        ranks: Ranks,
-        accept: Callable[[Mapping[str, Any]], None],
-        trusted: bool,
-    ) -> None:
-        comm: Communicator = ranks.comm
-        self.manifest = Manifest.read(source)
-        accept(self.manifest.info)
-        self._held = held = TrainingState(state, comm.rank)
-        held.expect(self.manifest.world_size, comm.world_size)
-        self._checked = held.to_check(_room(self.manifest, state))
-        self._filled = held.to_fill()
-        counts = held.split_counts(self._checked, self.manifest.counts)
-        parts = self._planned(source, comm.rank, trusted)
-        readings = (self._first, self._rest, self._last)
-        items = {item for reading in readings for item in reading.items(parts)}
-        source.keep(item.file for item in items)
-        items |= {item for part in parts for item in part.items if item.key in part.counts}
-        faults = []
-        if comm.rank == 0:
-            metadata = next(file for file in self.manifest.files if file.name == METADATA)
-            _, damage = tried(lambda: self.manifest.read_file(source, metadata))
-            faults += damage.faults if isinstance(damage, DamagedCheckpoint) else []
-        faults += item_faults(source, items)
-        if faults:
-            raise DamagedCheckpoint(faults)
-        self._first.read()
-        for key, values in counts.items():
-            self._checked[key] |= values
-        try:
-            held.check(self._checked)
-        except ValueError as error:
-            raise CheckpointError(f"{source.path} does not fit: {error}") from error
-        self._check_order(source.path)
-        read = {f"{key}.{name}" for key, values in counts.items() for name in values}
-        self._check_extra(source.path, read.union(*(reading.keys for reading in readings)))
 
-    def _planned(self, source: Source, rank: int, trusted: bool) -> list[Part]:
-        """Plan what is read; return the indices for that. See [Note: few indices]."""
-        manifest, held = self.manifest, self._held
-        ranks = ranks_needed(manifest.layouts, manifest.world_size, held.parts, rank)
-        is_enough = bool(manifest.kinds) and len(ranks) < manifest.world_size
-        for only in (ranks, None) if is_enough else (None,):
-            parts = manifest.parts(source, only)
-            self._saved = {item.key for part in parts for item in part.items} | {*manifest.kinds}
-            plan = functools.partial(Reading, source, parts, kinds=manifest.kinds)
-            try:
-                self._first = plan(self._checked, trusted=trusted)
-                self._rest = plan(held.to_read(self._filled, self._saved))
-                self._last = plan(held.to_read_after(self._saved))
-            except CheckpointError as error:
-                if only is None:
-                    saved = self._saved | {*manifest.counts}
-                    remedy = held.without_states(self._filled, saved)
-                    raise CheckpointError(f"{error}{remedy}") from error
-                continue
-            if all(r.is_complete for r in (self._first, self._rest, self._last)):
-                break
-        return parts
+def notify_before_load(optimizers: Sequence[ShardedOptimizer]) -> None:
+    """Let running saves of ``optimizers`` copy what a load is about to overwrite. Local."""
+    for optimizer in optimizers:
+        _before_load(optimizer)
 
-    def _check_extra(self, source: Path, read: set[str]) -> None:
-        """Raise CheckpointError where a model or an optimizer would lose what was saved of it."""
-        prefixes = tuple(f"{key}." for key in self._held.whole_keys())
-        extra = sorted(key for key in self._saved - read if key.startswith(prefixes))
-        if extra:
-            raise CheckpointError(
-                f"{source} does not fit: it has {', '.join(extra[:3])}, {len(extra)} keys in all, "
-                "for which there is no place here. Build the model and the optimizer that were "
-                "saved; torch.distributed.checkpoint.load() loads parts of a checkpoint."
-            )
 
-    def _check_order(self, source: Path) -> None:
-        """Raise CheckpointError where states lie in another order of elements than they did."""
-        with_states = {k.rpartition(".")[0] for k in self._saved if not k.endswith(".step")}
-        for key, parts in self._held.parts.items():
-            notes = {note.name: note for note in self.manifest.params.get(key, [])}
-            for spec in parts.specs:
-                note = notes.get(spec.name, spec)
-                order, now = (
-                    [step for step, size in zip(strides, spec.shape, strict=False) if size > 1]
-                    for strides in (note.stride, spec.stride)
-                )
-                is_same = order == now or tuple(note.shape) != tuple(spec.shape)
-                if not is_same and f"{key}.state.{spec.name}" in with_states:
-                    raise CheckpointError(
-                        f"{source} does not fit: {spec.name} had the strides {tuple(note.stride)} "
-                        f"when it was saved, and has {tuple(spec.stride)} here. Give the model the "
-                        "memory format that it had, such as by model.to(memory_format="
-                        "torch.channels_last), and then build the optimizer."
-                    )
+def _before_load(optimizer: Any, *_: Any) -> None:
+    saves = _running_saves.get(optimizer, [])
+    saves[:] = [save for save in saves if save.before_load()]
 
-    def finish(self) -> None:
-        """Have modules and optimizers take over what is read. Collective."""
-        will_load(self._held.optimizers)
-        with torch.no_grad():
-            self._rest.read()
-            self._held.fill_lacking(self._saved)
-            self._last.read()
-            self._held.take(self._checked, self._filled, self.manifest.rules)
 
-    def take_values(self) -> dict[str, Any]:
-        """Have all else take it over; return plain values. Local."""
-        with torch.no_grad():
-            return self._held.take_values(self._checked)
+def _before_step(optimizer: Any, *_: Any) -> None:
+    saves = _running_saves[optimizer]
+    for save in tuple(saves):
+        saves.remove(save)  # before it may raise: a failure is raised once
+        if save.before_step():
+            saves.append(save)

@@ -1,9 +1,10 @@
-"""What a training loop has, modules, optimizers, values, as it is saved and loaded.
+"""The saved state: modules, optimizers and values, and how each is saved and loaded.
 
-[Note: other masters] A checkpoint may be of a model in another precision, or of other params on the
-wire. Where it has masters of parameters that are fp32 here, these become the parameters. Where it
-lacks masters, the model's saved values are taken, which are not rounded if they were fp32 there;
-without a model in what is loaded, those that the parameters have. Differences that it lacks are 0.
+[Note: other masters] The model may be in another precision than the saved one, or its params may
+be communicated in other bits. If the checkpoint has masters of params that are fp32 here, the
+masters become the params. If it lacks masters, the model's saved values become the masters; they
+are not rounded if they were fp32. Without a model in the state, the present params are copied into
+the masters. Rounding errors (error feedback) that the checkpoint lacks become 0.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from shardfuse.checkpoint.errors import CheckpointError
+from shardfuse.checkpoint.index import CheckpointError
 from shardfuse.engine.sharded_state import Parts, plain_number
 from shardfuse.optim.base import ShardedOptimizer
 
@@ -24,7 +25,7 @@ from shardfuse.optim.base import ShardedOptimizer
 class PerRank:
     """A value that differs between ranks, such as the position of a data loader.
 
-    Every rank's value is saved, and each rank gets its own back.
+    Each rank's value is saved, and each rank gets its own back.
 
     Args:
         value: an object with state_dict(), which returns plain data, and load_state_dict().
@@ -32,11 +33,11 @@ class PerRank:
             load_state_dict() if the two differ. None: that is an error.
 
     Raises:
-        TypeError: the value has no such methods.
+        TypeError: the value lacks these methods.
     """
 
     def __init__(self, value: Any, *, on_resize: Callable[[int, int], None] | None = None) -> None:
-        if not hasattr(value, "state_dict") or _loader(value) is None:
+        if not hasattr(value, "state_dict") or _load_method(value) is None:
             kind = type(value).__name__
             raise TypeError(
                 f"PerRank takes an object with state_dict() and load_state_dict(), got {kind}."
@@ -48,24 +49,25 @@ class PerRank:
 class TrainingState:
     """The objects of one checkpoint by key, and how each is saved and loaded.
 
-    * A ShardedOptimizer gives its parts. Those of its parameters are taken for the module's.
-    * A module gives ``state_dict()``, unwrapped of DistributedDataParallel and torch.compile().
-      What it makes for that, such as copies and extra state, its ``load_state_dict()`` takes.
-    * A PerRank gives that of its value on this rank.
+    * A ShardedOptimizer saves its shards. The shards of its params replace those of the module.
+    * A module saves ``state_dict()``, after DistributedDataParallel and torch.compile() are
+      unwrapped. Entries that it computes for the caller, such as copies and extra state, are loaded
+      by its ``load_state_dict()``.
+    * A PerRank saves the state of its value on each rank.
     * Anything else with ``state_dict()`` and ``load_state_dict()``, or Paddle's
-      ``set_state_dict()``, gives that; the first rank's is saved. So is any other value, which
-      load() replaces in the caller's dict. Both are saved as one item, because they may have other
-      keys when they are loaded. An optimizer's companions are such objects, too.
+      ``set_state_dict()``, saves that; the first rank's is written. The same holds for any other
+      value, which load() replaces in the caller's dict. Both are saved as one item, because their
+      keys may differ when they are loaded. An optimizer's companions are such objects, too.
 
     Args:
         objects: {key: object}.
-        rank: of this process, among those that save or load together.
+        rank: this process's rank among those that save or load together.
     """
 
     def __init__(self, objects: Mapping[str, Any], rank: int) -> None:
         self.objects = dict(objects)
-        self._own = f"rank-{rank}"
-        self._resized: tuple[int, int] | None = None
+        self._rank_key = f"rank-{rank}"
+        self._world_sizes: tuple[int, int] | None = None
         self.parts: dict[str, Parts] = {}
         for key, value in objects.items():
             if isinstance(value, ShardedOptimizer):
@@ -74,18 +76,18 @@ class TrainingState:
                 beside = value.companions()
                 self.objects |= {f"{key}.{name}": other for name, other in beside.items()}
         self._refuse_copies()
-        _refuse_one_way(self.objects)
+        _refuse_without_load_method(self.objects)
 
     def _refuse_copies(self) -> None:
-        """Raise CheckpointError if a module's state_dict() has copies of an optimizer's parameters.
+        """Raise CheckpointError if a module's state_dict() has copies of an optimizer's params.
 
-        Ranks save and load their parts of a parameter in place.
+        Each rank saves and loads its shard of a param in place, which does not reach a copy.
         """
-        owned = self._params(to_write=False)
+        owned = self._param_shards(to_write=False)
         for key, value in self.objects.items():
             if isinstance(value, nn.Module):
-                params, made = dict(_unwrapped(value).named_parameters()), _made(value)
-                names = [name for name in made if id(params.get(name)) in owned]
+                params = dict(_unwrapped(value).named_parameters())
+                names = [name for name in _computed_state(value) if id(params.get(name)) in owned]
                 if names:
                     raise CheckpointError(
                         f"state_dict() of {key!r} has a copy of {names[0]}, of which every rank "
@@ -99,100 +101,100 @@ class TrainingState:
         return [value for value in self.objects.values() if isinstance(value, ShardedOptimizer)]
 
     def to_write(self) -> dict[str, Any]:
-        """Return nested dicts of what this rank writes, of which tensors alias what is live."""
-        written = self._params(to_write=True)
+        """Return nested dicts of what this rank writes; tensors alias the live state."""
+        written = self._param_shards(to_write=True)
         result: dict[str, Any] = {}
         for key, value in self.objects.items():
             if key in self.parts:
                 result[key] = self.parts[key].to_write()
             elif isinstance(value, nn.Module):
-                result[key] = _of_module(value, written)
+                result[key] = _module_state(value, written)
             elif isinstance(value, PerRank):
-                result[key] = {self._own: _as_one(value.value)}
+                result[key] = {self._rank_key: _as_single_item(value.value)}
             else:
-                result[key] = value if isinstance(value, Tensor) else _as_one(value)
+                result[key] = value if isinstance(value, Tensor) else _as_single_item(value)
         return result
 
-    def expect(self, saved: int, present: int) -> None:
-        """Be ready for a checkpoint of ``saved`` ranks at ``present`` ranks.
+    def check_world_size(self, saved: int, present: int) -> None:
+        """Prepare to load a checkpoint of ``saved`` ranks on ``present`` ranks.
 
         Raises:
-            CheckpointError: they differ, and a PerRank cannot be loaded then.
+            CheckpointError: they differ, and a PerRank has no ``on_resize``.
         """
         if saved == present:
             return
-        self._resized = (saved, present)
-        for key in self.own_keys():
+        self._world_sizes = (saved, present)
+        for key in self.per_rank_keys():
             if self.objects[key].on_resize is None:
                 raise CheckpointError(
                     f"each of {saved} ranks saved its own {key!r}, and there are {present} now. "
                     f"Load with {saved} ranks, or pass PerRank(..., on_resize=...)."
                 )
 
-    def to_check(self, saved: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
-        """Return nested dicts of copies that are read first, and looked at before anything changes.
+    def staged_copies(self, saved: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+        """Return nested dicts of copies that are read and checked before anything changes.
 
-        They are all that is not a live tensor of a module or of an optimizer.
+        They are everything but the live tensors of modules and optimizers.
 
         Args:
-            saved: room for values that are tensors in the checkpoint; None: it does not tell, and
-                has those of the present values.
+            saved: allocated tensors for values that are tensors in the checkpoint; None: the
+                checkpoint does not list them, and the present values' shapes are used.
         """
         result: dict[str, Any] = {}
         for key, value in self.objects.items():
             if key in self.parts:
-                whole = self.parts[key].to_fill()
-                result[key] = {k: v for k, v in whole.items() if not _is_part(v)}
+                entries = self.parts[key].to_fill()
+                result[key] = {k: v for k, v in entries.items() if not _is_sharded(v)}
             elif isinstance(value, nn.Module):
-                result[key] = copy.deepcopy(_made(value))
+                result[key] = copy.deepcopy(_computed_state(value))
             elif isinstance(value, PerRank):
-                result[key] = {} if self._resized else {self._own: (None,)}
+                result[key] = {} if self._world_sizes else {self._rank_key: (None,)}
             elif saved is None:
                 result[key] = value.clone() if isinstance(value, Tensor) else (None,)
-            else:  # whatever the present one is
-                is_replaced = _loader(value) is None
+            else:  # of any type; the present value may be of another
+                is_replaced = _load_method(value) is None
                 result[key] = saved.get(key, (None,)) if is_replaced else (None,)
         return result
 
     def split_counts(
-        self, checked: dict[str, Any], counts: Mapping[str, int]
+        self, staged: dict[str, Any], counts: Mapping[str, int]
     ) -> dict[str, dict[str, Tensor]]:
-        """Take out of to_check() what a checkpoint's manifest has; return that, filled."""
+        """Move step counts that the manifest has out of ``staged``; return them as tensors."""
         found = {}
         for key in self.parts:
-            names = [name for name in checked[key] if f"{key}.{name}" in counts]
+            names = [name for name in staged[key] if f"{key}.{name}" in counts]
             for name in names:
-                del checked[key][name]
+                del staged[key][name]
             found[key] = {name: torch.tensor(counts[f"{key}.{name}"]) for name in names}
         return found
 
-    def to_fill(self) -> dict[str, Any]:
-        """Return nested dicts of the tensors of modules and optimizers, which are live."""
-        filled = self._params(to_write=False)
+    def live_tensors(self) -> dict[str, Any]:
+        """Return nested dicts of the live tensors of modules and optimizers."""
+        live = self._param_shards(to_write=False)
         result: dict[str, Any] = {}
         for key, value in self.objects.items():
             if key in self.parts:
-                whole = self.parts[key].to_fill()
-                result[key] = {k: v for k, v in whole.items() if _is_part(v)}
+                entries = self.parts[key].to_fill()
+                result[key] = {k: v for k, v in entries.items() if _is_sharded(v)}
             elif isinstance(value, nn.Module):
-                whole, made = _of_module(value, filled), _made(value)
-                result[key] = {k: v for k, v in whole.items() if k not in made}
+                entries, computed = _module_state(value, live), _computed_state(value)
+                result[key] = {k: v for k, v in entries.items() if k not in computed}
         return result
 
-    def _take_own(self, value: PerRank, checked: Mapping[str, Any]) -> None:
-        if self._resized is None:
-            load = _loader(value.value)
+    def _load_per_rank(self, value: PerRank, staged: Mapping[str, Any]) -> None:
+        if self._world_sizes is None:
+            load = _load_method(value.value)
             assert load is not None  # else it was refused
-            load(checked[self._own][0])
+            load(staged[self._rank_key][0])
         elif value.on_resize is not None:
-            value.on_resize(*self._resized)
+            value.on_resize(*self._world_sizes)
 
-    def own_keys(self) -> list[str]:
-        """Return the keys of what every rank has its own of."""
+    def per_rank_keys(self) -> list[str]:
+        """Return the keys of PerRank objects."""
         return [key for key, value in self.objects.items() if isinstance(value, PerRank)]
 
-    def to_read(self, filled: Mapping[str, Any], saved: Collection[str]) -> dict[str, Any]:
-        """Return what of ``filled`` is among the ``saved`` keys, or must be.
+    def select_saved(self, live: Mapping[str, Any], saved: Collection[str]) -> dict[str, Any]:
+        """Return ``live`` without the masters and rounding errors that are not among ``saved``.
 
         See [Note: other masters].
         """
@@ -202,17 +204,14 @@ class TrainingState:
             lacking |= {f"{key}.{name}" for name in names} - set(saved)
         return {
             key: {name: v for name, v in values.items() if f"{key}.{name}" not in lacking}
-            for key, values in filled.items()
+            for key, values in live.items()
         }
 
-    def without_states(self, filled: Mapping[str, Any], saved: Collection[str]) -> str:
-        """Return what to do where a parameter that is trained here has no states among ``saved``.
-
-        Empty where there is none.
-        """
+    def advice_on_unfrozen(self, live: Mapping[str, Any], saved: Collection[str]) -> str:
+        """Return advice if a param that is trained here has no states among ``saved``; else ""."""
         have_any = {key.rpartition(".")[0] for key in saved if not key.endswith(".step")}
         for key in self.parts:
-            for name in filled[key]:
+            for name in live[key]:
                 of_param = f"{key}.{name}".rpartition(".")[0]
                 if of_param not in have_any and f"{of_param}.step" in saved:
                     param = of_param.removeprefix(f"{key}.state.")
@@ -223,8 +222,8 @@ class TrainingState:
                     )
         return ""
 
-    def to_read_after(self, saved: Collection[str]) -> dict[str, Any]:
-        """Return nested dicts of tensors that are read at last, from keys of other ones.
+    def master_reads(self, saved: Collection[str]) -> dict[str, Any]:
+        """Return nested dicts of tensors that are read last, from another object's key.
 
         See [Note: other masters].
         """
@@ -245,8 +244,8 @@ class TrainingState:
                     result.setdefault(other, {})[name] = master.place
         return result
 
-    def fill_lacking(self, saved: Collection[str]) -> None:
-        """Give masters and differences that are not saved the values that parameters have."""
+    def fill_missing_masters(self, saved: Collection[str]) -> None:
+        """Copy params into masters that are not saved; set rounding errors that are not to 0."""
         for key, parts in self.parts.items():
             for name, error in parts.errors().items():
                 if f"{key}.{name}" not in saved:
@@ -255,31 +254,31 @@ class TrainingState:
                 if master.is_kept and f"{key}.{master.key}" not in saved:
                     master.place.copy_(master.own)
 
-    def whole_keys(self) -> list[str]:
-        """Return the keys of modules and optimizers, which are loaded whole or not at all."""
+    def complete_keys(self) -> list[str]:
+        """Return the keys of modules and optimizers, which must be loaded completely."""
         modules = [key for key, value in self.objects.items() if isinstance(value, nn.Module)]
         return [*self.parts, *modules]
 
-    def check(self, checked: Mapping[str, Any]) -> None:
-        """Raise ValueError if what was read into to_check() does not fit the optimizers."""
+    def check(self, staged: Mapping[str, Any]) -> None:
+        """Raise ValueError if the staged copies do not fit the optimizers."""
         for key, parts in self.parts.items():
-            parts.check(checked[key])
+            parts.check(staged[key])
 
-    def take(
-        self, checked: Mapping[str, Any], filled: Mapping[str, Any], rules: Mapping[str, str]
+    def load_optimizers(
+        self, staged: Mapping[str, Any], live: Mapping[str, Any], rules: Mapping[str, str]
     ) -> None:
-        """Have the optimizers take over what was read. Collective: parameters go to all ranks.
+        """Let the optimizers adopt what was read, and send params to all ranks. Collective.
 
         Args:
-            checked, filled: of to_check() and to_fill().
-            rules: by which each optimizer was updated that was saved, by its key.
+            staged, live: results of staged_copies() and live_tensors(), filled.
+            rules: {key: update rule of the saved optimizer}.
         """
         for key, parts in self.parts.items():
             parts.publish()
-            parts.take({**filled[key], **checked[key]}, rules.get(key, ""))
+            parts.take({**live[key], **staged[key]}, rules.get(key, ""))
 
-    def take_values(self, checked: Mapping[str, Any]) -> dict[str, Any]:
-        """Have all else take it over; return the values that have no method for that. Local.
+    def load_values(self, staged: Mapping[str, Any]) -> dict[str, Any]:
+        """Load everything but optimizers; return the values without a method for that. Local.
 
         Raises:
             CheckpointError: such a method has raised.
@@ -287,33 +286,33 @@ class TrainingState:
         values: dict[str, Any] = {}
         for key in (key for key in self.objects if key not in self.parts):
             try:
-                self._take_value(key, checked[key], values)
+                self._load_value(key, staged[key], values)
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
                 raise CheckpointError(f"state[{key!r}] cannot be loaded: {reason}") from error
         return values
 
-    def _take_value(self, key: str, checked: Any, values: dict[str, Any]) -> None:
+    def _load_value(self, key: str, staged: Any, values: dict[str, Any]) -> None:
         value = self.objects[key]
         if isinstance(value, nn.Module):
-            _set_made(_unwrapped(value), checked)
+            _load_computed_state(_unwrapped(value), staged)
         elif isinstance(value, PerRank):
-            self._take_own(value, checked)
-        elif (load := _loader(value)) is not None:
-            load(_placed(checked[0], value.state_dict()))
+            self._load_per_rank(value, staged)
+        elif (load := _load_method(value)) is not None:
+            load(_moved_like(staged[0], value.state_dict()))
         else:
-            values[key] = _placed(checked[0] if isinstance(checked, tuple) else checked, value)
+            values[key] = _moved_like(staged[0] if isinstance(staged, tuple) else staged, value)
 
-    def _params(self, *, to_write: bool) -> dict[int, Tensor]:
-        """Return {id of a parameter: this rank's part of it} of all optimizers."""
+    def _param_shards(self, *, to_write: bool) -> dict[int, Tensor]:
+        """Return {id(param): this rank's shard of it} for all optimizers."""
         lists = [parts.params(to_write=to_write) for parts in self.parts.values()]
         return {id(param): part for pairs in lists for param, part in pairs}
 
 
-def _refuse_one_way(objects: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for an object that would not get back what is saved of it."""
+def _refuse_without_load_method(objects: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for an object that has state_dict() but cannot load it."""
     for key, value in objects.items():
-        if hasattr(value, "state_dict") and _loader(value) is None:
+        if hasattr(value, "state_dict") and _load_method(value) is None:
             raise CheckpointError(
                 f"state[{key!r}] has state_dict() but no load_state_dict(). Give "
                 f"{type(value).__name__} that method, or pass what state_dict() returns."
@@ -321,7 +320,7 @@ def _refuse_one_way(objects: Mapping[str, Any]) -> None:
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module that DistributedDataParallel or torch.compile() was given."""
+    """Return the module inside DistributedDataParallel and torch.compile() wrappers."""
     while True:
         is_ddp = isinstance(module, nn.parallel.DistributedDataParallel)
         inner = getattr(module, "module" if is_ddp else "_orig_mod", None)
@@ -330,70 +329,71 @@ def _unwrapped(module: nn.Module) -> nn.Module:
         module = inner
 
 
-def _of_module(module: nn.Module, parts: Mapping[int, Tensor]) -> dict[str, Any]:
+def _module_state(module: nn.Module, parts: Mapping[int, Tensor]) -> dict[str, Any]:
     state = _unwrapped(module).state_dict(keep_vars=True)
-    return {name: parts.get(id(value), _plain(value)) for name, value in state.items()}
+    return {name: parts.get(id(value), _detached(value)) for name, value in state.items()}
 
 
-def _plain(value: Any) -> Any:
+def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _is_part(value: Any) -> bool:
+def _is_sharded(value: Any) -> bool:
+    """Return whether a state is sharded, as all but step counts (0-dim tensors) are."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _loader(value: Any) -> Callable[[Any], Any] | None:
-    """Return the method by which an object takes over what its state_dict() returned, or None."""
+def _load_method(value: Any) -> Callable[[Any], Any] | None:
+    """Return the method that loads what state_dict() returned, or None."""
     load = getattr(value, "load_state_dict", None)
     return getattr(value, "set_state_dict", None) if load is None else load  # Paddle's name
 
 
-def _as_one(value: Any) -> tuple[Any]:
-    """Return a value, or what its state_dict() returns, as torch's planners take it for one item.
+def _as_single_item(value: Any) -> tuple[Any]:
+    """Wrap a value, or its state_dict(), into a tuple, which torch's planners save as one item.
 
-    That is in a tuple. They would take dicts apart, and the keys that there are when it is loaded,
-    such as those of an optimizer that has not made a step, would be all that is read.
+    The planners flatten dicts. Then only the keys that exist at load time would be read, and an
+    optimizer that has not made a step has none.
     """
     state = value.state_dict() if hasattr(value, "state_dict") else value
-    return (tree_map(_on_host, state),)
+    return (tree_map(_to_plain_cpu, state),)
 
 
-def _on_host(value: Any) -> Any:
+def _to_plain_cpu(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else plain_number(value)
 
 
-def _placed(new: Any, own: Any) -> Any:
-    """Return ``new`` with tensors on the devices of those in the same places of ``own``."""
+def _moved_like(new: Any, own: Any) -> Any:
+    """Return ``new`` with its tensors on the devices of the corresponding tensors of ``own``."""
     if isinstance(new, Tensor) and isinstance(own, Tensor):
         return new.to(own.device)
     if isinstance(new, dict) and isinstance(own, Mapping):
-        new.update({key: _placed(new[key], own[key]) for key in new if key in own})
+        new.update({key: _moved_like(new[key], own[key]) for key in new if key in own})
     elif isinstance(new, list) and isinstance(own, list):
-        new[: len(own)] = [_placed(*pair) for pair in zip(new, own, strict=False)]
+        new[: len(own)] = [_moved_like(*pair) for pair in zip(new, own, strict=False)]
     return new
 
 
-def _made(module: nn.Module) -> dict[str, Any]:
-    """Return what state_dict() makes for its caller: extra state, and copies of tensors.
+def _computed_state(module: nn.Module) -> dict[str, Any]:
+    """Return the entries that state_dict() computes for its caller: extra state, and tensor copies.
 
-    A copy is of other memory at every call; filling it does not reach the module.
+    A copy has other memory at each call; filling it does not reach the module.
     """
     first, again = (_unwrapped(module).state_dict(keep_vars=True) for _ in range(2))
     return {
-        name: _plain(value)
+        name: _detached(value)
         for name, value in first.items()
-        if name.endswith("_extra_state") or not _is_one(value, again[name])
+        if name.endswith("_extra_state") or not _shares_memory(value, again[name])
     }
 
 
-def _is_one(value: Any, other: Any) -> bool:
+def _shares_memory(value: Any, other: Any) -> bool:
     if not isinstance(value, Tensor) or not isinstance(other, Tensor):
         return False
     return not value.numel() or value.data_ptr() == other.data_ptr()
 
 
-def _set_made(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Have the module take over what its state_dict() had made."""
+def _load_computed_state(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load the entries that the module's state_dict() had computed."""
     if state:
         module.load_state_dict(state, strict=False)

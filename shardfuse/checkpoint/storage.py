@@ -1,10 +1,10 @@
-"""One rank's part of a checkpoint, planned alone, in the format of torch.distributed.checkpoint.
+"""One rank's shards in the format of torch.distributed.checkpoint (DCP), planned by it alone.
 
-[Note: no planning collective] torch's own planners gather the plans of all ranks, to find out what
-is saved twice and where everything will lie. Here nothing is saved twice by construction: fragments
-do not overlap, and what all ranks have alike is the first one's to write. So each rank plans alone,
-through the same SavePlanner and StorageWriter, and what it has written it says in a file of its
-own. Loading plans alone in torch, too, once it knows what lies where.
+[Note: no planning collective] DCP's own planners gather the plans of all ranks, to remove
+duplicates and to learn where everything is. Here there are no duplicates by construction:
+fragments do not overlap, and the first rank writes everything that is equal on all ranks. So each
+rank plans alone, by the same SavePlanner and StorageWriter, and lists what it wrote in an index
+file of its own. DCP plans a load alone, too, once the metadata is known.
 """
 
 from __future__ import annotations
@@ -39,35 +39,41 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from shardfuse.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from shardfuse.checkpoint.index import Item, Kind, Part, are_same_elements
-from shardfuse.checkpoint.source import Source
-from shardfuse.files import Folder, digests_in, make_folder
+from shardfuse.checkpoint.index import (
+    CheckpointError,
+    CheckpointReader,
+    DamagedCheckpoint,
+    IndexEntry,
+    ShardIndex,
+    TensorMeta,
+    are_same_elements,
+)
+from shardfuse.files import FolderHandle, digests_in, make_folder
 from shardfuse.fragments import FragmentTensor
 
 
-def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype that is called so, without "torch."."""
+def dtype_from_name(name: str) -> torch.dtype:
+    """Return the dtype of that name, without "torch."."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype), name
     return dtype
 
 
-class _FilesOf(FileSystem):
-    """Opens files of a folder for torch's reader and writer, as ``Folder`` does.
+class _FolderFileSystem(FileSystem):
+    """Opens files for DCP's reader and writer relative to an open folder.
 
     Args:
-        folder: the folder, or the checkpoint in it that is read; None: nothing is opened yet.
+        folder: folder to write to, or checkpoint to read; None: not opened yet.
     """
 
-    def __init__(self, folder: Folder | Source | None = None) -> None:
+    def __init__(self, folder: FolderHandle | CheckpointReader | None = None) -> None:
         self._folder = folder
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         name = Path(path).name
-        if isinstance(self._folder, Source):
-            with self._folder.opened(name) as file:
+        if isinstance(self._folder, CheckpointReader):
+            with self._folder.open(name) as file:
                 yield file
         else:
             assert self._folder is not None
@@ -75,36 +81,36 @@ class _FilesOf(FileSystem):
                 yield file
 
     def mkdir(self, path: Any) -> None:
-        pass  # it is there, or is made when files are written
+        pass  # ShardWriter.write() creates it
 
     def exists(self, path: Any) -> bool:
-        return False  # nothing that torch asks for
+        return False  # DCP asks for nothing that exists
 
 
 class _SavePlanner(DefaultSavePlanner):
     """Plans what this rank writes, without the others; see [Note: no planning collective]."""
 
-    def __init__(self, rank: int, copies: Copies | None, own: Iterable[str]) -> None:
+    def __init__(self, rank: int, copies: DeferredCopies | None, own: Iterable[str]) -> None:
         super().__init__()
         self._rank = rank
         self._own = tuple(f"{key}." for key in own)
         self._copies = copies
-        self._places: dict[Any, MetadataIndex] = {}
-        self._first: dict[MetadataIndex, MetadataIndex] = {}
+        self._by_memory: dict[Any, MetadataIndex] = {}
+        self._canonical: dict[MetadataIndex, MetadataIndex] = {}
 
     def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
         super().set_up_planner(state_dict, *args, **kwargs)
         for key, value in self.state_dict.items():
-            # Of a class of torch's own: DTensor, ShardedTensor.
+            # DTensor and ShardedTensor.
             if hasattr(value, "placements") or hasattr(value, "local_shards"):
                 raise CheckpointError(
                     f"{key} is a {type(value).__name__}, and no rank knows which part of it others "
                     "hold. Save it with torch.distributed.checkpoint.save()."
                 )
         if self._rank > 0:
-            held = self.state_dict.items()
+            items = self.state_dict.items()
             self.state_dict = {
-                k: v for k, v in held if isinstance(v, FragmentTensor) or k.startswith(self._own)
+                k: v for k, v in items if isinstance(v, FragmentTensor) or k.startswith(self._own)
             }
         memo: dict[int, Any] = {}  # tied tensors stay tied
         for key, value in self.state_dict.items() if self._copies is not None else ():
@@ -117,93 +123,93 @@ class _SavePlanner(DefaultSavePlanner):
             live = self.lookup_object(item.index)
             if not isinstance(live, Tensor):
                 continue
-            place = (live.data_ptr(), live.device, live.dtype, live.shape, live.stride())
-            first = self._places.setdefault(place, item.index) if live.numel() else item.index
-            self._first[item.index] = first
-            is_part = isinstance(self.state_dict[item.index.fqn], FragmentTensor)
-            if self._copies is not None and is_part and first == item.index:
+            memory = (live.data_ptr(), live.device, live.dtype, live.shape, live.stride())
+            first = self._by_memory.setdefault(memory, item.index) if live.numel() else item.index
+            self._canonical[item.index] = first
+            is_fragment = isinstance(self.state_dict[item.index.fqn], FragmentTensor)
+            if self._copies is not None and is_fragment and first == item.index:
                 self._copies.add(item.index, live)
         return plan
 
-    def first_of(self, item: Any) -> MetadataIndex:
-        """Return the item that has the memory of ``item``: tied parameters are written once."""
+    def canonical_index(self, item: Any) -> MetadataIndex:
+        """Return the first item with the same memory: tied parameters are written once."""
         index: MetadataIndex = item.index
-        return self._first.get(index, index)
+        return self._canonical.get(index, index)
 
-    def is_first(self, item: Any) -> bool:
-        """Return whether that is ``item``."""
-        return bool(self.first_of(item) == item.index)
+    def is_canonical(self, item: Any) -> bool:
+        """Return whether ``item`` is the one that is written."""
+        return bool(self.canonical_index(item) == item.index)
 
     def resolve_data(self, write_item: Any) -> Any:
-        is_part = isinstance(self.state_dict[write_item.index.fqn], FragmentTensor)
-        if self._copies is not None and is_part:
+        is_fragment = isinstance(self.state_dict[write_item.index.fqn], FragmentTensor)
+        if self._copies is not None and is_fragment:
             return self._copies.take(write_item.index)
         return super().resolve_data(write_item)
 
 
-class _Writer(FileSystemWriter):
-    """Lets errors of the file system through as they are."""
+class _FileSystemWriter(FileSystemWriter):
+    """Raises the file system's OSError instead of torch's RuntimeError."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
-            # torch's zip writer only reports that it is not where it should be.
+            # torch's zip writer reports only an unexpected file position; the cause is its context.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
 
 
-class Copies:
-    """Fragments copied one by one as they are written, or all that are left, when they may change.
+class DeferredCopies:
+    """Copies of fragments, made one by one as they are written, or at once before they change.
 
-    [Note: what may change] States and a rank's own part of the parameters stay as they are from one
-    step() to the next. So they need not be copied when a save begins: each is copied when its turn
-    to be written comes, and what has not had its turn when step() begins is copied then.
+    [Note: what may change] States and a rank's shards of the params do not change between two calls
+    of step(). So a save need not copy them when it begins. The writing thread copies each fragment
+    just before it writes it, and the next step() first copies the fragments that are still pending.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._left: dict[MetadataIndex, Tensor] = {}
+        self._pending: dict[MetadataIndex, Tensor] = {}
         self._copied: dict[MetadataIndex, Tensor] = {}
-        self.most_nbytes = 0
+        self.peak_nbytes = 0
 
     def add(self, index: MetadataIndex, live: Tensor) -> None:
-        """Have a fragment copied."""
-        self._left[index] = live
+        """Register a fragment."""
+        self._pending[index] = live
 
     def take(self, index: MetadataIndex) -> Tensor:
-        """Return the copy of a fragment, once."""
+        """Return the copy of a fragment and drop it here."""
         with self._lock:
-            if index in self._left:
+            if index in self._pending:
                 self._copy(index)
             return self._copied.pop(index)
 
-    def freeze(self) -> None:
-        """Copy all that is left; after this it may change."""
+    def copy_pending(self) -> None:
+        """Copy all fragments that have no copy yet; afterwards they may change."""
         with self._lock:
-            for index in list(self._left):
+            for index in list(self._pending):
                 self._copy(index)
 
     def _copy(self, index: MetadataIndex) -> None:
-        self._copied[index] = self._left.pop(index).to("cpu", copy=True)
+        self._copied[index] = self._pending.pop(index).to("cpu", copy=True)
         nbytes = sum(tensor.nbytes for tensor in self._copied.values())
-        self.most_nbytes = max(self.most_nbytes, nbytes)
+        self.peak_nbytes = max(self.peak_nbytes, nbytes)
 
 
-class PlannedPart:
-    """What ``rank`` writes of a nested ``state`` into ``folder``, planned when it is built.
+class ShardWriter:
+    """Plans (in the constructor) and writes this rank's entries of a nested ``state``.
 
     Args:
-        folder: is created when it is written.
-        rank: names the file.
-        state: nested dicts of what is live.
-        copies: of its fragments; with these write() may run beside training, and everything else is
-            copied at once.
-        own: keys of what this rank writes although it is no fragment, whichever rank it is.
+        folder: created when the file is written.
+        rank: part of the file name.
+        state: nested dicts of live values.
+        copies: collects copies of fragments. With it, write() may run while training continues, and
+            the constructor copies everything else. None: write() reads the live tensors.
+        own: keys whose values each rank writes although they are no fragments.
 
     Raises:
-        CheckpointError: a value of a kind that cannot be saved.
+        CheckpointError: a value cannot be saved.
     """
 
     def __init__(
@@ -211,105 +217,111 @@ class PlannedPart:
         folder: Path,
         rank: int,
         state: Mapping[str, Any],
-        copies: Copies | None = None,
+        copies: DeferredCopies | None = None,
         own: Iterable[str] = (),
     ) -> None:
         self._folder, self._rank = folder, rank
-        self._planner, self._writer = _SavePlanner(rank, copies, own), _Writer(folder)
-        self._writer.fs = _FilesOf()
+        self._planner, self._writer = _SavePlanner(rank, copies, own), _FileSystemWriter(folder)
+        self._writer.fs = _FolderFileSystem()
         self._writer.set_up_storage_writer(rank == 0)
         self._planner.set_up_planner(dict(state), self._writer.storage_meta(), rank == 0)
         plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
         self._items = plan.items
-        held = self._planner.state_dict
+        values = self._planner.state_dict
         self._counts = {
             key: int(value.pieces[0].data)
-            for key, value in held.items()
+            for key, value in values.items()
             if isinstance(value, FragmentTensor) and value.dtype == torch.int64
             if not value.dim() and value.pieces
         }
-        plan = replace(plan, items=[item for item in plan.items if self._planner.is_first(item)])
+        plan = replace(
+            plan, items=[item for item in plan.items if self._planner.is_canonical(item)]
+        )
         self._plan = replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
 
-    def write(self) -> Part:
-        """Write it, and return what that was; OSError where the file system refuses."""
+    def write(self) -> ShardIndex:
+        """Write the file and return its index; raise OSError if the file system fails."""
         with make_folder(self._folder) as folder:
             return self._write(folder)
 
-    def _write(self, folder: Folder) -> Part:
-        self._writer.fs = _FilesOf(folder)
+    def _write(self, folder: FolderHandle) -> ShardIndex:
+        self._writer.fs = _FolderFileSystem(folder)
         written = self._writer.write_data(self._planner.finish_plan(self._plan), self._planner)
         written.wait()
         paths: dict[str, Any] = {k: list(v) for k, v in self._planner.mappings.items()}
-        part = Part(self._rank, paths=paths, counts=self._counts)
-        places = {result.index: result.storage_data for result in written.value()}
+        shard_index = ShardIndex(self._rank, paths=paths, counts=self._counts)
+        locations = {result.index: result.storage_data for result in written.value()}
         for planned in self._items:
             data, key = planned.tensor_data, planned.index.fqn
-            info = places[self._planner.first_of(planned)]
+            info = locations[self._planner.canonical_index(planned)]
             offsets: tuple[int, ...] | None = None
             sizes: tuple[int, ...] = ()
             if data is not None:
                 offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
                 dtype = str(data.properties.dtype).removeprefix("torch.")
-                part.kinds[key] = Kind(dtype, tuple(data.size))
-            item = Item(key, offsets, sizes, info.relative_path, info.offset, info.length, "")
-            part.items.append(item)
-        part.items.sort(key=lambda item: item.start)
-        part.items = _digested(folder, part.items)
-        return part
+                shard_index.tensors[key] = TensorMeta(dtype, tuple(data.size))
+            entry = IndexEntry(
+                key, offsets, sizes, info.relative_path, info.offset, info.length, ""
+            )
+            shard_index.entries.append(entry)
+        shard_index.entries.sort(key=lambda entry: entry.start)
+        shard_index.entries = _with_digests(folder, shard_index.entries)
+        return shard_index
 
 
-def _digested(folder: Folder, items: list[Item]) -> list[Item]:
-    """Return the items, which one file holds, with the digests of what has been written."""
-    if not items:
+def _with_digests(folder: FolderHandle, entries: list[IndexEntry]) -> list[IndexEntry]:
+    """Return the entries of one file with the digests of what has been written."""
+    if not entries:
         return []
-    ranges = [(item.start, item.length) for item in items]
-    with folder.open(items[0].file) as file:
+    ranges = [(entry.start, entry.length) for entry in entries]
+    with folder.open(entries[0].file) as file:
         digests = list(digests_in(file, ranges))
-    return [item._replace(digest=found) for item, found in zip(items, digests, strict=True)]
+    return [entry._replace(digest=found) for entry, found in zip(entries, digests, strict=True)]
 
 
-def metadata_of(parts: Iterable[Part], others: Mapping[str, Kind] | None = None) -> Metadata:
-    """Return what torch.distributed.checkpoint has in ``.metadata``.
+def dcp_metadata(
+    indices: Iterable[ShardIndex], others: Mapping[str, TensorMeta] | None = None
+) -> Metadata:
+    """Return the contents of ``.metadata`` for torch.distributed.checkpoint.
 
     Args:
-        parts: what ranks have written.
-        others: of tensors that other ranks may have.
+        indices: indices of the ranks.
+        others: tensors of which other ranks may have fragments.
     """
-    kinds = {key: _whole(kind) for key, kind in (others or {}).items()}
+    tensors = {key: _tensor_metadata(tensor) for key, tensor in (others or {}).items()}
     storage: dict[MetadataIndex, Any] = {}
     paths: dict[str, Any] = {}
-    for part in parts:
-        paths.update((key, tuple(path)) for key, path in part.paths.items())
-        for key, kind in part.kinds.items():
-            kinds.setdefault(key, _whole(kind))
-        for item in part.items:
-            if item.offsets is None:
-                index = MetadataIndex(item.key)
-                kinds[item.key] = BytesStorageMetadata()
+    for shard_index in indices:
+        paths.update((key, tuple(path)) for key, path in shard_index.paths.items())
+        for key, tensor in shard_index.tensors.items():
+            tensors.setdefault(key, _tensor_metadata(tensor))
+        for entry in shard_index.entries:
+            if entry.offsets is None:
+                index = MetadataIndex(entry.key)
+                tensors[entry.key] = BytesStorageMetadata()
             else:
-                offsets, sizes = torch.Size(item.offsets), torch.Size(item.sizes)
-                index = MetadataIndex(item.key, offsets)
-                kinds[item.key].chunks.append(ChunkStorageMetadata(offsets, sizes))
-            storage[index] = _StorageInfo(item.file, item.start, item.length)
-    metadata = Metadata(kinds, planner_data=paths, storage_data=storage)
+                offsets, sizes = torch.Size(entry.offsets), torch.Size(entry.sizes)
+                index = MetadataIndex(entry.key, offsets)
+                tensors[entry.key].chunks.append(ChunkStorageMetadata(offsets, sizes))
+            storage[index] = _StorageInfo(entry.file, entry.start, entry.length)
+    metadata = Metadata(tensors, planner_data=paths, storage_data=storage)
     if hasattr(metadata, "version"):  # not in torch 2.7
         metadata.version = "1.0.0"
     return metadata
 
 
-def _whole(kind: Kind) -> Any:
-    properties = TensorProperties(dtype=dtype_named(kind.dtype))
-    return TensorStorageMetadata(properties, torch.Size(kind.shape), [])
+def _tensor_metadata(tensor: TensorMeta) -> Any:
+    properties = TensorProperties(dtype=dtype_from_name(tensor.dtype))
+    return TensorStorageMetadata(properties, torch.Size(tensor.shape), [])
 
 
-def pickled(metadata: Metadata) -> bytes:
-    """Return the contents of ``.metadata``."""
+def pickle_metadata(metadata: Metadata) -> bytes:
+    """Return the bytes of ``.metadata``."""
     return pickle.dumps(metadata)
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Loads values that are not tensors only if they are plain data, unless told otherwise."""
+    """Refuses values that are not plain data, unless the file is trusted."""
 
     def __init__(self, trusted: bool) -> None:
         super().__init__()
@@ -331,37 +343,36 @@ class _LoadPlanner(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-class Reading:
-    """What this rank reads into a nested ``state``, planned when it is built.
+class ShardReader:
+    """Plans (in the constructor) and reads this rank's entries of a checkpoint into ``state``.
 
     Args:
         source: the checkpoint.
-        parts: what its ranks have written.
+        indices: indices of its ranks, or of some.
         state: filled in place by read(): tensors are overwritten, other values replaced.
-        trusted: whether values may be of any class, which runs code of the file's.
-        kinds: of all tensors of the checkpoint, where ``parts`` are not all.
+        trusted: whether values may be of any class, which runs code from the file.
+        tensors: all tensors of the checkpoint, if ``indices`` are not all.
 
     Raises:
-        CheckpointError: the checkpoint lacks something that ``state`` has, or has it in another
-            shape.
+        CheckpointError: the checkpoint lacks a key of ``state``, or has it in another shape.
     """
 
     keys: set[str]
-    """What it reads."""
+    """Keys that are read."""
 
     def __init__(
         self,
-        source: Source,
-        parts: Iterable[Part],
+        source: CheckpointReader,
+        indices: Iterable[ShardIndex],
         state: dict[str, Any],
         *,
         trusted: bool = False,
-        kinds: Mapping[str, Kind] | None = None,
+        tensors: Mapping[str, TensorMeta] | None = None,
     ) -> None:
-        metadata = metadata_of(parts, kinds)
+        metadata = dcp_metadata(indices, tensors)
         self._source = source
         self._planner, self._reader = _LoadPlanner(trusted), FileSystemReader(source.path)
-        self._reader.fs = _FilesOf(source)
+        self._reader.fs = _FolderFileSystem(source)
         self._reader.set_up_storage_reader(metadata, True)
         self._planner.set_up_planner(state, metadata, True)
         try:
@@ -373,54 +384,54 @@ class Reading:
 
     @property
     def is_complete(self) -> bool:
-        """Whether what was given of the checkpoint has every element of what it reads."""
+        """Whether the given indices cover every element that is to be read."""
         read: dict[str, list[Any]] = {}
         for item in self._plan.items:
             if item.type == LoadItemType.TENSOR:
-                read.setdefault(item.dest_index.fqn, []).append(_box(item))
+                read.setdefault(item.dest_index.fqn, []).append(_filled_box(item))
         return all(
-            are_same_elements(read.get(key, ()), _boxes(value))
+            are_same_elements(read.get(key, ()), _held_boxes(value))
             for key, value in self._planner.state_dict.items()
             if isinstance(value, Tensor)
         )
 
-    def items(self, parts: Iterable[Part]) -> list[Item]:
-        """Return what read() will read of ``parts``, and tensors without elements."""
+    def entries(self, indices: Iterable[ShardIndex]) -> list[IndexEntry]:
+        """Return the entries that read() will read, and those of tensors without elements."""
         wanted = {item.storage_index for item in self._plan.items}
         return [
-            item
-            for part in parts
-            for item in part.items
-            if MetadataIndex(item.key, item.offsets) in wanted
-            or (0 in item.sizes and item.key in self.keys)
+            entry
+            for shard_index in indices
+            for entry in shard_index.entries
+            if MetadataIndex(entry.key, entry.offsets) in wanted
+            or (0 in entry.sizes and entry.key in self.keys)
         ]
 
     def read(self) -> None:
         """Read the files into the state.
 
         Raises:
-            CheckpointError: a value is more than plain data.
-            DamagedCheckpoint: what lies in the files is not what their index says.
-            OSError: they cannot be read.
+            CheckpointError: a value is not plain data.
+            DamagedCheckpoint: the data does not match its index.
+            OSError: a file cannot be read.
         """
         try:
             self._reader.read_data(self._plan, self._planner).wait()
         except (CheckpointError, OSError):
             raise
-        except Exception as error:  # of torch.load(), which has many
+        except Exception as error:  # torch.load() raises many classes for damaged data
             text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             name = self._source.name
             raise DamagedCheckpoint([f"{name} is not what its index says: {text}"]) from error
 
 
-def _box(item: Any) -> tuple[Sequence[int], Sequence[int]]:
-    """Return (offsets, sizes) of what one item of a plan to load fills in a whole tensor."""
+def _filled_box(item: Any) -> tuple[Sequence[int], Sequence[int]]:
+    """Return (offsets, sizes) in the full tensor that one ReadItem fills."""
     first = item.dest_index.offset or (0,) * len(item.lengths)
     return [a + b for a, b in zip(first, item.dest_offsets, strict=True)], item.lengths
 
 
-def _boxes(value: Tensor) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """Return (offsets, sizes) of what of a whole tensor is here."""
+def _held_boxes(value: Tensor) -> list[tuple[Sequence[int], Sequence[int]]]:
+    """Return (offsets, sizes) in the full tensor that this rank holds."""
     if isinstance(value, FragmentTensor):
         return [(piece.offsets, piece.data.shape) for piece in value.pieces]
     return [((0,) * value.dim(), value.shape)]

@@ -95,7 +95,7 @@ class Session(Protocol):
             PeerError: on entry, where the ranks are out of step since an earlier error.
         """
 
-    def fail(self, name: str, error: Exception) -> NoReturn:
+    def fail(self, name: str, error: BaseException) -> NoReturn:
         """Raise ``error`` on this rank, and have the peers raise it too, as of region ``name``."""
 
     def reports_errors(self, name: str) -> AbstractContextManager[None]:
@@ -167,7 +167,7 @@ class LocalSession:
     def region(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def fail(self, name: str, error: Exception) -> NoReturn:
+    def fail(self, name: str, error: BaseException) -> NoReturn:
         raise error
 
     def reports_errors(self, name: str) -> AbstractContextManager[None]:
@@ -237,7 +237,7 @@ class GroupSession:
                 if method is not None:
                     method()
 
-    def fail(self, name: str, error: Exception) -> NoReturn:
+    def fail(self, name: str, error: BaseException) -> NoReturn:
         with self.region(name):
             raise error
 

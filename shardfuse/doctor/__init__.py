@@ -1,6 +1,6 @@
-"""Whether a host, and all ranks of a launch together, can train: ``python -m shardfuse doctor``."""
+"""Checks of a host and of all ranks of a launch: ``python -m shardfuse doctor``."""
 
 from shardfuse.doctor.command import examine
-from shardfuse.doctor.findings import Finding
+from shardfuse.doctor.host import Finding
 
 __all__ = ["Finding", "examine"]

@@ -1,10 +1,17 @@
-"""What is tried on all ranks together, on their device, with the optimizers themselves."""
+"""Checks that all ranks run together on their devices, with the optimizers themselves.
+
+torch_npu is never imported here: torch does that where it is installed. Nothing here was run on an
+NPU; the tests put a stand-in in its place.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
+import os
+import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,21 +21,219 @@ import torch
 from torch import Tensor, nn
 
 from shardfuse import checkpoint, optim
+from shardfuse.buffers import PLAIN_FORMATS
 from shardfuse.comm import Communicator
 from shardfuse.comm.session import unreadable
-from shardfuse.doctor.devices import formats, room, settings
-from shardfuse.doctor.findings import Finding
-from shardfuse.doctor.links import bandwidth, bandwidth_misaligned
+from shardfuse.doctor.host import Finding, buffer_mb
 from shardfuse.layout import SLOT_NBYTES
 from shardfuse.scaling import ShardedGradScaler
 
+_SIZES_MIB = (1, 25)
+_LARGE_MIB = 200
+_LEAST_REPEATS = 3
+_WARM_MIB = 20
+_KINDS = ("reduce-scatter", "all-gather")
+
+
+def bandwidth(comm: Communicator, device: torch.device, *, is_full: bool = False) -> Finding:
+    """Bytes per second of reduce-scatter and all-gather; shows a slow link.
+
+    200 MiB, the size of HCCL's own buffer, are measured on accelerators or with ``is_full`` only.
+    """
+    return _bandwidth(comm, device, is_full=is_full, offset=0)
+
+
+def bandwidth_misaligned(
+    comm: Communicator, device: torch.device, *, is_full: bool = False
+) -> Finding:
+    """The same for buffers that begin 4 bytes off, as shardfuse's own never do.
+
+    HCCL's all-gather fell to 0.1 GB/s then (MindStudio 8.3). After a transport that refuses such
+    buffers nothing more is sent in this process group.
+    """
+    try:
+        return _bandwidth(comm, device, is_full=is_full, offset=1)
+    except RuntimeError as error:
+        text = f"the transport refuses such buffers: {str(error).splitlines()[0][:300]}"
+        remedy = "Nothing, if the check of alignment is well: buffers here are never such."
+        return Finding("", "warning", text, remedy)
+
+
+def _bandwidth(comm: Communicator, device: torch.device, *, is_full: bool, offset: int) -> Finding:
+    if comm.world_size == 1:
+        return Finding("", "not run", "one rank sends nothing")
+    sizes = [*_SIZES_MIB, *([_LARGE_MIB] if is_full or device.type != "cpu" else [])]
+    found: dict[str, float] = {}
+    rates: dict[str, list[float]] = {kind: [] for kind in _KINDS}
+    for mib in sizes:
+        with comm.session.region("doctor: bandwidth"):
+            of_size = _measure_rates(comm, device, mib, offset)
+        for kind, rate in of_size.items():
+            rates[kind].append(rate)
+            found[f"{kind} of {mib} MiB{', 4 bytes off' * offset}, GB/s"] = rate
+    shown = "; ".join(
+        f"{kind} {', '.join(f'{rate:.2f}' for rate in of_kind)}" for kind, of_kind in rates.items()
+    )
+    return Finding("", "ok", f"GB/s at {', '.join(map(str, sizes))} MiB: {shown}", values=found)
+
+
+def _measure_rates(
+    comm: Communicator, device: torch.device, mib: int, offset: int
+) -> dict[str, float]:
+    """Return GB/s of each collective, for buffers that begin at element ``offset``."""
+    numel = (mib << 20) // 4 // (512 * comm.world_size) * 512 * comm.world_size
+    whole = torch.ones(numel + offset, device=device)[offset:]
+    out = torch.ones(numel + offset, device=device)[offset:]
+    own = out.chunk(comm.world_size)[comm.rank]
+    moved = whole.nbytes * (comm.world_size - 1) / comm.world_size
+    calls: list[Callable[[], object]] = [
+        lambda: comm.reduce_scatter(whole).wait(),
+        lambda: comm.all_gather(out, own).wait(),
+    ]
+    repeats = max(_LEAST_REPEATS, _WARM_MIB // mib)
+    found = {}
+    for kind, call in zip(_KINDS, calls, strict=True):
+        for _ in range(repeats):
+            call()
+        _synchronize(device)
+        started = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        _synchronize(device)
+        found[kind] = moved * repeats / (time.perf_counter() - started) / 1e9
+    return found
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":  # not run on hardware
+        torch.accelerator.synchronize(device)
+
+
 Device = torch.device
 
+
+_MANY_COMMUNICATORS = 3
+"""Communicators of hybrid sharding: all ranks, a row and a column."""
+
+_ABSENT = "no torch_npu: formats and settings are those of an Ascend NPU"
+
+
+def loaded_torch_npu() -> Any:
+    """Return torch_npu if torch has loaded it, or None."""
+    return sys.modules.get("torch_npu")
+
+
+def format_of(tensor: torch.Tensor, torch_npu: Any) -> int:
+    """Return the number of the memory format of an NPU tensor."""
+    return int(torch_npu.get_npu_format(tensor))
+
+
+def memory_formats(comm: Communicator, device: Device, torch_npu: Any = None) -> Finding:
+    """Params have plain memory formats before and after they move into a flat buffer."""
+    torch_npu = torch_npu or loaded_torch_npu()
+    if torch_npu is None:
+        return Finding("", "not run", _ABSENT)
+    layer = nn.Linear(64, 32).to(device)
+    layer(torch.ones(2, 64, device=device))
+    found = {"before": _formats_of(layer, torch_npu)}
+    if not _internal_formats(found):  # else the optimizer refuses them
+        sharding = {"process_group": "alone", "kernel": "eager"}
+        optim.ShardedAdam(layer.named_parameters(), sharding=sharding)
+        found["after"] = _formats_of(layer, torch_npu)
+    own = _internal_formats(found)
+    if own:
+        return Finding(
+            "",
+            "failed",
+            f"parameters lie in Ascend's internal formats {', '.join(map(str, own))}: a flat "
+            "buffer would be of another order",
+            "Set torch.npu.config.allow_internal_format = False before the model is built.",
+            found,
+        )
+    names = sorted({PLAIN_FORMATS[n] for numbers in found.values() for n in numbers})
+    return Finding(
+        "", "ok", f"parameters lie as {' and '.join(names)}, before and after", "", found
+    )
+
+
+def _internal_formats(found: Mapping[str, Sequence[int]]) -> list[int]:
+    return sorted({n for numbers in found.values() for n in numbers} - set(PLAIN_FORMATS))
+
+
+def _formats_of(module: nn.Module, torch_npu: Any) -> list[int]:
+    return [format_of(param.data, torch_npu) for param in module.parameters()]
+
+
+def npu_settings(comm: Communicator, device: Device, torch_npu: Any = None) -> Finding:
+    """Operators are not compiled one by one, and no internal formats are created."""
+    torch_npu = torch_npu or loaded_torch_npu()
+    if torch_npu is None:
+        return Finding("", "not run", _ABSENT)
+    options = {
+        "jit_compile": _ask(lambda: not torch_npu.npu.is_jit_compile_false()),
+        "allow_internal_format": _ask(lambda: _allows_internal_formats(torch_npu)),
+    }
+    text = ", ".join(f"{name}={value}" for name, value in options.items())
+    remedies = {
+        "jit_compile": "torch.npu.set_compile_mode(jit_compile=False)",
+        "allow_internal_format": "torch.npu.config.allow_internal_format = False",
+    }
+    wanted = [remedies[name] for name, value in options.items() if value]
+    if wanted:
+        remedy = f"Call {' and '.join(wanted)} before the model is built."
+        return Finding("", "warning", text, remedy, options)
+    return Finding("", "ok", text, "", options)
+
+
+def _allows_internal_formats(torch_npu: Any) -> bool:
+    value = torch_npu._C._npu_getOption("ALLOW_INTERNAL_FORMAT")
+    return value is not None and value.decode() == "enable"
+
+
+def _ask(ask: Any) -> bool | None:
+    """Return the answer; None if this torch_npu lacks the option."""
+    try:
+        return bool(ask())
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def communicator_memory(
+    comm: Communicator,
+    device: Device,
+    free_nbytes: int | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> Finding:
+    """HCCL's communicators, of twice HCCL_BUFFSIZE each, fit into free memory.
+
+    Args:
+        free_nbytes: free memory of the device; None: query it.
+    """
+    if device.type != "npu":
+        return Finding("", "not run", f"no HCCL on {device.type}: buffers of its communicators")
+    if free_nbytes is None:
+        ask = getattr(torch.get_device_module(device), "mem_get_info", None)
+        if ask is None:
+            return Finding("", "not run", "torch does not tell this device's free memory")
+        free_nbytes = int(ask(device)[0])
+    each = 2 * buffer_mb(environment) << 20
+    number = free_nbytes // each
+    text = f"{free_nbytes / 2**30:.1f} GiB are free; a communicator takes {each >> 20} MiB"
+    values = {"free_nbytes": free_nbytes, "nbytes_each": each, "communicators": number}
+    remedy = "End what else runs on this device (npu-smi info), or set HCCL_BUFFSIZE lower."
+    if number < 1:
+        return Finding("", "failed", f"{text}: not one fits", remedy, values)
+    if number < _MANY_COMMUNICATORS:
+        text = f"{text}: hybrid sharding has {_MANY_COMMUNICATORS}, {number} fit"
+        return Finding("", "warning", text, remedy, values)
+    return Finding("", "ok", text, "", values)
+
+
 _NORM_ERROR = 1e-5
-"""Relative, of norms in fp32 after three steps."""
+"""Largest relative error of fp32 norms after three steps."""
 
 _ALIGNMENT = 512
-"""Bytes; HCCL's all-gather fell to 0.1 GB/s where buffers were not aligned so (MindStudio 8.3)."""
+"""Bytes; HCCL's all-gather fell to 0.1 GB/s for misaligned buffers (MindStudio 8.3)."""
 
 _BUILDS: dict[str, Callable[..., Any]] = {
     "SGD": lambda params, **options: optim.ShardedSGD(params, lr=0.1, momentum=0.9, **options),
@@ -44,11 +249,11 @@ _BUILDS: dict[str, Callable[..., Any]] = {
 
 
 def sums(comm: Communicator, device: Device) -> Finding:
-    """Reduce-scatters and gathers have the right sums, the same bits twice, unchanged input."""
+    """Reduce-scatter and all-gather are right and deterministic, and leave inputs unchanged."""
     numel = 4096
     whole = _integers(numel * comm.world_size, comm.rank, device)
     before, results = whole.clone(), []
-    # Integers: sums in fp32 are exact, and an NPU need not know fp64.
+    # Integers: fp32 sums are exact, and NPUs need no fp64.
     expected = torch.zeros_like(whole)
     for rank in range(comm.world_size):
         expected += _integers(whole.numel(), rank, device)
@@ -81,7 +286,7 @@ def sums(comm: Communicator, device: Device) -> Finding:
 
 
 def non_finite(comm: Communicator, device: Device) -> Finding:
-    """Infinities and NaN arrive as they are: a gradient scaler lives on that."""
+    """inf and nan survive an all-reduce; gradient scalers depend on it."""
     values = torch.tensor([float("inf"), float("nan"), 1.0], device=device)
     values[:2] *= float(comm.rank == comm.world_size - 1)
     if comm.rank != comm.world_size - 1:
@@ -99,7 +304,7 @@ def non_finite(comm: Communicator, device: Device) -> Finding:
 
 
 def overflow(comm: Communicator, device: Device) -> Finding:
-    """One rank's overflow skips the step of all of them."""
+    """An overflow on one rank skips the step of all ranks."""
     param = nn.Parameter(torch.ones(2000, device=device))
     optimizer = optim.ShardedAdam([param], sharding=_sharding())
     scaler = ShardedGradScaler(device.type, init_scale=4.0)
@@ -118,7 +323,7 @@ def overflow(comm: Communicator, device: Device) -> Finding:
 
 
 def alignment(comm: Communicator, device: Device) -> Finding:
-    """Every slot and shard starts at a multiple of 512 bytes of its memory, on accelerators."""
+    """Slots and shards start at multiples of 512 bytes, on accelerators."""
     shapes = ((3, 5), (1,), (7777,), (64, 64), (513,))
     params = [nn.Parameter(torch.ones(shape, device=device)) for shape in shapes]
     optimizer = optim.ShardedAdam(params, sharding={**_sharding(), "bucket_cap_mb": 0.02})
@@ -135,11 +340,13 @@ def alignment(comm: Communicator, device: Device) -> Finding:
 
 
 def optimizers(comm: Communicator, device: Device) -> Finding:
-    """Five steps of every optimizer, on all ranks and device, against one process on the CPU."""
+    """Five steps of every optimizer on all ranks and devices equal those of one CPU process."""
     worst: dict[str, float] = {}
     for name, build in _BUILDS.items():
-        ours = _trained(build, device, _sharding(), comm.world_size, comm.rank)
-        alone = _trained(build, Device("cpu"), {"process_group": "alone"}, comm.world_size, None)
+        ours = _train_five_steps(build, device, _sharding(), comm.world_size, comm.rank)
+        alone = _train_five_steps(
+            build, Device("cpu"), {"process_group": "alone"}, comm.world_size, None
+        )
         pairs = zip(ours, alone, strict=True)
         worst[name] = max(
             float((a.cpu() - b).abs().max() / b.abs().max().clamp_min(1e-12)) for a, b in pairs
@@ -158,11 +365,11 @@ def optimizers(comm: Communicator, device: Device) -> Finding:
 
 
 _CUT_SHAPES = ((300, 40), (40,), (7777,))
-"""Of parameters that buckets of a few KiB cut over ranks and over each other."""
+"""Shapes that buckets of a few KiB cut across ranks."""
 
 
 def lamb_norms(comm: Communicator, device: Device) -> Finding:
-    """LAMB's trust ratios and the global norm are those of whole tensors, by fp64 on the CPU."""
+    """LAMB's trust ratios and the global norm are those of full tensors, by fp64 on the CPU."""
     start = [
         _integers(math.prod(s), 9000 + i, Device("cpu")) / 16 for i, s in enumerate(_CUT_SHAPES)
     ]
@@ -179,11 +386,13 @@ def lamb_norms(comm: Communicator, device: Device) -> Finding:
     worst = {"trust ratios": 0.0, "global norm": 0.0}
     for step in range(3):
         for index, param in enumerate(params):
-            param.grad = _grad(param.numel(), step, index, comm.rank).view_as(param).to(device)
+            param.grad = (
+                _integer_grad(param.numel(), step, index, comm.rank).view_as(param).to(device)
+            )
         norm = float(optimizer.grad_norm())
         optimizer.step()
         means = [
-            torch.stack([_grad(p.numel(), step, i, r) for r in range(comm.world_size)])
+            torch.stack([_integer_grad(p.numel(), step, i, r) for r in range(comm.world_size)])
             .double()
             .mean(0)
             for i, p in enumerate(params)
@@ -201,7 +410,7 @@ def lamb_norms(comm: Communicator, device: Device) -> Finding:
 
 
 class _LambReference:
-    """LAMB (variant nvlamb) of whole tensors in fp64, on the CPU."""
+    """LAMB (variant nvlamb) of full tensors in fp64, on the CPU."""
 
     def __init__(self, params: Sequence[Tensor], group: Mapping[str, Any]) -> None:
         self._params = [param.double() for param in params]
@@ -209,7 +418,7 @@ class _LambReference:
         self._group, self._num_steps = group, 0
 
     def step(self, grads: Sequence[Tensor]) -> tuple[list[float], float]:
-        """Return trust ratios, and the norm of all gradients."""
+        """Return the trust ratios, and the norm of all gradients."""
         self._num_steps += 1
         group, ratios = self._group, []
         (beta1, beta2), t = group["betas"], self._num_steps
@@ -223,7 +432,7 @@ class _LambReference:
         return ratios, float(torch.cat(list(grads)).norm())
 
 
-def _grad(numel: int, step: int, index: int, rank: int) -> Tensor:
+def _integer_grad(numel: int, step: int, index: int, rank: int) -> Tensor:
     return _integers(numel, 100 * step + 10 * index + 1000 * rank, Device("cpu")) / 8
 
 
@@ -231,12 +440,12 @@ _PREFIX = "shardfuse-doctor-"
 
 
 def save_and_load(comm: Communicator, device: Device) -> Finding:
-    """A checkpoint, written by all ranks and read again; in a folder of the first rank's host."""
+    """A checkpoint that all ranks write is read back; in a folder of the first rank's host."""
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as own:
         told = f"{own}/checkpoint"
         with comm.session.region("doctor: a folder in common"):
             comm.session.publish("doctor's folder", told)
-            _meet(comm, device)
+            _barrier(comm, device)
         folder = Path(comm.session.read("doctor's folder")[0] or told)
         if not folder.parent.name.startswith(_PREFIX):
             raise unreadable("doctor's folder", str(folder))
@@ -255,7 +464,7 @@ def save_and_load(comm: Communicator, device: Device) -> Finding:
             optimizer.synchronize()
             values.append([param.detach().clone() for param in model.parameters()])
         with comm.session.region("doctor: all have read it"):
-            _meet(comm, device)
+            _barrier(comm, device)
     if all(torch.equal(a, b) for a, b in zip(*values, strict=True)):
         return Finding("", "ok", "a checkpoint comes back bit for bit")
     return Finding("", "failed", "a checkpoint came back different", "Check the file system.")
@@ -266,19 +475,19 @@ def _integers(numel: int, rank: int, device: Device) -> Tensor:
     return torch.randint(-9, 10, (numel,), generator=generator).float().to(device)
 
 
-def _meet(comm: Communicator, device: Device) -> None:
-    """Return once all ranks are here: a device's wait() does not block the host, item() does."""
+def _barrier(comm: Communicator, device: Device) -> None:
+    """Wait for all ranks: item() blocks the host, while a device's wait() does not."""
     total = torch.zeros(1, device=device)
     comm.all_reduce(total).wait()
     total.item()
 
 
 def _sharding() -> dict[str, Any]:
-    """Return a configuration over the default process group: each optimizer has its own part."""
+    """Return options for the default process group; no optimizer consolidates."""
     return {"kernel": "eager", "consolidate_every": 0}
 
 
-def _trained(
+def _train_five_steps(
     build: Callable[..., Any],
     device: Device,
     sharding: dict[str, Any],
@@ -287,7 +496,7 @@ def _trained(
 ) -> list[Tensor]:
     """Return parameters after five steps by the mean of all ranks' gradients.
 
-    ``rank`` None: alone, by the mean itself.
+    ``rank`` None: in one process, by the mean itself.
     """
     params = [nn.Parameter(torch.ones(shape, device=device)) for shape in ((40, 30), (30,), (999,))]
     named = [(f"p{index}", param) for index, param in enumerate(params)]
@@ -312,19 +521,19 @@ CHECKS: dict[str, Check] = {
     "inf and nan": non_finite,
     "overflow of one rank": overflow,
     "alignment": alignment,
-    "formats": formats,
-    "NPU settings": settings,
-    "room for communicators": room,
+    "formats": memory_formats,
+    "NPU settings": npu_settings,
+    "room for communicators": communicator_memory,
     "optimizers": optimizers,
     "LAMB's norms": lamb_norms,
     "save and load": save_and_load,
     "bandwidth": bandwidth,
     "bandwidth, 4 bytes off": bandwidth_misaligned,
 }
-"""In this order, each on all ranks together."""
+"""Run in this order, each on all ranks."""
 
 FULL_CHECKS = CHECKS | {
     "bandwidth": functools.partial(bandwidth, is_full=True),
     "bandwidth, 4 bytes off": functools.partial(bandwidth_misaligned, is_full=True),
 }
-"""The same, with what takes memory and time on the CPU."""
+"""The same, with the measurements that take memory and time on the CPU."""

@@ -14,19 +14,17 @@ from typing import Literal, TextIO
 
 from shardfuse.comm import communicator_for
 from shardfuse.doctor.checks import CHECKS, FULL_CHECKS, Check
-from shardfuse.doctor.environment import check_environment
-from shardfuse.doctor.findings import Finding, Verdict
-from shardfuse.doctor.versions import check_versions
+from shardfuse.doctor.host import Finding, Verdict, check_environment, check_versions
 from shardfuse.doctor.world import CONNECT_REMEDY, World
 
-_MOST_S = 1e8
-"""Three years; what waits cannot count very far."""
+_MAX_S = 1e8
+"""Three years; longer timeouts overflow."""
 
 
 def seconds(text: str) -> float:
-    """Return an option's value, for argparse."""
+    """Parse an option's seconds, for argparse."""
     value = float(text)
-    if not 0 < value <= _MOST_S:
+    if not 0 < value <= _MAX_S:
         raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
     return value
 
@@ -48,16 +46,18 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what is found, on the first rank; return 1 where anything has failed."""
-    with _apart_from_libraries() as out:
+    """Print the findings on the first rank; return 1 if a check failed."""
+    with _private_stdout() as out:
         return _run(arguments, out)
 
 
 @contextmanager
-def _apart_from_libraries() -> Iterator[TextIO]:
-    """Yield standard output, to which others write no more: what gloo of torch 2.9 prints there
-    goes to standard error."""
-    if sys.stdout is not sys.__stdout__ or sys.stdout is None:  # a caller has put his own there
+def _private_stdout() -> Iterator[TextIO]:
+    """Yield standard output; what libraries write to it goes to standard error meanwhile.
+
+    gloo of torch 2.9 prints there, which would break --json.
+    """
+    if sys.stdout is not sys.__stdout__ or sys.stdout is None:  # the caller has replaced it
         yield sys.stdout
         return
     sys.stdout.flush()
@@ -79,15 +79,15 @@ def _run(arguments: argparse.Namespace, out: TextIO) -> int:
         name = "process group" if len(found) < 5 else "a check after the last one"
         found.append(Finding(name, "failed", text, CONNECT_REMEDY))
         _show(found, out, as_json=arguments.json)
-        os._exit(1)  # what waits for the store's socket cannot be ended otherwise
+        os._exit(1)  # a wait for the store's socket cannot be interrupted otherwise
 
     checks = FULL_CHECKS if arguments.full else CHECKS
     world = World(arguments.limit_s, arguments.device)
-    with _Watched(3 * arguments.limit_s, end) as watched:
+    with _InactivityTimer(3 * arguments.limit_s, end) as watched:
         for finding in _findings(world, arguments.backend, checks):
             found.append(finding)
-            watched.begin_anew()
-    if world.rank == 0 or not world.has_met:
+            watched.restart()
+    if world.rank == 0 or not world.has_joined:
         _show(found, out, as_json=arguments.json)
     return int(any(finding.verdict == "failed" for finding in found))
 
@@ -107,41 +107,44 @@ def examine(
     more: Mapping[str, Check] | None = None,
     tell: Callable[[Finding], None] = lambda finding: None,
 ) -> list[Finding]:
-    """Return all findings. Collective where a launcher has started several ranks.
+    """Return all findings. Collective if a launcher has started several ranks.
 
     Args:
-        backend: of the process group; None: that of the device.
+        backend: backend of the process group; None: that of the device.
         limit_s: seconds for each thing that ranks wait for.
-        device: "cpu" even where there is an accelerator.
-        more: checks that follow the doctor's own, in the same process group; one of the doctor's
-            is made here in place of there. All that can be are then made, also after a failed one.
+        device: "cpu" to ignore an accelerator.
+        more: checks that follow the doctor's own, in the same process group; one with the name of
+            a check of the doctor replaces it, at its place in ``more``. With this argument all
+            checks that can run do so, also after a failed one.
         tell: called with each finding as it comes.
     """
     found: list[Finding] = []
     later = more or {}
     checks = {name: check for name, check in CHECKS.items() if name not in later} | {**later}
-    for finding in _findings(World(limit_s, device), backend, checks, goes_on=more is not None):
+    for finding in _findings(
+        World(limit_s, device), backend, checks, continue_after_failure=more is not None
+    ):
         found.append(finding)
         tell(finding)
     return found
 
 
-class _Watched:
-    """Calls ``end`` in a thread of its own where nothing has come for so many seconds."""
+class _InactivityTimer:
+    """Calls ``end`` in a thread if restart() is not called for so many seconds."""
 
     def __init__(self, limit_s: float, end: Callable[[], None]) -> None:
         self._limit_s, self._end = limit_s, end
         self._timer: threading.Timer | None = None
 
-    def __enter__(self) -> _Watched:
-        self.begin_anew()
+    def __enter__(self) -> _InactivityTimer:
+        self.restart()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop()
 
-    def begin_anew(self) -> None:
-        """Something has come."""
+    def restart(self) -> None:
+        """Restart the timer."""
         self._stop()
         self._timer = threading.Timer(self._limit_s, self._end)
         self._timer.daemon = True
@@ -153,37 +156,41 @@ class _Watched:
 
 
 def _findings(
-    world: World, backend: str | None, checks: Mapping[str, Check], *, goes_on: bool = False
+    world: World,
+    backend: str | None,
+    checks: Mapping[str, Check],
+    *,
+    continue_after_failure: bool = False,
 ) -> Iterator[Finding]:
-    met = world.meet()
-    if not world.has_met:
+    met = world.join()
+    if not world.has_joined:
         yield from (*check_versions(), *check_environment(), met)
         return
-    with world.leaving():
-        yield world.together("ranks", lambda: met)
+    with world.cleanup():
+        yield world.run_on_all_ranks("ranks", lambda: met)
         for name in ("torch", "torch_npu and CANN", "environment"):
-            yield world.together(name, functools.partial(_local, name))
-        found = world.together("process group", lambda: _connected(world, backend))
+            yield world.run_on_all_ranks(name, functools.partial(_local_finding, name))
+        found = world.run_on_all_ranks("process group", lambda: _connect(world, backend))
         yield found
         has_group, is_well = found.verdict != "failed", found.verdict != "failed"
         for name, check in checks.items():
-            if not has_group or not (world.is_in_step if goes_on else is_well):
+            if not has_group or not (world.is_consistent if continue_after_failure else is_well):
                 text = "there is no process group, or an earlier check has broken it"
                 yield Finding(name, "not run", text)
                 continue
             comm = communicator_for(None, world.device)
-            found = world.together(name, functools.partial(check, comm, world.device))
+            found = world.run_on_all_ranks(name, functools.partial(check, comm, world.device))
             is_well &= found.verdict != "failed"
             yield found
 
 
-def _connected(world: World, backend: str | None) -> Finding:
-    taken = world.take_device()
+def _connect(world: World, backend: str | None) -> Finding:
+    taken = world.select_device()
     return taken if taken.verdict == "failed" else world.connect(backend)
 
 
-def _local(name: str) -> Finding:
-    """Return the finding of that name on this rank; "environment" is the worst of it."""
+def _local_finding(name: str) -> Finding:
+    """Return the finding of that name on this rank; "environment" merges several."""
     if name != "environment":
         return next(finding for finding in check_versions() if finding.name == name)
     wrong = check_environment()

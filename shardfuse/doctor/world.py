@@ -1,4 +1,4 @@
-"""The ranks that are looked at: how they meet, and how they tell each other what they found."""
+"""The ranks that the doctor examines: how they connect, and how they exchange findings."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardfuse.comm.select import launched_apart
 from shardfuse.comm.session import unreadable
-from shardfuse.doctor.findings import VERDICTS, Finding, merged
-from shardfuse.training.attempts import fresh_part
-from shardfuse.training.device import set_device
+from shardfuse.doctor.host import VERDICTS, Finding, merge_findings
+from shardfuse.training.attempts import attempt_store, set_device
 
 CONNECT_REMEDY = (
     "A firewall that blocks ports between the hosts, or another network interface than meant, ends "
@@ -29,45 +28,46 @@ CONNECT_REMEDY = (
 )
 
 
-def _number(name: str, default: str) -> int:
-    """Return a variable of the environment; -1 for what is no number."""
+def _env_int(name: str, default: str) -> int:
+    """Return an environment variable as an integer; -1 if it is no number."""
     text = os.environ.get(name, default)
     return int(text) if text.isascii() and text.isdigit() else -1
 
 
 class World:
-    """All ranks, in phases: findings travel through the launcher's store, so that ranks whose
-    transport does not work can still tell.
+    """All ranks, in phases, with findings exchanged through the launcher's store.
+
+    The store works even if the transport between the ranks does not.
 
     Args:
-        limit_s: seconds that ranks are waited for in each phase.
-        device: "cpu" even where there is an accelerator; None: that, if there is one.
+        limit_s: seconds to wait for other ranks in each phase.
+        device: "cpu" to ignore an accelerator; None: use it if there is one.
     """
 
     def __init__(self, limit_s: float, device: Literal["cpu"] | None = None) -> None:
-        self.rank = _number("RANK", "0")
-        self.world_size = _number("WORLD_SIZE", "1")
+        self.rank = _env_int("RANK", "0")
+        self.world_size = _env_int("WORLD_SIZE", "1")
         self.device = torch.device("cpu")
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is not None and device is None:  # not run on hardware
             self.device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
         self._limit = timedelta(seconds=limit_s)
         self._store: Store | None = None
-        self._num, self._is_broken = 0, False
-        self.is_in_step = True
+        self._phase, self._is_broken = 0, False
+        self.is_consistent = True
         """Whether all ranks have gone the same way so far: none was silent, or failed alone."""
 
     @property
-    def has_met(self) -> bool:
-        """Whether all ranks are there, as far as meet() has seen."""
+    def has_joined(self) -> bool:
+        """Whether all ranks are there, as far as join() has seen."""
         return self._is_rank and (self.world_size == 1 or self._store is not None)
 
     @property
     def _is_rank(self) -> bool:
-        """Whether the environment has a rank, and as many ranks."""
+        """Whether RANK is in the range of WORLD_SIZE."""
         return 0 <= self.rank < self.world_size
 
-    def take_device(self) -> Finding:
+    def select_device(self) -> Finding:
         """Make this rank's accelerator the current one."""
         if self.device.type == "cpu":
             return Finding("device", "ok", "cpu")
@@ -79,12 +79,12 @@ class World:
         number = torch.accelerator.device_count()
         return Finding("device", "ok", f"{self.device.type}, {number} on this host")
 
-    def meet(self) -> Finding:
+    def join(self) -> Finding:
         """Find the other ranks in the launcher's store."""
         if not self._is_rank:
-            told = [f"{n}={os.environ.get(n)}" for n in ("RANK", "WORLD_SIZE")]
+            variables = [f"{n}={os.environ.get(n)}" for n in ("RANK", "WORLD_SIZE")]
             remedy = "Start this by torchrun, or set both, with RANK from 0 to WORLD_SIZE - 1."
-            return Finding("ranks", "failed", f"no rank: {', '.join(told)}", remedy)
+            return Finding("ranks", "failed", f"no rank: {', '.join(variables)}", remedy)
         apart = launched_apart()
         if apart is not None:
             remedy = "Have it start torchrun, once a host, and torchrun this command."
@@ -94,7 +94,7 @@ class World:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         try:
             store, _, _ = next(iter(rendezvous("env://", timeout=self._limit)))
-            self._store = fresh_part(store, self.rank, self.world_size, self._limit)
+            self._store = attempt_store(store, self.rank, self.world_size, self._limit)
         except (RuntimeError, TimeoutError, ValueError) as error:
             return Finding(
                 "ranks",
@@ -130,8 +130,8 @@ class World:
             )
         return Finding(name, "ok", f"{backend} connects {self.world_size} ranks")
 
-    def together(self, name: str, act: Callable[[], Finding]) -> Finding:
-        """Return what all ranks have found, on all ranks; an error of one is a finding."""
+    def run_on_all_ranks(self, name: str, act: Callable[[], Finding]) -> Finding:
+        """Run a check on all ranks; return the merged finding. An exception counts as a finding."""
         try:
             own, has_raised = act(), False
         except Exception as error:
@@ -140,28 +140,28 @@ class World:
         own = replace(own, name=name)
         if self._store is None or self._is_broken:
             return own
-        self._num += 1
-        told = self._exchanged({"finding": own.to_json(), "has_raised": has_raised})
-        if None in told:
+        self._phase += 1
+        answers = self._exchange({"finding": own.to_json(), "has_raised": has_raised})
+        if None in answers:
             self._is_broken = True
-        have_raised = {answer["has_raised"] for answer in told if answer is not None}
-        self.is_in_step &= not self._is_broken and len(have_raised) == 1
-        return merged(name, [a if a is None else Finding(**a["finding"]) for a in told])
+        have_raised = {answer["has_raised"] for answer in answers if answer is not None}
+        self.is_consistent &= not self._is_broken and len(have_raised) == 1
+        return merge_findings(name, [a if a is None else Finding(**a["finding"]) for a in answers])
 
-    def _exchanged(self, own: dict[str, Any]) -> list[dict[str, Any] | None]:
-        """Return what every rank tells; None of those that do not in time."""
+    def _exchange(self, own: dict[str, Any]) -> list[dict[str, Any] | None]:
+        """Return the answer of each rank; None for ranks that do not answer in time."""
         assert self._store is not None
-        keys = [f"{self._num}/{rank}" for rank in range(self.world_size)]
-        told: list[dict[str, Any] | None] = []
+        keys = [f"{self._phase}/{rank}" for rank in range(self.world_size)]
+        answers: list[dict[str, Any] | None] = []
         try:
             self._store.set(keys[self.rank], json.dumps(own))
             for rank, key in enumerate(keys):
-                told.append(own if rank == self.rank else self._heard(key))
+                answers.append(own if rank == self.rank else self._receive(key))
         except RuntimeError:
-            told += [None] * (self.world_size - len(told))
-        return told
+            answers += [None] * (self.world_size - len(answers))
+        return answers
 
-    def _heard(self, key: str) -> dict[str, Any] | None:
+    def _receive(self, key: str) -> dict[str, Any] | None:
         assert self._store is not None
         try:
             self._store.wait([key], 2 * self._limit)
@@ -177,13 +177,13 @@ class World:
         return {"finding": finding.to_json(), "has_raised": True}
 
     @contextmanager
-    def leaving(self) -> Iterator[None]:
-        """Destroy what was built, once all have heard everything."""
+    def cleanup(self) -> Iterator[None]:
+        """Destroy the process group, once all ranks have received everything."""
         try:
             yield
         finally:
             if not self._is_broken:
-                self.together("goodbye", lambda: Finding("goodbye", "ok", ""))
+                self.run_on_all_ranks("goodbye", lambda: Finding("goodbye", "ok", ""))
             if dist.is_initialized():
                 dist.destroy_process_group()
 

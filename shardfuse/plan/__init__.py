@@ -1,4 +1,4 @@
-"""What a training run will hold and send, computed before there is a single device."""
+"""Memory, traffic and times of a training run, computed without a device."""
 
 from shardfuse.plan.budget import Budget, Collective, plan
 from shardfuse.plan.models import shapes_of

@@ -1,27 +1,149 @@
 """Bytes that each rank holds and sends, from the same layout that the optimizers use.
 
-Nothing is measured and nothing is allocated: a layout is integers, and what a rule needs per
-element is learnt from a tiny optimizer; see probe.py. Activations, the framework's own memory and
-temporaries of autograd are not counted.
+Nothing is measured, and no model is allocated: a layout consists of integers. The states, masters
+and small all-reduces of an update rule are read off a step of a tiny optimizer (probe_optimizer()),
+so a new rule is planned without a second description of it. Activations, the framework's own memory
+and temporaries of autograd are not counted.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from shardfuse.codecs import CHECK_NBYTES, BlockQuantizer
 from shardfuse.comm.native import traits_of
-from shardfuse.comm.transport import AsyncModel, bucket_nbytes, overlapped
+from shardfuse.comm.transport import (
+    AsyncModel,
+    Completion,
+    PartialSums,
+    ReduceOp,
+    SingleRank,
+    bucket_nbytes,
+    completed,
+    overlapped,
+)
 from shardfuse.config import ShardConfig
 from shardfuse.grads.full import IN_FLIGHT
 from shardfuse.grads.sharded import NUM_COUNTS, num_in_flight
 from shardfuse.layout import PART_NBYTES, FlatLayout, ParamSpec, dense_stride, round_up
-from shardfuse.plan.models import NamedShape, count
-from shardfuse.plan.probe import Traits, probe
+from shardfuse.plan.models import NamedShape, count_elements
+
+_NUMEL = 4096
+_WORLD_SIZE = 2
+
+
+class CountingCommunicator(SingleRank):
+    """The first of ``world_size`` ranks, without peers: counts what would be sent."""
+
+    def __init__(self, world_size: int, async_model: AsyncModel) -> None:
+        self.world_size, self.async_model = world_size, async_model
+        self.all_reduces: list[int] = []
+        """Elements of each all-reduce."""
+
+    def reduce_scatter(
+        self, input: torch.Tensor, into: torch.Tensor | None = None, **_: Any
+    ) -> Completion[PartialSums]:
+        part = input.chunk(self.world_size)[0]
+        return completed((part if into is None else into.copy_(part),))
+
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, *, label: str | None = None
+    ) -> Completion[None]:
+        return completed(None)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Completion[None]:
+        self.all_reduces.append(tensor.numel())
+        return completed(None)
+
+
+@dataclass(frozen=True)
+class OptimizerTraits:
+    """Memory and traffic per element of an optimizer class and its configuration."""
+
+    grain: str
+    """Granularity of reductions, as in FlatLayout."""
+
+    param_itemsize: float
+    """Bytes per element on every rank: the parameter, and its copy in the dtype that is sent."""
+
+    state_itemsize: float
+    """Bytes per element of a rank's shard: moments, masters."""
+
+    keeps_reduced: bool
+    """Whether a step keeps the reduced gradients of a rank's shard, in fp32."""
+
+    all_reduces: tuple[tuple[float, float], ...]
+    """Small all-reduces of a step: (elements, elements per parameter) of each."""
+
+
+def probe_optimizer(
+    build: Callable[..., Any], dtype: torch.dtype, config: ShardConfig
+) -> OptimizerTraits:
+    """Return the traits of ``build(params, sharding=config)`` for parameters of ``dtype``."""
+    optimizer = _build_counted(build, dtype, config, 2)
+    summary = optimizer.memory_summary()
+    padded = sum(flat.numel for flat in optimizer.layout.flats)
+    plain = replace(config, grad_sync_dtype=None, param_sync_dtype=None, grad_sync_bits=None)
+    plain = replace(plain, param_sync_bits=None, stage=1)
+    calls = []
+    for num_params in (2, 4):
+        stepped = _build_counted(build, dtype, plain, num_params)
+        for _ in range(2):
+            stepped.communicator.all_reduces.clear()
+            params = [param for group in stepped.param_groups for param in group["params"]]
+            for param in params:
+                param.grad = torch.ones_like(param)
+            stepped.step()
+        calls.append(list(stepped.communicator.all_reduces))
+    slopes = [(more - fewer) / 2 for fewer, more in zip(*calls, strict=True)]
+    return OptimizerTraits(
+        grain=optimizer.layout.grain,
+        param_itemsize=summary.param_nbytes / padded,
+        state_itemsize=summary.state_nbytes * _WORLD_SIZE / padded,
+        keeps_reduced=config.stage == 1 and _keeps_more_than_gradients(stepped, dtype),
+        all_reduces=tuple(
+            (fewer - 2 * slope, slope) for fewer, slope in zip(calls[0], slopes, strict=True)
+        ),
+    )
+
+
+def _build_counted(
+    build: Callable[..., Any], dtype: torch.dtype, config: ShardConfig, num_params: int
+) -> Any:
+    """Return an optimizer of ``num_params`` parameters, with a CountingCommunicator."""
+    params = [(f"p{i}", nn.Parameter(torch.ones(_NUMEL, dtype=dtype))) for i in range(num_params)]
+    own = replace(
+        config,
+        process_group="alone",  # built alone first, so that errors are those of a single rank
+        mesh=None,
+        kernel="eager",
+        overlap_grad_sync=False,
+        overlap_param_sync=False,
+        consolidate_every=0,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # about names and shapes, which are made up here
+        build(params, sharding=own)
+        return build(
+            params,
+            sharding=replace(
+                own, process_group=CountingCommunicator(_WORLD_SIZE, AsyncModel.ORDERED)
+            ),
+        )
+
+
+def _keeps_more_than_gradients(optimizer: Any, dtype: torch.dtype) -> bool:
+    padded = sum(flat.numel for flat in optimizer.layout.flats)
+    return bool(optimizer.memory_summary().grad_nbytes > padded * dtype.itemsize)
+
 
 Axis = Literal["shard", "replicate", "all"]
 
@@ -33,8 +155,8 @@ class Collective:
     """All collectives of one kind that a step makes on one axis.
 
     Attributes:
-        payload_nbytes: of the whole tensors, padding included.
-        sent_nbytes: what one rank sends; it receives as much.
+        payload_nbytes: bytes of the full tensors, with padding.
+        sent_nbytes: bytes that one rank sends; it receives as many.
     """
 
     kind: str
@@ -46,14 +168,14 @@ class Collective:
 
 @dataclass(frozen=True)
 class BucketCost:
-    """What one bucket takes, in bytes that one rank sends; in the order of backward.
+    """Cost of one bucket, in bytes; buckets are in the order of backward.
 
     Attributes:
-        share: of the model's elements.
-        reduce: gradients, along both axes.
-        gather: parameters.
-        update: bytes that the update of this rank's shard reads and writes in its memory.
-        whole_update: those of an update of the whole bucket, from one sum.
+        share: fraction of the model's elements.
+        reduce: bytes that one rank sends for gradients, along both axes.
+        gather: bytes that one rank sends for parameters.
+        update: bytes that the update of this rank's shard reads and writes in memory.
+        whole_update: the same for an update of the full bucket, as without sharding.
     """
 
     share: float
@@ -71,11 +193,12 @@ class Budget:
         num_params, numel: tensors and elements of the model.
         num_shards, num_replicas: ranks along the shard axis and along the replicate axis.
         padded_numel: elements of the flat buffers.
-        memory: bytes of one rank by part, longest held.
+        memory: bytes of one rank by part, longest-lived first.
         published: bytes of one rank by the formulas of the ZeRO paper (arXiv 1910.02054, section
-            3), with what this optimizer holds for each element in place of its K.
-        overlaps: whether gradients leave under backward, and parameters arrive under forward.
-        needs_all: whether no parameter is updated before all gradients have arrived.
+            3), with this optimizer's bytes per element in place of its K.
+        overlaps: whether gradients are reduced during backward, and parameters gathered during the
+            next forward.
+        needs_all: whether all gradients must be reduced before any parameter is updated.
     """
 
     num_params: int
@@ -94,7 +217,7 @@ class Budget:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return self.num_shards * self.num_replicas
 
     @property
@@ -119,23 +242,23 @@ def plan(
     Args:
         shapes: (name, shape) of each parameter, in the order of registration.
         build: returns the optimizer for (params, sharding=...), such as ``ShardedLamb``.
-        world_size: all ranks.
+        world_size: number of all ranks.
         num_replicas: rows of a mesh; 1: all ranks shard.
-        dtype: of the parameters.
-        device: where they lie: "npu", "cuda" or "cpu", which decides where slots start.
-        sharding: as of the optimizer; its process group and mesh are not looked at.
-        progress: how collectives move there; None: "in order" on accelerators, and gloo's sockets
-            on the CPU. HCCL's zero-copy counts where TORCH_HCCL_ZERO_COPY is set.
+        dtype: dtype of the parameters.
+        device: "npu", "cuda" or "cpu", which decides how slots are aligned.
+        sharding: as for the optimizer; its process group and mesh are ignored.
+        progress: how asynchronous collectives progress there; None: "in order" on accelerators, and
+            as gloo's sockets on the CPU. HCCL's zero-copy counts if TORCH_HCCL_ZERO_COPY is set.
 
     Raises:
         ValueError: ``world_size`` is no multiple of ``num_replicas``, or less than 1; or gradients
-            that are reduced elsewhere.
+            are reduced elsewhere.
     """
     if world_size < 1 or num_replicas < 1 or world_size % num_replicas:
         raise ValueError(
             f"Invalid world_size: {world_size} ranks in {num_replicas} rows. Give a multiple."
         )
-    config = _as_run(sharding or ShardConfig(), world_size, num_replicas)
+    config = _effective_config(sharding or ShardConfig(), world_size, num_replicas)
     if progress is None:
         progress = AsyncModel.UNORDERED if device == "cpu" else AsyncModel.ORDERED
     how = AsyncModel(progress)
@@ -143,11 +266,11 @@ def plan(
     return costs.budget(device)
 
 
-def _as_run(config: ShardConfig, world_size: int, num_replicas: int) -> ShardConfig:
+def _effective_config(config: ShardConfig, world_size: int, num_replicas: int) -> ShardConfig:
     """Return the options that have an effect on so many ranks.
 
     Raises:
-        ValueError: an optimizer would refuse them, or what is sent is not known here.
+        ValueError: an optimizer would refuse them, or their traffic is not known here.
     """
     if config.grads_are_reduced is True:
         raise ValueError(
@@ -160,7 +283,7 @@ def _as_run(config: ShardConfig, world_size: int, num_replicas: int) -> ShardCon
             "nothing is sharded. Give fewer replicas."
         )
     if num_replicas > 1:
-        replace(config, mesh=True)  # refuses what does not work with a mesh
+        replace(config, mesh=True)  # raises for options that a mesh does not support
     if world_size > 1:
         return config
     return replace(config, param_sync_dtype=None, param_sync_bits=None, grad_sync_bits=None)
@@ -181,8 +304,8 @@ class _Costs:
     ) -> None:
         self.shapes, self.dtype, self.config, self.progress = shapes, dtype, config, progress
         self.shards, self.replicas = num_shards, num_replicas
-        self.traits: Traits = probe(build, dtype, config)
-        # Over two axes sums wait for each other.
+        self.traits: OptimizerTraits = probe_optimizer(build, dtype, config)
+        # Over two axes a second reduction follows, so buckets complete in order.
         self.moves = AsyncModel.ORDERED if num_replicas > 1 else progress
         is_sent = num_shards > 1
         self.overlaps_grads = is_sent and (
@@ -193,7 +316,7 @@ class _Costs:
     def budget(self, device: str) -> Budget:
         layout = self._layout(device)
         self.layout = layout
-        numel, padded = count(self.shapes), sum(flat.numel for flat in layout.flats)
+        numel, padded = count_elements(self.shapes), sum(flat.numel for flat in layout.flats)
         return Budget(
             num_params=len(self.shapes),
             numel=numel,
@@ -242,7 +365,7 @@ class _Costs:
         return {name: nbytes for name, nbytes in memory.items() if nbytes}
 
     def _staging(self) -> dict[str, int]:
-        """Return what is kept to send from and to receive into, which later steps use again."""
+        """Return the bytes of persistent send and receive buffers."""
         numels = [bucket.numel for bucket in self.layout.buckets]
         largest, num = max(numels), len(numels)
         if self.config.stage == 2:
@@ -265,36 +388,36 @@ class _Costs:
         return staging
 
     def _is_copied(self) -> bool:
-        """Return whether HCCL is set to change what it reduce-scatters, which then gets a copy."""
+        """Return whether HCCL may change the input of a reduce-scatter, which is then copied."""
         is_zero_copy = traits_of("hccl").changes_inputs is True
         return is_zero_copy and self.progress is AsyncModel.ORDERED and not self._adds_up_parts()
 
     def _received_share(self) -> float:
-        """Return the part of a bucket that a rank receives into memory of the communicator."""
+        """Return the part of a bucket that the communicator's receive buffers hold."""
         if self.progress is not AsyncModel.ORDERED:
             return (self.shards - 1) / self.shards
         return 1.0 if self._adds_up_parts() else 1 / self.shards
 
     def _adds_up_parts(self) -> bool:
-        """Return whether a rank gets all ranks' parts, and not what a backend has added up."""
+        """Return whether each rank receives unsummed parts, instead of the backend's sum."""
         low = self.config.grad_sync_dtype or self.config.grad_sync_bits
         return self.progress is not AsyncModel.ORDERED or low not in (None, torch.float32)
 
-    # What travels
+    # Traffic
 
     def _grad_itemsize(self) -> int:
         dtype = self.config.grad_sync_dtype or self.dtype
         return dtype.itemsize
 
     def _grad_nbytes(self, numel: int) -> int:
-        """Return the bytes of a bucket of gradients as it travels."""
+        """Return the bytes of a bucket of gradients as it is sent."""
         if self.config.grad_sync_bits is not None:
             part = BlockQuantizer(self.config.grad_sync_bits).nbytes(numel // self.shards)
             return self.shards * round_up(part, PART_NBYTES)
         return numel * self._grad_itemsize()
 
     def _param_nbytes(self, numel: int) -> int:
-        """Return the bytes of a bucket of parameters as it travels."""
+        """Return the bytes of a bucket of parameters as it is sent."""
         config = self.config
         if self.dtype != torch.float32:
             return numel * self.dtype.itemsize
@@ -320,7 +443,7 @@ class _Costs:
         )
 
     def _along_columns(self, numel: int) -> float:
-        """Return what a rank sends to sum a bucket over rows: pieces, and copies of the sums."""
+        """Return the bytes that a rank sends to sum a bucket over rows."""
         part = round_up(numel // self.shards, self.replicas) * self._grad_itemsize()
         return 2 * part * (self.replicas - 1) / self.replicas
 
@@ -346,10 +469,10 @@ class _Costs:
             add("all-gather of parameters", "shard", len(numels), nbytes, nbytes * outside)
         small = [fixed + slope * len(self.shapes) for fixed, slope in self.traits.all_reduces]
         if self.overlaps_grads:
-            # Which buckets have changed since they left, or have been sent less often.
+            # Agreement on buckets that changed after they were sent, or were sent less often.
             small.append(len(numels) + (NUM_COUNTS if self.config.stage == 2 else 0))
         if self.progress is AsyncModel.ORDERED:
-            small.append(4)  # by which NCCL's and HCCL's ranks compare what they are about to do
+            small.append(4)  # NCCL's and HCCL's ranks compare their calls
         if small:
             total = 4 * sum(small)
             every = self.shards * self.replicas
@@ -357,7 +480,7 @@ class _Costs:
         return found
 
     def _published(self, numel: int) -> dict[str, int]:
-        """Return the ZeRO paper's bytes: parameters, gradients, and K for what an update needs."""
+        """Return the ZeRO paper's bytes: parameters, gradients, and K for states and masters."""
         item, ranks = self.dtype.itemsize, self.shards * self.replicas
         k = self.traits.state_itemsize
         return {

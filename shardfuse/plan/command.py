@@ -1,11 +1,13 @@
-"""``python -m shardfuse plan``: options, and what is printed."""
+"""``python -m shardfuse plan`` and ``compare-variants``: options, tables, JSON and a picture."""
 
 from __future__ import annotations
 
 import argparse
 import functools
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,119 @@ import torch
 
 from shardfuse import optim
 from shardfuse.config import ShardConfig
+from shardfuse.optim import LambComparison, compare_lamb_variants
 from shardfuse.plan.budget import Budget, plan
-from shardfuse.plan.models import count, shapes_of
-from shardfuse.plan.report import describe, draw, to_json
+from shardfuse.plan.models import count_elements, params_of, shapes_of
 from shardfuse.plan.timing import Speeds, Times, predict
+from shardfuse.rules.lamb import PRESETS
+
+_MIB = 1 << 20
+
+
+def plan_to_json(budget: Budget, times: Times | None) -> dict[str, Any]:
+    """Return everything that describe_plan() prints, in JSON types, bytes and seconds."""
+    found = asdict(budget)
+    del found["buckets"]
+    found["world_size"], found["total_nbytes"] = budget.world_size, budget.total_nbytes
+    if times is not None:
+        found["times"] = {**asdict(times), "exposed": times.exposed}
+    return found
+
+
+def describe_plan(budget: Budget, times: Times | None) -> str:
+    """Return a table to print."""
+    return "\n".join(
+        [
+            *_head_lines(budget),
+            "",
+            *_memory_lines(budget),
+            "",
+            *_traffic_lines(budget),
+            *_time_lines(times),
+        ]
+    )
+
+
+def _head_lines(budget: Budget) -> Iterator[str]:
+    ranks = f"{budget.world_size:,} ranks"
+    if budget.num_replicas > 1:
+        ranks += f", {budget.num_replicas:,} rows of {budget.num_shards:,} shards"
+    yield f"{budget.numel:,} elements in {budget.num_params:,} parameters on {ranks}"
+    padding = budget.padded_numel - budget.numel
+    yield (
+        f"{budget.num_buckets:,} buckets of at most {budget.bucket_nbytes / _MIB:,.1f} MiB; "
+        f"padding {padding:,} elements ({padding / budget.numel:.2%})"
+    )
+
+
+def _memory_lines(budget: Budget) -> Iterator[str]:
+    rows = [(name, nbytes) for name, nbytes in budget.memory.items()]
+    yield "Memory of one rank, without activations                MiB"
+    yield from _table_lines([*rows, ("in all", budget.total_nbytes)])
+    yield ""
+    yield "The same optimizer by the ZeRO paper's formulas         MiB"
+    yield from _table_lines(list(budget.published.items()))
+
+
+def _table_lines(rows: Sequence[tuple[str, int]]) -> Iterator[str]:
+    for name, nbytes in rows:
+        yield f"  {name:<42}{nbytes / _MIB:>14,.1f}"
+
+
+def _traffic_lines(budget: Budget) -> Iterator[str]:
+    yield "Collectives of a step                  axis       number   payload MiB   sent MiB a rank"
+    for call in budget.collectives:
+        payload, sent = call.payload_nbytes / _MIB, call.sent_nbytes / _MIB
+        yield f"  {call.kind:<35}  {call.axis:<9}{call.number:>8,}{payload:>14,.2f}{sent:>18,.2f}"
+    if not budget.collectives:
+        yield "  none: one rank"
+
+
+def _time_lines(times: Times | None) -> Iterator[str]:
+    if times is None:
+        return
+    yield ""
+    yield "Seconds of a step, by the speeds given (a model, see shardfuse/plan/timing.py)"
+    for name, seconds in (
+        ("forward and backward", times.compute),
+        ("traffic alone", times.traffic),
+        ("step", times.step),
+        ("of it, exposed", times.exposed),
+        ("step with nothing overlapped", times.without_overlap),
+        ("DistributedDataParallel, replicated", times.ddp),
+    ):
+        yield f"  {name:<42}{seconds:>14.4f}"
+
+
+def draw(budget: Budget, path: Path) -> None:
+    """Draw the memory of one rank beside that of the published formulas, as a PNG.
+
+    Raises:
+        ValueError: the package matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        raise ValueError("matplotlib is not installed: pip install matplotlib.") from None
+    mpl.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 3.2))
+    names = [*budget.published, "shardfuse"]
+    left = 0.0
+    for part, nbytes in budget.memory.items():
+        axes.barh(len(names) - 1, nbytes / _MIB, left=left, label=part)
+        left += nbytes / _MIB
+    values = [nbytes / _MIB for nbytes in budget.published.values()]
+    axes.barh(range(len(values)), values, color="0.75")
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlabel("MiB of one rank, without activations")
+    axes.set_title(f"{budget.numel:,} elements on {budget.world_size:,} ranks", fontsize=10)
+    axes.legend(fontsize=7, loc="upper right", bbox_to_anchor=(1.0, 0.85))
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -33,7 +144,7 @@ _OPTIMIZERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _object(text: str) -> dict[str, Any]:
+def _json_object(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
         if not isinstance(found, dict):
@@ -46,7 +157,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
+    """Add the options of ``plan``."""
     command.add_argument(
         "--model",
         required=True,
@@ -68,7 +179,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     for name, text in (("--options", "of the optimizer"), ("--sharding", "as in ShardConfig")):
         command.add_argument(
             name,
-            type=_object,
+            type=_json_object,
             default={},
             metavar="JSON",
             help=f"{text} (default: %(default)s)",
@@ -103,7 +214,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the plan.
 
     Raises:
-        ValueError, TypeError: options that make no plan.
+        ValueError, TypeError: the options are invalid together.
     """
     if "sharding" in arguments.options:
         raise ValueError("Invalid --options: sharding has an option of its own, --sharding.")
@@ -118,14 +229,16 @@ def run(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         sharding=ShardConfig.of(arguments.sharding),
     )
-    times = _times(arguments, budget, count(shapes))
+    times = _predict_times(arguments, budget, count_elements(shapes))
     if arguments.png is not None:
         draw(budget, arguments.png)
-    print(json.dumps(to_json(budget, times)) if arguments.json else describe(budget, times))
+    print(
+        json.dumps(plan_to_json(budget, times)) if arguments.json else describe_plan(budget, times)
+    )
     return 0
 
 
-def _times(arguments: argparse.Namespace, budget: Budget, numel: int) -> Times | None:
+def _predict_times(arguments: argparse.Namespace, budget: Budget, numel: int) -> Times | None:
     forward_ms, backward_ms = arguments.forward_ms, arguments.backward_ms
     for one, other in (("forward_ms", "backward_ms"), ("tokens", "tflops")):
         if (getattr(arguments, one) is None) != (getattr(arguments, other) is None):
@@ -147,3 +260,88 @@ def _times(arguments: argparse.Namespace, budget: Budget, numel: int) -> Times |
         memory=arguments.memory_gb * 1e9,
     )
     return predict(budget, speeds, forward_ms / 1e3, backward_ms / 1e3)
+
+
+def add_variants_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of ``compare-variants``."""
+    names = ", ".join(PRESETS)
+    command.add_argument(
+        "variant",
+        type=_parse_variant,
+        help=f"{names}; or JSON with ShardedLamb's switches, such as "
+        """'{"variant": "npu", "clamp_value": 5}'""",
+    )
+    command.add_argument(
+        "other",
+        type=_parse_variant,
+        nargs="?",
+        default="google",
+        help="likewise (default: %(default)s)",
+    )
+    command.add_argument(
+        "--model",
+        required=True,
+        help="package.module:callable, called without arguments, whose module's weights are "
+        "compared on, of an installed package or, looked for last, in the working directory; "
+        "bert-tiny to bert-large, or a number of elements, such as 10m, with weights "
+        "drawn as BERT's are",
+    )
+    command.add_argument(
+        "--num-steps", type=int, default=1, help="compare this step (default: %(default)s)"
+    )
+    command.add_argument(
+        "--weight-decay", type=float, default=0.01, help="of both (default: %(default)s)"
+    )
+    command.add_argument("--beta1", type=float, default=0.9, help="of both (default: %(default)s)")
+    command.add_argument(
+        "--beta2", type=float, default=0.999, help="of both (default: %(default)s)"
+    )
+    command.add_argument("--eps", type=float, default=1e-6, help="of both (default: %(default)s)")
+    command.add_argument(
+        "--seed", type=int, default=0, help="of weights and gradients (default: %(default)s)"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON, for scripts")
+
+
+def run_variants(arguments: argparse.Namespace) -> int:
+    """Print a line for each parameter, and the factor for lr.
+
+    Raises:
+        ValueError, TypeError: the options are invalid.
+    """
+    comparison = compare_lamb_variants(
+        params_of(arguments.model, arguments.seed),
+        arguments.variant,
+        arguments.other,
+        betas=(arguments.beta1, arguments.beta2),
+        eps=arguments.eps,
+        weight_decay=arguments.weight_decay,
+        num_steps=arguments.num_steps,
+        seed=arguments.seed,
+    )
+    print(json.dumps(comparison_to_json(comparison)) if arguments.json else comparison)
+    return 0
+
+
+def comparison_to_json(comparison: LambComparison) -> dict[str, Any]:
+    """Return JSON types: None in place of NaN and infinity."""
+    found = asdict(comparison)
+    for entry, size in zip(found["params"], comparison.params, strict=True):
+        entry["ratio"] = _finite_or_none(size.ratio)
+    for name in ("median_ratio", "max_ratio", "lr_factor"):
+        found[name] = _finite_or_none(getattr(comparison, name))
+    return found
+
+
+def _finite_or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _parse_variant(text: str) -> str | dict[str, Any]:
+    if not text.startswith("{"):
+        return text
+    try:
+        switches: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+    return switches

@@ -1,4 +1,4 @@
-"""Names and shapes of a model's parameters, without their memory; and values, where needed."""
+"""Names and shapes of a model's parameters without memory, and values if needed."""
 
 from __future__ import annotations
 
@@ -45,33 +45,33 @@ def shapes_of(model: str) -> list[NamedShape]:
     """
     if model in BERT:
         return list(_bert(BERT[model]))
-    numel = _number(model)
+    numel = _parse_count(model)
     if numel is not None:
         return list(_layers(numel))
     with torch.device("meta"):
-        return shapes_in(_build(model))
+        return shapes_of_module(_build(model))
 
 
 def params_of(model: str, seed: int) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, parameter on the CPU) of each that is trained, in the order of registration.
+    """Return (name, CPU parameter) of each trained parameter, in the order of registration.
 
     Args:
-        model: as in shapes_of(). A callable's parameters are as it returns them. Others are drawn
-            as BERT's first weights are: N(0, 0.02) in matrices, ones in weights of LayerNorms,
-            zeros in biases; fp32, all in memory.
-        seed: of what is drawn.
+        model: as in shapes_of(). A callable's parameters have the values that it returns. Others
+            are drawn as BERT's first weights: N(0, 0.02) in matrices, ones in weights of
+            LayerNorms, zeros in biases; fp32, all in memory.
+        seed: seed of the random values.
 
     Raises:
-        ValueError: as in shapes_of(), weights on the meta device, or more than this host holds.
+        ValueError: as in shapes_of(), weights on the meta device, or more than this host's memory.
     """
     if ":" not in model:
         shapes = shapes_of(model)
-        _check_room(model, shapes)
+        _check_host_memory(model, shapes)
         generator = torch.Generator().manual_seed(seed)
-        return [(name, _drawn(shape, name, generator)) for name, shape in shapes]
+        return [(name, _draw_values(shape, name, generator)) for name, shape in shapes]
     torch.manual_seed(seed)
     module = _build(model)
-    shapes_in(module)
+    shapes_of_module(module)
     params = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     for name, param in params:
         if param.is_meta:
@@ -88,18 +88,18 @@ def _on_host(param: torch.Tensor) -> torch.Tensor:
     return host
 
 
-def _check_room(model: str, shapes: Sequence[NamedShape]) -> None:
-    """Refuse what would have this process killed."""
-    nbytes = 4 * count(shapes)
-    held = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if nbytes > held:
+def _check_host_memory(model: str, shapes: Sequence[NamedShape]) -> None:
+    """Refuse a model that would have this process killed for lack of memory."""
+    nbytes = 4 * count_elements(shapes)
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if nbytes > total:
         raise ValueError(
-            f"{model} takes {nbytes / 1e9:.0f} GB in fp32, and this host has {held / 1e9:.0f} GB. "
+            f"{model} takes {nbytes / 1e9:.0f} GB in fp32, and this host has {total / 1e9:.0f} GB. "
             "Give a smaller model of the same kind."
         )
 
 
-def _drawn(shape: tuple[int, ...], name: str, generator: torch.Generator) -> torch.Tensor:
+def _draw_values(shape: tuple[int, ...], name: str, generator: torch.Generator) -> torch.Tensor:
     if len(shape) > 1:
         drawn = torch.randn(shape, generator=generator) * 0.02
     else:
@@ -124,7 +124,7 @@ def _build(model: str) -> nn.Module:
     return built
 
 
-def shapes_in(module: nn.Module) -> list[NamedShape]:
+def shapes_of_module(module: nn.Module) -> list[NamedShape]:
     """Return (name, shape) of each parameter that a module trains."""
     named = [(name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad]
     if not named:
@@ -132,12 +132,12 @@ def shapes_in(module: nn.Module) -> list[NamedShape]:
     return named
 
 
-def count(shapes: Sequence[NamedShape]) -> int:
+def count_elements(shapes: Sequence[NamedShape]) -> int:
     """Return the number of elements."""
     return sum(math.prod(shape) for _, shape in shapes)
 
 
-def _number(text: str) -> int | None:
+def _parse_count(text: str) -> int | None:
     units = {"k": 10**3, "m": 10**6, "b": 10**9}
     digits, unit = text[:-1], units.get(text[-1:].lower())
     try:
@@ -150,7 +150,7 @@ def _number(text: str) -> int | None:
 
 
 def _layers(numel: int) -> Iterator[NamedShape]:
-    """Yield layers of transformers, 12 h^2 elements each, that are about ``numel`` in all."""
+    """Yield layers of transformers, 12 h^2 elements each, of about ``numel`` elements in all."""
     hidden = max(64, 64 * round((numel / 12 / 48) ** 0.5 / 64))
     for layer in range(max(1, round(numel / (12 * hidden * hidden)))):
         yield from _linear(f"layer.{layer}.qkv", hidden, 3 * hidden)
@@ -170,7 +170,7 @@ def _norm(name: str, width: int) -> Iterator[NamedShape]:
 
 
 def _bert(size: _Bert) -> Iterator[NamedShape]:
-    """Yield BERT's parameters for pretraining, both heads, as transformers names them."""
+    """Yield BERT's parameters for pretraining, both heads, with transformers' names."""
     hidden = size.hidden
     for name, rows in (("word", _VOCABULARY), ("position", _POSITIONS), ("token_type", 2)):
         yield f"bert.embeddings.{name}_embeddings.weight", (rows, hidden)

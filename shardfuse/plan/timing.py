@@ -1,10 +1,11 @@
-"""How long a step takes where a link and a memory have given speeds: a model, and no measurement.
+"""Predicted time of a step for given speeds of link and memory: a model, not a measurement.
 
-[Note: what is modelled] Backward makes gradients at an even pace, in the order of the buckets. A
-link carries one bucket at a time, each as soon as it is complete. Where a rule needs no norms, a
-bucket is updated when it has arrived; gathers leave in the order of forward once all are updated.
-Forward runs as far as its parameters have arrived. Steps follow each other; the last of six counts.
-Left out: that sockets take time of the cores that compute, and everything that is not named here.
+[Note: what is modelled] Backward makes gradients at a constant rate, in the order of the buckets.
+The link transfers one bucket at a time, each as soon as it is complete. If a rule needs no norms, a
+bucket is updated once it is reduced. Gathers start in the order of forward once all buckets are
+updated. Forward runs as far as its parameters have been gathered. Steps follow each other; the last
+of six counts. Not modelled: that sockets take time of the cores that compute, and everything not
+named here.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ _NUM_STEPS = 6
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of a rank.
+    """Speeds of a rank.
 
     Attributes:
         link: bytes per second that it can send, and receive at the same time.
-        latency_s: of each collective.
+        latency_s: seconds of each collective.
         memory: bytes per second that an update reads and writes.
     """
 
@@ -44,9 +45,9 @@ class Times:
 
     Attributes:
         compute: forward and backward.
-        traffic: all bytes of a step one after another.
-        step, without_overlap: ours, as configured and with nothing under anything.
-        ddp: replicated, gradients all-reduced under backward, everything updated everywhere.
+        traffic: all bytes of a step, one after another.
+        step, without_overlap: shardfuse, as configured and with nothing overlapped.
+        ddp: replicated; gradients all-reduced during backward, everything updated on every rank.
     """
 
     compute: float
@@ -57,21 +58,21 @@ class Times:
 
     @property
     def exposed(self) -> float:
-        """What a step takes longer than compute."""
+        """How much longer than compute a step takes."""
         return self.step - self.compute
 
 
 def predict(budget: Budget, speeds: Speeds, forward_s: float, backward_s: float) -> Times:
-    """Return the times of a step whose forward and backward take so long; see the module's note.
+    """Return the times of a step with the given forward and backward; see [Note: what is modelled].
 
     Raises:
-        ValueError: they take less than no time, or no number of seconds.
+        ValueError: a time is negative or not finite.
     """
     for name, value in (("forward", forward_s), ("backward", backward_s)):
         if not 0 <= value < float("inf"):
             raise ValueError(f"Invalid time of {name}: {value * 1e3} ms. Must be >= 0.")
     buckets = budget.buckets
-    one = _Steps(buckets, speeds, forward_s, backward_s, needs_all=budget.needs_all)
+    one = _StepClock(buckets, speeds, forward_s, backward_s, needs_all=budget.needs_all)
     ranks = budget.world_size
     whole = [
         BucketCost(
@@ -83,7 +84,7 @@ def predict(budget: Budget, speeds: Speeds, forward_s: float, backward_s: float)
         )
         for bucket in buckets
     ]
-    replicated = _Steps(whole, speeds, forward_s, backward_s, needs_all=True)
+    replicated = _StepClock(whole, speeds, forward_s, backward_s, needs_all=True)
     return Times(
         compute=forward_s + backward_s,
         traffic=sum(one.seconds(b.reduce) + one.seconds(b.gather) for b in buckets),
@@ -97,8 +98,8 @@ def _itemsize(budget: Budget) -> float:
     return budget.memory["parameters"] / budget.padded_numel
 
 
-class _Steps:
-    """A clock for compute and one for the link."""
+class _StepClock:
+    """Simulates compute and link."""
 
     def __init__(
         self,
@@ -113,11 +114,11 @@ class _Steps:
         self._forward_s, self._backward_s = forward_s, backward_s
 
     def seconds(self, nbytes: float) -> float:
-        """Return how long the link is busy with a collective."""
+        """Return how long a collective occupies the link."""
         return nbytes / self._speeds.link + self._speeds.latency_s if nbytes else 0.0
 
     def step(self, overlaps_grads: bool, overlaps_params: bool) -> float:
-        """Return the seconds of a step in a row of steps."""
+        """Return the seconds of a step in a sequence of steps."""
         now = link = before = 0.0
         arrived = [0.0] * len(self._buckets)
         for _ in range(_NUM_STEPS):
@@ -137,7 +138,7 @@ class _Steps:
         return now - before
 
     def _reduce(self, now: float, link: float, ready: list[float]) -> tuple[float, float]:
-        """Return when all buckets are updated, and when the link has nothing left."""
+        """Return when all buckets are updated, and when the link is free."""
         arrived = []
         for bucket, at in zip(self._buckets, ready, strict=True):
             link = max(link, at) + self.seconds(bucket.reduce)

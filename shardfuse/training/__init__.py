@@ -1,12 +1,9 @@
 """Jobs that resume when the same command starts them again, and norms of watched steps."""
 
-from shardfuse.training.attempts import init_process_group
-from shardfuse.training.device import set_device
-from shardfuse.training.job import Job
+from shardfuse.training.attempts import init_process_group, set_device
+from shardfuse.training.job import Job, RandomState
 from shardfuse.training.lock import FolderInUse, FolderLock
-from shardfuse.training.monitor import StepMonitor
-from shardfuse.training.random_state import RandomState
-from shardfuse.training.records import StepRecord, TensorNorms
+from shardfuse.training.monitor import StepMonitor, StepRecord, TensorNorms
 
 __all__ = [
     "FolderInUse",

@@ -1,13 +1,19 @@
-"""A lock on a folder, for as long as the process that has it lives.
+"""An exclusive lock on a folder that is held while its process lives.
 
-[Note: who has the lock] flock() belongs to an open file, which a forked child shares: workers of a
-DataLoader that outlive a trainer would keep its lock. So a child closes its copy as the first thing
-after fork(); what it execs never has one (O_CLOEXEC). Locks of fcntl() are not shared with
-children, but a process loses them as soon as it closes any descriptor of the file, which whoever
-copies or searches the folder does, and they do not keep two jobs of one process apart. Locks of
-open files (F_OFD_SETLK) are shared with children as well, and NFS does not have them. Linux turns
-flock() on NFS into a lock of the server's, which is released with the last copy of the descriptor,
-not the first, so closing the child's leaves it.
+[Note: lock ownership] flock() belongs to an open file description, which a forked child shares:
+DataLoader workers that outlive a trainer would keep its lock. So a child closes its copy first
+thing after fork(). O_CLOEXEC does so for exec(). Alternatives: fcntl() locks are not inherited, but
+a process loses them when it closes any descriptor of the file, as copying or searching the folder
+does, and they do not exclude a second job in the same process. Locks of open file descriptions
+(F_OFD_SETLK) are inherited as well, and NFS lacks them. Linux maps flock() on NFS to a lock of the
+server, which is released with the last copy of the descriptor, not the first, so the child's close
+leaves it.
+
+[Note: why not filelock] torch requires filelock, in any version. Up to 3.20 at least, it truncates
+the lock file when it opens it, before it has the lock, so a refusal could not say which process
+holds it; and a forked child keeps the lock. 4.3 does neither. But no version lets its caller check
+what the lock's path names (a FIFO, a device, a hard link to the user's data), and none continues
+with a warning on file systems without locks (ENOLCK, EOPNOTSUPP).
 """
 
 from __future__ import annotations
@@ -28,23 +34,23 @@ from types import TracebackType
 logger = logging.getLogger("shardfuse")
 
 LOCK_FILE = ".lock"
-"""Empty, but for who has the lock."""
+"""Name of the lock file. It contains the process that holds the lock, as JSON."""
 
-_HELD = (errno.EAGAIN, errno.EACCES)
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_HELD_ERRNOS = (errno.EAGAIN, errno.EACCES)
+_NO_LOCKS_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _POLL_S = 0.2
 
 
 class FolderInUse(RuntimeError):
-    """Another process holds the lock; ``str(error)`` says which, and since when."""
+    """Another process holds the lock; ``str(error)`` names it and since when."""
 
 
 class FolderLock:
     """A lock that keeps a second job out of a folder; also a context manager, which releases it.
 
     The operating system releases the lock when the process ends for any reason, so it is never
-    stale. A child that is forked does not have it: see [Note: who has the lock]. Over NFS it also
-    works between hosts.
+    stale. A forked child does not have it: see [Note: lock ownership]. Over NFS it also works
+    between hosts.
     """
 
     def __init__(self) -> None:
@@ -69,7 +75,7 @@ class FolderLock:
             self._descriptor = None
 
     def take(self, folder: Path, patience_s: float = 0.0) -> None:
-        """Lock ``folder``, and write there who holds the lock.
+        """Lock ``folder``, and write there which process holds the lock.
 
         Args:
             folder: an existing folder.
@@ -77,9 +83,9 @@ class FolderLock:
 
         Raises:
             FolderInUse: another process holds the lock.
-            OSError: the folder cannot be written to; or what has the name of the lock file is a
-                link, a FIFO, a device or a folder, or holds something else. None of these is
-                followed or changed.
+            OSError: the folder cannot be written to; or the name of the lock file is that of a
+                link, a FIFO, a device or a folder, or of a file with other contents. None of these
+                is followed or changed.
         """
         deadline = time.monotonic() + patience_s
         while True:
@@ -94,11 +100,11 @@ class FolderLock:
         assert self._descriptor is not None
         _check_content(self._descriptor, folder / LOCK_FILE)
         owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}
-        os.ftruncate(self._descriptor, 0)
+        os.ftruncate(self._descriptor, 0)  # only now: until here a refusal may read the holder
         os.pwrite(self._descriptor, json.dumps(owner).encode(), 0)
 
     def try_out(self, folder: Path) -> None:
-        """Lock ``folder`` without writing there who holds the lock.
+        """Lock ``folder`` without writing there which process holds the lock.
 
         Args:
             folder: an existing folder.
@@ -107,13 +113,13 @@ class FolderLock:
             FolderInUse, OSError: as for take().
         """
         self.release()
-        self._descriptor = _open(folder / LOCK_FILE)
+        self._descriptor = _open_lock_file(folder / LOCK_FILE)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in _HELD:
+            if error.errno in _HELD_ERRNOS:
                 raise FolderInUse(f"{folder} is in use by {_owner(self._descriptor)}") from error
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in _NO_LOCKS_ERRNOS:
                 raise
             logger.warning(
                 "%s: this file system has no locks (%s). Make sure that no other job uses the same "
@@ -126,15 +132,15 @@ class FolderLock:
 _locks: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
-def _leave_to_parent() -> None:
+def _release_in_child() -> None:
     for lock in list(_locks):
         lock.release()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_release_in_child)
 
 
-_KINDS = {
+_FILE_KINDS = {
     stat.S_IFLNK: "a symbolic link, which is not followed",
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -144,15 +150,15 @@ _KINDS = {
 }
 
 
-def _open(path: Path) -> int:
-    """Return a descriptor of the lock file, which is made if there is none."""
+def _open_lock_file(path: Path) -> int:
+    """Open the lock file and return its descriptor; create it if there is none."""
     with suppress(FileNotFoundError):
-        _check_kind(os.lstat(path), path)  # opening a device may do something
+        _check_kind(os.lstat(path), path)  # before open(), which may act on a device
     try:
-        descriptor = os.open(path, _FLAGS, 0o644)
+        descriptor = os.open(path, _OPEN_FLAGS, 0o644)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EMLINK):  # a link since then
-            raise _not_ours(path, _KINDS[stat.S_IFLNK]) from error
+        if error.errno in (errno.ELOOP, errno.EMLINK):  # replaced by a link after lstat()
+            raise _foreign_file_error(path, _FILE_KINDS[stat.S_IFLNK]) from error
         raise
     try:
         _check_kind(os.fstat(descriptor), path)
@@ -162,27 +168,27 @@ def _open(path: Path) -> int:
     return descriptor
 
 
-# A FIFO that nobody reads must not block, and a terminal must not become this process's.
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+# O_NONBLOCK: a FIFO without a reader must not block. O_NOCTTY: a terminal must not become ours.
+_OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def _check_kind(found: os.stat_result, path: Path) -> None:
     kind = stat.S_IFMT(found.st_mode)
     if kind != stat.S_IFREG:
-        raise _not_ours(path, _KINDS.get(kind, "no file"))
+        raise _foreign_file_error(path, _FILE_KINDS.get(kind, "no file"))
 
 
 def _check_content(descriptor: int, path: Path) -> None:
-    """Raise OSError where a file holds what no lock has written, such as a link's other name.
+    """Raise OSError if a file has contents that no lock has written, such as a hard link's.
 
-    A host that lost its power may leave zeros.
+    After a power failure the file may consist of zeros.
     """
     start = os.pread(descriptor, 4096, 0)
     if start.strip(b"\0") and not start.startswith(b'{"pid"'):
-        raise _not_ours(path, "a file with something else in it")
+        raise _foreign_file_error(path, "a file with something else in it")
 
 
-def _not_ours(path: Path, what: str) -> OSError:
+def _foreign_file_error(path: Path, what: str) -> OSError:
     text = f"the name of the lock file is that of {what}: remove it, or name another folder"
     return OSError(errno.EINVAL, text, str(path))
 
@@ -192,5 +198,5 @@ def _owner(descriptor: int) -> str:
         owner = json.loads(os.pread(descriptor, 4096, 0))
         return f"process {owner['pid']} on {owner['host']} since {owner['since']}"
     except (OSError, ValueError, KeyError, TypeError):
-        # It has taken the lock this moment.
+        # The holder has the lock and has not written its name yet.
         return "another job"

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from shardfuse import ShardedAdam
-from shardfuse.checkpoint import Checkpoints, load, save, saving, whole
+from shardfuse.checkpoint import Checkpoints, integrity, load, loading, save
 from tests.support.checkpoints import Job
 from tests.support.harness import STAYING, run_procs
 
@@ -42,11 +42,11 @@ def act(case: str, path: Path, job: Job, checkpoints: Checkpoints, is_odd: bool)
             checkpoints.wait()
     elif case == "fails in load":
         if is_odd:
-            saving._Loading.finish = fail  # type: ignore[method-assign,assignment]
+            loading._LoadOperation.finish = fail  # type: ignore[method-assign,assignment]
         load(job.objects, path / "step-1")
     elif case == "fails in clean-up":
         if is_odd:
-            whole.share_of_faults = fail  # type: ignore[assignment]
+            integrity.verify_share = fail  # type: ignore[assignment]
         checkpoints.save(job.objects, 2)
     elif is_odd and case == "saves":
         checkpoints.save(job.objects, 2)

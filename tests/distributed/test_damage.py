@@ -16,9 +16,15 @@ import torch
 import torch.distributed as dist
 
 from shardfuse import ShardedAdamW, ShardedSGD
-from shardfuse.checkpoint import CheckpointError, Checkpoints, DamagedCheckpoint, load, save, saving
-from shardfuse.checkpoint.index import Manifest
-from shardfuse.checkpoint.source import Source
+from shardfuse.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    DamagedCheckpoint,
+    load,
+    loading,
+    save,
+)
+from shardfuse.checkpoint.index import CheckpointReader, Manifest
 from shardfuse.comm.session import PeerError
 from tests.support.checkpoints import Job, assert_same
 from tests.support.harness import run_procs, run_threads
@@ -79,9 +85,9 @@ def damage(path: Path, rng: random.Random) -> Callable[[], None]:
 def test_a_tensor_without_elements(copied: Path) -> None:
     """Nothing of it is read; what was written for it is looked at all the same."""
     folder = copied / "step-3"
-    with Source(folder) as source:
-        parts = Manifest.read(source).parts(source)
-    (item,) = [item for part in parts for item in part.items if item.key == "model.nothing"]
+    with CheckpointReader(folder) as source:
+        parts = Manifest.read(source).read_indices(source)
+    (item,) = [item for part in parts for item in part.entries if item.key == "model.nothing"]
     with (folder / item.file).open("r+b") as file:
         file.seek(item.start + item.length // 2)
         byte = file.read(1)[0]
@@ -132,7 +138,7 @@ def test_the_error_names_the_newest_whole_one(copied: Path) -> None:
 def test_looking_for_it_is_left_to_load(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """load_latest() finds the newest whole one by loading it, and reads nothing twice."""
     damage(copied / "step-3" / "__0_0.distcp", random.Random(3))
-    monkeypatch.setattr(saving, "whole_beside", lambda *_: pytest.fail("read twice"))
+    monkeypatch.setattr(loading, "name_intact_sibling", lambda *_: pytest.fail("read twice"))
     assert [step for step, _ in run_threads(2, lambda: resume(copied))] == [2, 2]
 
 

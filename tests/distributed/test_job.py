@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from shardfuse import ShardedAdamW
 from shardfuse.checkpoint import CheckpointError, PerRank
-from shardfuse.checkpoint.ranks import Ranks
+from shardfuse.checkpoint.collective import CheckpointGroup
 from shardfuse.optim import stateful
 from shardfuse.training import FolderLock, Job, RandomState
 from shardfuse.training import job as job_module
-from shardfuse.training.stop import StopTogether
+from shardfuse.training.job import CoordinatedStop
 from tests.support import contract
 from tests.support.harness import log_of_shardfuse, run_procs
 from tests.support.placing import on_device
@@ -133,7 +133,7 @@ def test_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 def enter(folder: str) -> str:
-    job_module._PATIENCE_S = 0.1  # type: ignore[misc]
+    job_module._LOCK_TIMEOUT_S = 0.1  # type: ignore[misc]
     try:
         train(folder)
     except CheckpointError as error:
@@ -225,11 +225,11 @@ def stop_at_random(seed: int, folder: Path, dies: bool) -> list[int]:
     """Return after which step this rank stops, of several runs."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     own, ends = random.Random(100 * seed + rank), []
-    ranks = Ranks({}, None, "")
-    board: Any = ranks.comm.session.group  # type: ignore[attr-defined]
+    ranks = CheckpointGroup({}, None, "")
+    board: Any = ranks.comm._board  # type: ignore[attr-defined]
     store, death = board.store, random.Random(seed)
     for number in range(12):
-        stop = StopTogether(ranks, folder, number)
+        stop = CoordinatedStop(ranks, folder, number)
         end, dies_at = folder / f"end-{number}", death.randrange(9)
         board.store, board.is_store_gone = Mortal(store, end), False
         told_at = own.choice([own.randrange(6), 10**6]) if rank else own.randrange(6)
@@ -240,11 +240,11 @@ def stop_at_random(seed: int, folder: Path, dies: bool) -> list[int]:
             dist.all_reduce(torch.ones(world_size))  # what step() waits for
             if on_device():
                 torch.accelerator.synchronize()  # as Job does
-            if stop.is_after(step, is_asked=step > told_at):
+            if stop.should_stop_after(step, is_requested=step > told_at):
                 ends.append(step)
                 break
         dist.barrier()
-        stop.clear()
+        stop.remove_request()
     return ends
 
 

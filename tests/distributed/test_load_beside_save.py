@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardfuse import ShardedAdam
 from shardfuse.checkpoint import Checkpoints, async_save, load, save
-from shardfuse.checkpoint.storage import PlannedPart
+from shardfuse.checkpoint.storage import ShardWriter
 from shardfuse.training import Job as LoopJob
 from tests.support.checkpoints import Job, assert_same
 from tests.support.harness import run_threads
@@ -26,13 +26,13 @@ pytestmark = [
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Saves write only once this is set."""
-    go, write = threading.Event(), PlannedPart.write
+    go, write = threading.Event(), ShardWriter.write
 
-    def late(planned: PlannedPart) -> Any:
+    def late(planned: ShardWriter) -> Any:
         assert go.wait(60)
         return write(planned)
 
-    monkeypatch.setattr(PlannedPart, "write", late)
+    monkeypatch.setattr(ShardWriter, "write", late)
     go.set()
     return go
 

@@ -21,7 +21,7 @@ from shardfuse import (
     ShardedRMSpropTF,
     checkpoint,
 )
-from shardfuse.checkpoint.index import MANIFEST, sealed
+from shardfuse.checkpoint.index import MANIFEST, encode_with_digest
 from shardfuse.optim import paddle
 from shardfuse.optim.npu import NpuFusedAdamW
 from tests.support.harness import run_procs
@@ -67,7 +67,7 @@ def load(names: tuple[str, str], folder: Path, *, is_early: bool) -> Found:
     if is_early and saved["optimizer"].communicator.rank == 0:
         content = json.loads((folder / MANIFEST).read_bytes())["content"]
         del content["rules"]
-        (folder / MANIFEST).write_bytes(sealed(content))
+        (folder / MANIFEST).write_bytes(encode_with_digest(content))
     torch.distributed.barrier()
     said: list[str] = []
     handler = logging.Handler()

@@ -17,7 +17,7 @@ from shardfuse import (
 )
 from shardfuse.comm import communicator_for
 from shardfuse.plan import Budget, plan
-from shardfuse.plan.models import shapes_in
+from shardfuse.plan.models import shapes_of_module
 from tests.support import contract
 from tests.support.counting import CountingCommunicator
 from tests.support.harness import run_procs
@@ -84,7 +84,7 @@ def planned(name: str, dtype: torch.dtype, sharding: dict[str, Any], world_size:
     cls, options = OPTIMIZERS[name]
     config = {key: value for key, value in sharding.items() if key != "collectives"}
     return plan(
-        shapes_in(model_of(dtype)),
+        shapes_of_module(model_of(dtype)),
         lambda params, sharding: cls(params, **options, sharding=sharding),
         world_size=world_size,
         dtype=dtype,

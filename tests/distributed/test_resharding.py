@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardfuse import ShardedAdam, ShardedAdamW, ShardedBertAdam, ShardedLamb
 from shardfuse.checkpoint import load, save
-from shardfuse.checkpoint.index import Manifest
-from shardfuse.checkpoint.source import Source
+from shardfuse.checkpoint.index import CheckpointReader, Manifest
 from tests.distributed.test_overlap import OPTIMIZERS
 from tests.support.checkpoints import Everything, Job, assert_same
 from tests.support.harness import count_c10d_calls, run_procs, run_threads
@@ -149,7 +148,7 @@ def test_few_indices_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (half, _), *_ = run_threads(8, lambda: first_half(ShardedAdam, folder, ONE_BUCKET))
     original = Manifest.read_file
 
-    def noted(self: Manifest, source: Source, file: Any) -> bytes:
+    def noted(self: Manifest, source: CheckpointReader, file: Any) -> bytes:
         opened.setdefault(dist.get_rank(), []).append(file.name)
         return original(self, source, file)
 
@@ -185,9 +184,9 @@ def test_a_manifest_that_says_less(tmp_path: Path) -> None:
     """The first ones of this format have no layouts: all indices are read."""
     folder = tmp_path / "a"
     (half, _), _ = run_threads(2, lambda: first_half(ShardedAdam, folder))
-    with Source(folder) as source:
+    with CheckpointReader(folder) as source:
         manifest = Manifest.read(source)
-    manifest.layouts, manifest.kinds, manifest.counts = {}, {}, {}
+    manifest.layouts, manifest.tensors, manifest.counts = {}, {}, {}
     (folder / "manifest.json").write_bytes(manifest.to_bytes())
     for found, _ in run_threads(3, lambda: loaded(ShardedAdam, folder)):
         assert_same(found, half)
@@ -220,10 +219,10 @@ def test_meshes(tmp_path: Path) -> None:
 def test_tied_parameters_are_written_once(tmp_path: Path) -> None:
     """Both names lead to the same bytes."""
     run_threads(2, lambda: first_half(ShardedAdam, tmp_path / "a"))
-    with Source(tmp_path / "a") as source:
-        parts = Manifest.read(source).parts(source)
+    with CheckpointReader(tmp_path / "a") as source:
+        parts = Manifest.read(source).read_indices(source)
     places: dict[str, set[Any]] = {"model.tied.weight": set(), "model.body.0.weight": set()}
-    for item in (item for part in parts for item in part.items if item.key in places):
+    for item in (item for part in parts for item in part.entries if item.key in places):
         places[item.key].add((item.offsets, item.sizes, item.file, item.start))
     assert len(places["model.tied.weight"]) > 1
     assert places["model.tied.weight"] == places["model.body.0.weight"]

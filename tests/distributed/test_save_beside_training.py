@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shardfuse import ShardedAdam, ShardedLamb
 from shardfuse.checkpoint import CheckpointError, Checkpoints, async_save
 from shardfuse.checkpoint import saving as saving_module
-from shardfuse.checkpoint.storage import PlannedPart
+from shardfuse.checkpoint.storage import ShardWriter
 from shardfuse.comm.session import PeerError
 from tests.distributed.test_resharding import loaded
 from tests.support.checkpoints import Job, assert_same
@@ -41,13 +41,13 @@ def test_the_state_of_the_call(
     name: str, may_write: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, whether a step comes before the first fragment is written or after the last."""
-    go, write = threading.Event(), PlannedPart.write
+    go, write = threading.Event(), ShardWriter.write
 
-    def late(planned: PlannedPart) -> Any:
+    def late(planned: ShardWriter) -> Any:
         assert go.wait(60)
         return write(planned)
 
-    monkeypatch.setattr(PlannedPart, "write", late)
+    monkeypatch.setattr(ShardWriter, "write", late)
     sharding = {"stage": 2} if name == "stage 2" else {}
 
     def train() -> Any:
@@ -150,7 +150,7 @@ def test_a_commit_that_fails_is_raised(tmp_path: Path, monkeypatch: pytest.Monke
             job.train(1)
         return str(caught.value)
 
-    monkeypatch.setattr(saving_module, "put_in_place", _refuse)
+    monkeypatch.setattr(saving_module, "commit_staging", _refuse)
     (text,) = run_threads(1, train)
     assert "a is not saved" in text
     assert "Not a directory" in text
@@ -165,7 +165,7 @@ import os, sys, threading, time
 from pathlib import Path
 from shardfuse import ShardedAdam
 from shardfuse.checkpoint import Checkpoints
-from shardfuse.checkpoint import ranks, saving
+from shardfuse.checkpoint import collective, saving
 from tests.support.checkpoints import Job
 from tests.support.harness import join_world
 
@@ -176,9 +176,9 @@ job.train(1)
 checkpoints.save(job.objects, 1)
 if rank == int(sys.argv[4]):
     if sys.argv[5] == "writes":
-        saving._word = lambda data: os._exit(9)  # in the writer's thread
+        saving.checksum_of = lambda data: os._exit(9)  # in the writer's thread
     else:
-        ranks.Ranks.agree = lambda *_: os._exit(9)  # on the step
+        collective.CheckpointGroup.agree = lambda *_: os._exit(9)  # on the step
 checkpoints.save(job.objects, 2, beside_training=True)
 checkpoints.wait()
 """

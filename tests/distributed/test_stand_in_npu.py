@@ -15,7 +15,7 @@ from torch import nn
 
 from shardfuse import ShardedAdam, ShardedSGD
 from shardfuse.checkpoint import async_save
-from shardfuse.checkpoint.storage import PlannedPart
+from shardfuse.checkpoint.storage import ShardWriter
 from shardfuse.comm import communicator_for
 from shardfuse.doctor import checks
 from shardfuse.engine import gather as pending_params
@@ -206,15 +206,15 @@ def test_a_save_beside_training_keeps_to_its_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its thread uses the device of its rank, and waits for no kernel that training launches."""
-    write, used = PlannedPart.write, set[tuple[str, int, bool]]()
+    write, used = ShardWriter.write, set[tuple[str, int, bool]]()
 
-    def noted(planned: PlannedPart) -> Any:
+    def noted(planned: ShardWriter) -> Any:
         device = NPU.current_device()
         is_own = NPU.current_stream() != NPU.default_stream()
         used.add((threading.current_thread().name, device, is_own))
         return write(planned)
 
-    monkeypatch.setattr(PlannedPart, "write", noted)
+    monkeypatch.setattr(ShardWriter, "write", noted)
 
     def save() -> None:
         weight = nn.Parameter(torch.ones(3000))

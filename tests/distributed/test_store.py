@@ -15,12 +15,12 @@ from torch import nn
 
 from shardfuse import ShardedAdamW
 from shardfuse.checkpoint import CheckpointError, async_save
-from shardfuse.checkpoint.asynchronous import AsyncSave
-from shardfuse.checkpoint.report import verify
+from shardfuse.checkpoint.export import verify
+from shardfuse.checkpoint.saving import AsyncSave
 from shardfuse.comm.session import GroupState, PeerError
 from shardfuse.doctor.world import World
-from shardfuse.training.attempts import fresh_part
-from shardfuse.training.stop import StopTogether
+from shardfuse.training.attempts import attempt_store
+from shardfuse.training.job import CoordinatedStop
 from tests.support.harness import run_threads
 
 pytestmark = pytest.mark.timeout(120)
@@ -45,7 +45,7 @@ def save_beside(folder: Path, told: list[str | None] | None) -> str:
     if told is None:
         comm.session.group.store = Gone()
     else:
-        comm.session.group.read = lambda topic: told
+        comm.session.group.told = lambda topic: told
     saving: AsyncSave = async_save({"model": model, "optimizer": optimizer}, folder)
     try:
         saving.wait()
@@ -121,13 +121,13 @@ def test_a_word_to_stop(text: str, tmp_path: Path) -> None:
     for is_store_gone in (False, True):
         comm = SimpleNamespace(world_size=2, epoch=0, is_store_gone=is_store_gone)
         comm.told = lambda topic, told=text, gone=is_store_gone: [None, None if gone else told]
-        stop = StopTogether(_ranks(comm), tmp_path, 7)
+        stop = CoordinatedStop(_ranks(comm), tmp_path, 7)
         if is_store_gone and len(text) < 100:
             (tmp_path / f".stop-{7:012x}-{text}").touch()
         elif is_store_gone:
             continue
         with pytest.raises(PeerError, match=r"store has .* under"):
-            stop.is_after(1, is_asked=False)
+            stop.should_stop_after(1, is_requested=False)
 
 
 def _ranks(comm: Any) -> Any:
@@ -146,7 +146,7 @@ def test_the_start_of_an_attempt(rank: int, text: str) -> None:
 
     def begin() -> None:
         try:
-            fresh_part(store, rank, 2, limit)
+            attempt_store(store, rank, 2, limit)
         except PeerError as error:
             ended.append(str(error))
 
@@ -168,7 +168,7 @@ def test_the_doctor_finds_it(text: str) -> None:
     world = World(5.0)
     world._store = dist.HashStore()
     world._store.set("1/1", text)
-    answer = world._heard("1/1")
+    answer = world._receive("1/1")
     assert answer is not None
     assert answer["has_raised"]
     assert "under '1/1'" in answer["finding"]["text"]

@@ -25,7 +25,7 @@ from torch import nn
 from shardfuse import ShardedAdamW
 from shardfuse.__main__ import main as command
 from shardfuse.checkpoint import CheckpointError, Checkpoints, load, save
-from shardfuse.checkpoint.index import sealed, unsealed
+from shardfuse.checkpoint.index import decode_with_digest, encode_with_digest
 from shardfuse.files import digest_of
 
 ATTACKS: dict[str, Callable[[Path], str]] = {}
@@ -112,9 +112,9 @@ def files(folder: Path, **texts: str) -> Path:
 
 def reseal(path: Path, edit: Callable[[Any], object]) -> None:
     """Edit a sealed JSON file, and give it a right digest."""
-    content = unsealed(path.read_bytes(), path.name)
+    content = decode_with_digest(path.read_bytes(), path.name)
     edit(content)
-    path.write_bytes(sealed(content))
+    path.write_bytes(encode_with_digest(content))
 
 
 def forge(folder: Path, edit: Callable[[Any], object]) -> Path:
@@ -367,7 +367,7 @@ RUNS: dict[str, Callable[[Path], object]] = {
         "manifest.json", lambda path: path.symlink_to("/dev/zero")
     ),
     "step-9, manifest.json of another form": damaged_copy(
-        "manifest.json", lambda path: path.write_bytes(sealed({"format": 1, "odd": 1}))
+        "manifest.json", lambda path: path.write_bytes(encode_with_digest({"format": 1, "odd": 1}))
     ),
     "step-9, no part-0.json": damaged_copy("part-0.json", lambda path: None),
     "step-9, part-0.json is a folder": damaged_copy("part-0.json", Path.mkdir),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardfuse.checkpoint.storage import PlannedPart
+from shardfuse.checkpoint.storage import ShardWriter
 
 Fault = Callable[[int], object]
 
@@ -22,7 +22,7 @@ def on_rank(rank: int, fault: Callable[[], object]) -> Fault:
 
 def around_save(number: int, before: Callable[[], object], after: Callable[[], object]) -> None:
     """Call `before` and `after` around this rank's writing of that number, from 1."""
-    write = PlannedPart.write
+    write = ShardWriter.write
     count = 0
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -35,7 +35,7 @@ def around_save(number: int, before: Callable[[], object], after: Callable[[], o
             after()
         return result
 
-    PlannedPart.write = wrapped  # type: ignore[method-assign]
+    ShardWriter.write = wrapped  # type: ignore[method-assign]
 
 
 def nothing() -> None:

@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from shardfuse.checkpoint import Checkpoints
-from shardfuse.checkpoint.report import verify
+from shardfuse.checkpoint.export import verify
 
 MOMENTS = {
-    "writing": ("shardfuse.checkpoint.storage", "_digested"),
-    "written": ("shardfuse.checkpoint.saving", "_word"),
-    "publishing": ("shardfuse.checkpoint.saving", "_publish"),
-    "manifest": ("shardfuse.checkpoint.saving", "_finish"),
-    "replacing": ("shardfuse.checkpoint.saving", "put_in_place"),
-    "naming": ("shardfuse.checkpoint.folder", "clean"),
-    "clean-up": ("shardfuse.checkpoint.folder", "_prune"),
-    "looking": ("shardfuse.checkpoint.whole", "share_of_faults"),
-    "loading": ("shardfuse.checkpoint.saving", "_Loading"),
-    "reading": ("shardfuse.checkpoint.storage", "metadata_of"),
+    "writing": ("shardfuse.checkpoint.storage", "_with_digests"),
+    "written": ("shardfuse.checkpoint.saving", "checksum_of"),
+    "publishing": ("shardfuse.checkpoint.saving", "_commit"),
+    "manifest": ("shardfuse.checkpoint.saving", "_write_manifest"),
+    "replacing": ("shardfuse.checkpoint.saving", "commit_staging"),
+    "naming": ("shardfuse.checkpoint.folder", "recover_interrupted"),
+    "clean-up": ("shardfuse.checkpoint.folder", "_remove_old_checkpoint"),
+    "looking": ("shardfuse.checkpoint.integrity", "verify_share"),
+    "loading": ("shardfuse.checkpoint.loading", "_LoadOperation"),
+    "reading": ("shardfuse.checkpoint.storage", "dcp_metadata"),
 }
 """Functions in whose course a rank is killed."""
 
@@ -46,7 +46,7 @@ def at(moment: str, number: int, is_after: bool) -> None:
             _die()
         return result
 
-    for name_of_module in ("saving", "folder", "storage", "whole"):
+    for name_of_module in ("saving", "loading", "folder", "storage", "integrity"):
         holder = importlib.import_module(f"shardfuse.checkpoint.{name_of_module}")
         if getattr(holder, name, None) is original and holder.__name__ == module:
             setattr(holder, name, wrapped)

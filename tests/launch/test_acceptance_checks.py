@@ -126,7 +126,7 @@ def test_what_stands_for_an_npu_is_no_hardware(monkeypatch: pytest.MonkeyPatch) 
     """A device that is called npu, without the package that drives one."""
     assert not rows.is_hardware(CPU)
     assert not rows.is_hardware(NPU)
-    monkeypatch.setattr(rows, "installed", {"torch-npu": "2.12.0"}.get)
+    monkeypatch.setattr(rows, "installed_version", {"torch-npu": "2.12.0"}.get)
     assert rows.is_hardware(NPU)
 
 

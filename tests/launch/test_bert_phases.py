@@ -22,7 +22,7 @@ from pretraining.phases import RECIPES, Carry, Phase
 from pretraining.prepared import PreparedCorpus
 
 from shardfuse import ShardedAdamW, ShardedLamb
-from shardfuse.plan.models import shapes_in
+from shardfuse.plan.models import shapes_of_module
 from tests.launch import jobs
 from tests.launch.test_bert_kills import contents
 from tests.support.harness import run_procs
@@ -167,7 +167,7 @@ def test_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -
     assert "up to 0.004 in 2 steps" in told
     assert "of the phase before: weights and moments; the count of steps begins anew" in told
     assert f"in all: 9 steps, {5 * 12 + 4 * 8} samples, {60 * 24 + 32 * 40:,} tokens" in told
-    numel = sum(math.prod(shape) for _, shape in shapes_in(model_for(positions=40)))
+    numel = sum(math.prod(shape) for _, shape in shapes_of_module(model_for(positions=40)))
     assert f"{numel:,} elements in 46 parameters on 4 ranks" in told
     assert "reduce-scatter of gradients" in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dry-run.png", "recipe.json"]

@@ -12,7 +12,7 @@ import pytest
 from launch.bench.transformer import SIZES, Transformer
 from shardfuse import ShardConfig, ShardedAdam, ShardedLamb
 from shardfuse.plan import Speeds, plan, predict
-from shardfuse.plan.models import shapes_in
+from shardfuse.plan.models import shapes_of_module
 
 MEASURED = Path(__file__).parents[2] / "launch" / "bench" / "results" / "links.csv"
 
@@ -44,7 +44,7 @@ def test_within_a_quarter(rate: str, method: str) -> None:
     """Of the link's rate, compute alone, and 4 GB/s of memory, by two hosts on two cores."""
     cls, sharding = METHODS.get(method, (ShardedAdam, {}))
     budget = plan(
-        shapes_in(Transformer(SIZES["33M"])),
+        shapes_of_module(Transformer(SIZES["33M"])),
         cls,
         world_size=2,
         device="cpu",

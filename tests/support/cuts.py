@@ -1,7 +1,8 @@
 """Every call of the file system that a function makes, cut at: killed, refused, or looked on at.
 
-What changes files is called through ``os`` (pathlib does, too), or by ``exchange``. Here each such
-call is counted. At a chosen one the process ends, or the call fails, or a reader comes in between.
+What changes files is called through ``os`` (pathlib does, too), or by ``exchange_names``. Here each
+such call is counted. At a chosen one the process ends, or the call fails, or a reader comes in
+between.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class Cut:
             return io.BufferedWriter(_Raw(descriptor, self))  # type: ignore[arg-type]
 
         os.fdopen = fdopen  # type: ignore[assignment]
-        exchange = self._counted(files.exchange) if exchanges else lambda one, other: False
-        replacement.exchange = exchange  # type: ignore[attr-defined]
+        exchange = self._counted(files.exchange_names) if exchanges else lambda one, other: False
+        replacement.exchange_names = exchange  # type: ignore[attr-defined]
 
     def off(self) -> None:
         """Count no more."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, Store
 
-from shardfuse.training.attempts import fresh_part
+from shardfuse.training.attempts import attempt_store
 
 LIMIT = timedelta(seconds=20)
 
@@ -22,7 +22,7 @@ def meet(store: Store, world_size: int, first: int) -> list[Store]:
     def start(rank: int) -> None:
         if rank != first:
             time.sleep(0.1)
-        parts[rank] = fresh_part(store, rank, world_size, LIMIT)
+        parts[rank] = attempt_store(store, rank, world_size, LIMIT)
 
     ranks = [threading.Thread(target=start, args=(rank,)) for rank in range(world_size)]
     for rank in ranks:
@@ -48,4 +48,4 @@ def test_ranks_that_do_not_come() -> None:
     """An error after the limit, on either side."""
     for rank, text in ((0, "not all of 2 ranks have started"), (1, "rank 0 has not started")):
         with pytest.raises(TimeoutError, match=text):
-            fresh_part(HashStore(), rank, 2, timedelta(seconds=0.2))
+            attempt_store(HashStore(), rank, 2, timedelta(seconds=0.2))

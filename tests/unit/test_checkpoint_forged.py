@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from shardfuse.checkpoint import CheckpointError, load, save
-from shardfuse.checkpoint.index import sealed, unsealed
+from shardfuse.checkpoint.index import decode_with_digest, encode_with_digest
 from shardfuse.files import digest_of
 from tests.faults.attacks import said, state, values
 from tests.support.cuts import in_a_child
@@ -98,16 +98,16 @@ def forge(folder: Path, seed: int) -> None:
     """Have one to three places of the manifest or of the index changed."""
     rng = random.Random(seed)
     manifest, part = folder / "manifest.json", folder / "part-0.json"
-    contents = {path: unsealed(path.read_bytes(), path.name) for path in (manifest, part)}
+    contents = {path: decode_with_digest(path.read_bytes(), path.name) for path in (manifest, part)}
     for _ in range(rng.randrange(1, 4)):
         mutate(contents[rng.choice([manifest, part])], rng)
-    part.write_bytes(sealed(contents[part]))
+    part.write_bytes(encode_with_digest(contents[part]))
     data = part.read_bytes()
     files = contents[manifest].get("files")
     for file in files if isinstance(files, list) else ():
         if isinstance(file, list) and len(file) == 3 and file[0] == part.name:
             file[1:] = [len(data), digest_of(data)]
-    manifest.write_bytes(sealed(contents[manifest]))
+    manifest.write_bytes(encode_with_digest(contents[manifest]))
 
 
 def loads_right(folder: Path, right: list[torch.Tensor]) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardfuse.buffers import CombinedBuffers
-from shardfuse.checkpoint.places import ranks_with
+from shardfuse.checkpoint.loading import ranks_overlapping
 from shardfuse.checkpoint.state import TrainingState
 from shardfuse.checkpoint.storage import _SavePlanner
 from shardfuse.comm.transport import SingleRank
@@ -118,7 +118,7 @@ def test_who_loads_ten_billion_needs_few_indices(
     for rank in (0, world_size // 3, world_size - 1):
         ranges = parts_of(model, rank, world_size, bucket_nbytes).ranges()
         started = time.process_time()
-        found = ranks_with(geometry, ranges)
+        found = ranks_overlapping(geometry, ranges)
         print(f"rank {rank} needs {len(found)} in {time.process_time() - started:.2f} s")
         assert 1 <= len(found) <= most
         if (world_size, bucket_nbytes) == (4096, 25 << 20):

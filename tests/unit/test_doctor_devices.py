@@ -10,10 +10,15 @@ import torch
 
 from shardfuse.comm.transport import AsyncModel, SingleRank
 from shardfuse.doctor import checks
-from shardfuse.doctor.devices import formats, room, settings
-from shardfuse.doctor.links import bandwidth, bandwidth_misaligned
+from shardfuse.doctor.checks import (
+    bandwidth,
+    bandwidth_misaligned,
+    communicator_memory,
+    memory_formats,
+    npu_settings,
+)
 from shardfuse.doctor.world import World
-from shardfuse.plan.probe import Tally
+from shardfuse.plan.budget import CountingCommunicator
 
 CPU = torch.device("cpu")
 NPU: Any = SimpleNamespace(type="npu")  # torch knows the name only where torch_npu gives it
@@ -35,7 +40,7 @@ def torch_npu(
 
 
 def test_without_torch_npu_nothing_is_run() -> None:
-    for check in (formats, settings, room):
+    for check in (memory_formats, npu_settings, communicator_memory):
         assert check(SingleRank(), CPU).verdict == "not run"
 
 
@@ -43,7 +48,7 @@ def test_without_torch_npu_nothing_is_run() -> None:
     ("number", "verdict"), [(0, "ok"), (2, "ok"), (29, "failed"), (3, "failed")]
 )
 def test_formats(number: int, verdict: str) -> None:
-    found = formats(SingleRank(), CPU, torch_npu(number))
+    found = memory_formats(SingleRank(), CPU, torch_npu(number))
     assert found.verdict == verdict
     before = {"before": [number, 2]}
     if verdict == "failed":  # the optimizer is not built: it would refuse them
@@ -64,14 +69,14 @@ def test_formats(number: int, verdict: str) -> None:
     ],
 )
 def test_settings(jit: bool, internal: bytes, words: list[str]) -> None:
-    found = settings(SingleRank(), CPU, torch_npu(jit=jit, internal=internal))
+    found = npu_settings(SingleRank(), CPU, torch_npu(jit=jit, internal=internal))
     assert found.verdict == ("warning" if words else "ok")
     assert found.values == {"jit_compile": jit, "allow_internal_format": internal == b"enable"}
     assert all(word in found.remedy for word in words)
 
 
 def test_settings_that_this_torch_npu_does_not_tell() -> None:
-    found = settings(SingleRank(), CPU, SimpleNamespace())
+    found = npu_settings(SingleRank(), CPU, SimpleNamespace())
     assert (found.verdict, set(found.values.values())) == ("ok", {None})
 
 
@@ -81,17 +86,17 @@ def test_settings_that_this_torch_npu_does_not_tell() -> None:
 )
 def test_room(free_mib: int, verdict: str, number: int) -> None:
     """A communicator takes twice HCCL_BUFFSIZE, 200 MB."""
-    found = room(SingleRank(), NPU, free_mib << 20, {})
+    found = communicator_memory(SingleRank(), NPU, free_mib << 20, {})
     assert (found.verdict, found.values["communicators"]) == (verdict, number)
     assert bool(found.remedy) == (verdict != "ok")
 
 
 def test_room_with_smaller_buffers() -> None:
-    found = room(SingleRank(), NPU, 1000 << 20, {"HCCL_BUFFSIZE": "100"})
+    found = communicator_memory(SingleRank(), NPU, 1000 << 20, {"HCCL_BUFFSIZE": "100"})
     assert (found.verdict, found.values["communicators"]) == ("ok", 5)
 
 
-class Recording(Tally):
+class Recording(CountingCommunicator):
     """The first of two ranks, alone; notes the buffers that it is given."""
 
     def __init__(self) -> None:
@@ -141,18 +146,18 @@ def test_a_transport_that_refuses_such_buffers(monkeypatch: pytest.MonkeyPatch) 
 def test_a_rank_without_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """More ranks than devices are found out before anything lies on one."""
     world, taken = World(1.0, "cpu"), []
-    assert world.take_device().verdict == "ok"
+    assert world.select_device().verdict == "ok"
     world.device = torch.device("cuda", 2)
     accelerator = torch.device("cuda")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: accelerator)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
-    found = world.take_device()
+    found = world.select_device()
     assert (found.verdict, taken) == ("failed", [])
     assert "local rank 2 has no device of its own: this process sees 2" in found.text
     assert found.remedy.startswith("Start as many ranks as devices (--nproc-per-node)")
     world.device = torch.device("cuda", 1)
-    assert (world.take_device().verdict, taken) == ("ok", [1])
+    assert (world.select_device().verdict, taken) == ("ok", [1])
 
 
 def test_norms_of_parts_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

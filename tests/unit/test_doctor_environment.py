@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from shardfuse.__main__ import main
-from shardfuse.doctor.environment import buffer_mb, check_environment
+from shardfuse.doctor.host import buffer_mb, check_environment
 from shardfuse.doctor.world import World
 
 HOST = ["lo", "eth0", "eth1", "enp3s0"]
@@ -123,9 +123,9 @@ def test_no_rank_of_so_many(
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", size)
     world = World(1.0, "cpu")
-    found = world.meet()
+    found = world.join()
     assert found.verdict == "failed"
-    assert not world.has_met
+    assert not world.has_joined
     assert f"RANK={rank}, WORLD_SIZE={size}" in found.text
     assert main(["doctor"]) == 1
     assert f"RANK={rank}, WORLD_SIZE={size}" in capsys.readouterr().out
@@ -136,7 +136,7 @@ def test_tasks_that_torchrun_has_not_started(monkeypatch: pytest.MonkeyPatch) ->
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    found = World(1.0, "cpu").meet()
+    found = World(1.0, "cpu").join()
     assert found.verdict == "warning"
     assert "srun has started 2 processes" in found.text
     assert "torchrun" in found.remedy

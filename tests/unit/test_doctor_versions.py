@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardfuse.doctor.findings import Finding, merged
-from shardfuse.doctor.versions import cann_version, check_versions
+from shardfuse.doctor.host import Finding, cann_version, check_versions, merge_findings
 
 
 def toolkit(folder: Path, version: str) -> dict[str, str]:
@@ -79,11 +78,11 @@ def test_the_worst_of_all_ranks_is_told() -> None:
     """With the ranks that have it; one that says nothing is worse than all."""
     right, odd = Finding("x", "ok", "right"), Finding("x", "warning", "odd", "mend it")
     wrong = Finding("x", "failed", "wrong")
-    assert merged("x", [right, right]) == right
-    assert merged("x", [right, odd, odd]).text == "rank 1, 2: odd"
-    assert merged("x", [odd, wrong, right]).text == "rank 1: wrong"
-    assert merged("x", [wrong, wrong]) == wrong
-    silent = merged("x", [right, None, wrong])
+    assert merge_findings("x", [right, right]) == right
+    assert merge_findings("x", [right, odd, odd]).text == "rank 1, 2: odd"
+    assert merge_findings("x", [odd, wrong, right]).text == "rank 1: wrong"
+    assert merge_findings("x", [wrong, wrong]) == wrong
+    silent = merge_findings("x", [right, None, wrong])
     assert (silent.verdict, silent.text) == ("failed", "rank 1 did not answer in time")
     assert "wrong" in wrong.describe()
     assert odd.describe().count("\n") == 1

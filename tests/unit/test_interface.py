@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from shardfuse.training import interface
-from shardfuse.training.interface import address_of, gloo_interface
+from shardfuse.training import attempts
+from shardfuse.training.attempts import gloo_interface, interface_address
 
 ACROSS = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 
@@ -35,17 +35,17 @@ def debian(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_loopback_has_its_address() -> None:
-    assert address_of("lo") == "127.0.0.1"
-    assert address_of("none7") == ""
+    assert interface_address("lo") == "127.0.0.1"
+    assert interface_address("none7") == ""
 
 
 @pytest.mark.usefixtures("debian")
 def test_the_interface_that_leads_to_the_first_host(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = {"lo": "127.0.0.1", "eth3": "10.1.0.6", "eth7": "10.0.0.6"}
-    monkeypatch.setattr(interface, "_names", lambda: list(addresses))
-    monkeypatch.setattr(interface, "address_of", addresses.__getitem__)
-    monkeypatch.setattr(interface, "_is_reachable", lambda host: host != "localhost")
-    monkeypatch.setattr(interface.socket, "socket", lambda *kind: Way())
+    monkeypatch.setattr(attempts, "_interface_names", lambda: list(addresses))
+    monkeypatch.setattr(attempts, "interface_address", addresses.__getitem__)
+    monkeypatch.setattr(attempts, "_is_reachable_by_others", lambda host: host != "localhost")
+    monkeypatch.setattr(attempts.socket, "socket", lambda *kind: Way())
     environment = ACROSS | {"MASTER_ADDR": "10.0.0.5"}
     assert gloo_interface(environment) == "eth7"
     assert gloo_interface(environment | {"LOCAL_WORLD_SIZE": "4"}) is None
@@ -70,7 +70,7 @@ def test_names_that_gloo_cannot_listen_on(monkeypatch: pytest.MonkeyPatch) -> No
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", found)
-    assert not interface._is_reachable("127.0.1.1")
-    assert not interface._is_reachable("unknown")
-    assert not interface._is_reachable("192.0.2.7")  # of no host
-    assert interface._is_reachable("0.0.0.0")
+    assert not attempts._is_reachable_by_others("127.0.1.1")
+    assert not attempts._is_reachable_by_others("unknown")
+    assert not attempts._is_reachable_by_others("192.0.2.7")  # of no host
+    assert attempts._is_reachable_by_others("0.0.0.0")

@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForPreTraining
 from shardfuse import ShardConfig, ShardedAdam, ShardedLamb
 from shardfuse.__main__ import main
 from shardfuse.plan import Speeds, plan, predict, shapes_of
-from shardfuse.plan.models import count, shapes_in
+from shardfuse.plan.models import count_elements, shapes_of_module
 
 
 def planned(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
@@ -30,8 +30,8 @@ def test_bert_is_that_of_transformers() -> None:
     )
     with torch.device("meta"):
         model = BertForPreTraining(config)
-    assert shapes_of("bert-tiny") == shapes_in(model)
-    assert count(shapes_of("bert-large")) == 336_226_108
+    assert shapes_of("bert-tiny") == shapes_of_module(model)
+    assert count_elements(shapes_of("bert-large")) == 336_226_108
 
 
 def small() -> nn.Module:
@@ -161,7 +161,7 @@ def test_zero_copy_takes_copies(
 
     def memory() -> dict[str, int]:
         return plan(
-            shapes_in(small()),
+            shapes_of_module(small()),
             lambda params, sharding: ShardedAdam(params, sharding=sharding),
             world_size=4,
             device=device,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shardfuse.training import Job
-from shardfuse.training.signals import Signals
+from shardfuse.training.job import StopSignals
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def test_nohup_is_kept(tmp_path: Path) -> None:
 
 def test_a_signal_that_is_given_twice_is_given_back() -> None:
     before = signal.getsignal(signal.SIGUSR2)
-    signals = Signals([signal.SIGUSR2, signal.SIGUSR2])
-    signals.take()
-    signals.give_back()
+    signals = StopSignals([signal.SIGUSR2, signal.SIGUSR2])
+    signals.install()
+    signals.restore()
     assert signal.getsignal(signal.SIGUSR2) == before
 
 
@@ -94,12 +94,12 @@ def test_another_parent(
     else:
         monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr(os, "getppid", lambda: 77)
-    signals = Signals(())
-    signals.take()
-    assert not signals.is_noted
+    signals = StopSignals(())
+    signals.install()
+    assert not signals.is_requested
     monkeypatch.setattr(os, "getppid", lambda: 1)
     with caplog.at_level(logging.WARNING, "shardfuse"):
-        told = [signals.is_noted for _ in range(3)]
+        told = [signals.is_requested for _ in range(3)]
     assert told == [launcher == "torchrun"] * 3
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == int(launcher == "torchrun")

@@ -26,8 +26,8 @@ from pretraining.metrics import METRICS_FILE, read_records
 from pretraining.rundir import CONFIG_FILE
 
 from largebatch.design import WHOLE, Design, Trial
+from shardfuse.training.job import StopSignals
 from shardfuse.training.lock import FolderInUse, FolderLock
-from shardfuse.training.signals import Signals
 
 PRETRAIN = Path(__file__).parents[1] / "pretrain.py"
 DESIGN_FILE = "study.json"
@@ -81,12 +81,12 @@ class Study:
 
         Raises `UsageError` where a run fails for another reason than its learning rate.
         """
-        stop = Signals((signal.SIGINT, signal.SIGTERM))
-        stop.take()
+        stop = StopSignals((signal.SIGINT, signal.SIGTERM))
+        stop.install()
         is_ending = False
         while True:
             self._reap()
-            if (stop.is_noted or self._faults) and not is_ending:
+            if (stop.is_requested or self._faults) and not is_ending:
                 is_ending = True
                 for process in self._running.values():
                     process.terminate()  # it saves, and ends
@@ -97,7 +97,7 @@ class Study:
             time.sleep(_POLL_S)
         if self._faults:
             raise UsageError("; ".join(self._faults))
-        return not stop.is_noted
+        return not stop.is_requested
 
     def _collect(self) -> None:
         """Read what has ended before."""

@@ -15,8 +15,8 @@ from pretraining.optimizers import build_optimizer
 from pretraining.phases import Phase, spans
 from pretraining.pretrained import new_model
 from shardfuse.plan import Budget, plan
-from shardfuse.plan.models import shapes_in
-from shardfuse.plan.report import describe
+from shardfuse.plan.command import describe_plan
+from shardfuse.plan.models import shapes_of_module
 
 PICTURE = Path("dry-run.png")
 
@@ -50,7 +50,7 @@ def lines(config: RunConfig, world_size: int) -> Iterator[str]:
         yield from (f"  {line}" for line in _of_phase(phase, world_size, is_first=number == 1))
     yield f"in all: {config.steps:,} steps, {total_samples:,} samples, {total_tokens:,} tokens"
     yield ""
-    yield describe(budget(config, world_size), None)
+    yield describe_plan(budget(config, world_size), None)
 
 
 def _of_phase(phase: Phase, world_size: int, *, is_first: bool) -> Iterator[str]:
@@ -83,7 +83,7 @@ def budget(config: RunConfig, world_size: int) -> Budget:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = "npu" if accelerator is None else accelerator.type
     return plan(
-        shapes_in(model),
+        shapes_of_module(model),
         functools.partial(_build, config),
         world_size=world_size,
         device="cpu" if config.device == "cpu" else device,

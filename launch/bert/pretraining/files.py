@@ -11,7 +11,8 @@ from pathlib import Path
 
 from pretraining.errors import UsageError
 from shardfuse import files
-from shardfuse.files import describe, sync
+from shardfuse.files import describe_os_error as describe
+from shardfuse.files import fsync_path as sync
 
 __all__ = [
     "as_os_error",
@@ -65,7 +66,7 @@ def unfinished(path: Path) -> Iterator[Path]:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a text file so that after a crash there is the old one or the new one."""
-    files.write_whole(path, text.encode())
+    files.write_atomically(path, text.encode())
 
 
 def sync_tree(folder: Path) -> None:

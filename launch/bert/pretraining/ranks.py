@@ -15,8 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from pretraining.errors import UsageError
 from pretraining.launch import Launch
-from shardfuse.training.attempts import START_LIMIT, fresh_part
-from shardfuse.training.device import set_device
+from shardfuse.training.attempts import START_TIMEOUT, attempt_store, set_device
 
 _PREPARATION_LIMIT = timedelta(days=1)
 _LEAST_ANSWER_LIMIT = timedelta(minutes=10)
@@ -61,7 +60,7 @@ class Ranks:
         if launch.is_distributed:
             store, _, _ = next(iter(rendezvous("env://")))
             try:
-                self._store = fresh_part(store, launch.rank, launch.world_size, START_LIMIT)
+                self._store = attempt_store(store, launch.rank, launch.world_size, START_TIMEOUT)
             except TimeoutError as error:
                 raise UsageError(str(error)) from error
 

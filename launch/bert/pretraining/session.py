@@ -17,7 +17,7 @@ from pretraining.prepared import PreparedCorpus
 from pretraining.ranks import Ranks
 from pretraining.rundir import CONFIG_FILE, RunLock
 from pretraining.training import Trainer
-from shardfuse.training.signals import DEFAULT, Signals
+from shardfuse.training.job import DEFAULT_SIGNALS, StopSignals
 
 CURVES_FILE = "loss.png"
 
@@ -40,8 +40,8 @@ def run(argv: Sequence[str], launch: Launch) -> None:
 def _train(config: RunConfig, ranks: Ranks, corpus: PreparedCorpus, started: float) -> None:
     # A terminal's Ctrl-C reaches a rank twice, directly and through the launcher: noting both is
     # harmless. SIGKILL remains for a run that does not answer.
-    stop = Signals(DEFAULT)
-    stop.take()
+    stop = StopSignals(DEFAULT_SIGNALS)
+    stop.install()
     trainer = Trainer(config, ranks, corpus)
     tell = say if ranks.launch.is_main else _keep_silent
     first_step = trainer.checkpoints.load_latest(tell) if config.resume else 0

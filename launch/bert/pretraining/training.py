@@ -25,7 +25,7 @@ from pretraining.reporting import Report
 from pretraining.samples import IGNORED_LABEL, Batch, SampleStream
 from shardfuse import ShardedGradScaler
 from shardfuse.training import StepMonitor
-from shardfuse.training.signals import Signals
+from shardfuse.training.job import StopSignals
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -72,12 +72,12 @@ class Trainer:
         # Of rank 0, while it runs.
         self._report: Report | None = None
 
-    def run(self, first_step: int, stop: Signals) -> int:
+    def run(self, first_step: int, stop: StopSignals) -> int:
         """Train from `first_step` on; return how many steps are finished when it stops."""
         with self.checkpoints.saving():
             return self._run(first_step, stop)
 
-    def _run(self, first_step: int, stop: Signals) -> int:
+    def _run(self, first_step: int, stop: StopSignals) -> int:
         self.ranks.once(lambda: self._open_report(first_step))
         step = self._saved_step = first_step
         if self.config.norms_every:
@@ -93,7 +93,7 @@ class Trainer:
         self.ranks.once(self._close_report)
         return step
 
-    def _run_leg(self, leg: Leg, step: int, stop: Signals) -> int:
+    def _run_leg(self, leg: Leg, step: int, stop: StopSignals) -> int:
         """Train from `step` on, through the phase; return how many steps are finished then."""
         config = self.config
         if step == leg.steps.start:
@@ -153,14 +153,14 @@ class Trainer:
         first = self.ranks.launch.rank * share
         return leg.stream.batch(step, range(first, first + share))
 
-    def _agree(self, batch: Batch, stop: Signals) -> tuple[int, bool]:
+    def _agree(self, batch: Batch, stop: StopSignals) -> tuple[int, bool]:
         """Return the masked tokens of the global batch, and whether any rank is to stop.
 
         A report that cannot be written is a reason to save and stop too, while that is possible.
         """
         num_masked = int((batch.labels != IGNORED_LABEL).sum())
         has_fault = self._report is not None and self._report.fault is not None
-        values = torch.tensor([num_masked, stop.is_noted or has_fault], dtype=torch.float32)
+        values = torch.tensor([num_masked, stop.is_requested or has_fault], dtype=torch.float32)
         total, num_requests = self.ranks.sum_(values.to(self.ranks.device)).tolist()
         return max(1, int(total)), num_requests > 0
 
