@@ -6,7 +6,7 @@ gradient, and ``grad_scale``, what the gradients still have to be divided by (No
 The ranks agree on both in one all-reduce: a step is skipped by all or by none. Equal scales are
 undone in the kernel, after the sum; scales may differ where each rank runs a plain scaler, which
 lowers its own scale only, and are then undone before the sum. Frameworks read the same attribute,
-[Note: who unscales] in optim/torch_like.py.
+[Note: who unscales] in optim/compat.py.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ ONLY_IN: dict[str, set[str]] = {
         "comm.gloo.pairwise",
         "checkpoint.storage",
         "fragments",
-        "optim.torch_like",
+        "optim.compat",
         "training.attempts",
         "doctor.world",
     },

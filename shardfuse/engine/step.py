@@ -579,7 +579,11 @@ class TensorReduction:
 
 
 class RowReduction:
-    """Sums per row of every tensor of two or more dimensions, for a RowRule; see Reduction."""
+    """Sums per row of every tensor of two or more dimensions, for a RowRule; see Reduction.
+
+    A row is selected by one index along dimension 0. Rows do not keep to blocks, so products are
+    first written out for one unit, and then added up fragment by fragment.
+    """
 
     def __init__(self, rule: RowRule, shards: Shards) -> None:
         self._rule = rule

@@ -1,15 +1,18 @@
 """The sharded optimizers."""
 
-from shardfuse.optim.adadelta import ShardedAdadelta
-from shardfuse.optim.adam import ShardedAdam, ShardedAdamW
-from shardfuse.optim.adamp import ShardedAdamP
+from shardfuse.optim.algorithms import (
+    ShardedAdadelta,
+    ShardedAdam,
+    ShardedAdamP,
+    ShardedAdamW,
+    ShardedBertAdam,
+    ShardedRMSprop,
+    ShardedRMSpropTF,
+    ShardedSGD,
+)
 from shardfuse.optim.base import ShardedOptimizer
-from shardfuse.optim.bert_adam import ShardedBertAdam
-from shardfuse.optim.lamb import ShardedLamb
-from shardfuse.optim.lamb_compare import LambComparison, LambStepSize, compare_lamb_variants
-from shardfuse.optim.memory import MemorySummary
-from shardfuse.optim.rmsprop import ShardedRMSprop, ShardedRMSpropTF
-from shardfuse.optim.sgd import ShardedSGD
+from shardfuse.optim.compat import MemorySummary
+from shardfuse.optim.lamb import LambComparison, LambStepSize, ShardedLamb, compare_lamb_variants
 
 __all__ = [
     "LambComparison",

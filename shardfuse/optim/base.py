@@ -39,10 +39,8 @@ from shardfuse.grads.full import FullGrads
 from shardfuse.grads.sharded import ShardedGrads
 from shardfuse.grads.source import ExternalGrads, FlatParams, GradSource, checksum, clear_grads
 from shardfuse.layout import FlatLayout
+from shardfuse.optim.compat import MemorySummary, TorchCompat, TorchOptions, checked
 from shardfuse.optim.foreign import is_laid_out_elsewhere
-from shardfuse.optim.memory import MemorySummary
-from shardfuse.optim.torch_like import TorchOptions, checked
-from shardfuse.optim.watched import Watched
 from shardfuse.rules import UpdateRule
 from shardfuse.scaling import Overflow, OverflowReport, agree_on_step
 from shardfuse.untraced import stacklevel_of_caller, untraced
@@ -53,7 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("shardfuse")
 
 
-class ShardedOptimizer(Watched):
+class ShardedOptimizer(TorchCompat):
     """A torch optimizer whose states are sharded over ranks (ZeRO stages 1 and 2).
 
     Build it after the model is on its device. That is a collective call, with the same arguments on

@@ -18,14 +18,18 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from shardfuse.engine.params import FlatState
-from shardfuse.optim.adadelta import ShardedAdadelta
-from shardfuse.optim.adam import ShardedAdam, ShardedAdamW
-from shardfuse.optim.adamp import ShardedAdamP
+from shardfuse.optim.algorithms import (
+    ShardedAdadelta,
+    ShardedAdam,
+    ShardedAdamP,
+    ShardedAdamW,
+    ShardedBertAdam,
+    ShardedRMSprop,
+    ShardedRMSpropTF,
+    ShardedSGD,
+)
 from shardfuse.optim.base import ShardedOptimizer
-from shardfuse.optim.bert_adam import ShardedBertAdam
 from shardfuse.optim.lamb import ShardedLamb
-from shardfuse.optim.rmsprop import ShardedRMSprop, ShardedRMSpropTF
-from shardfuse.optim.sgd import ShardedSGD
 from shardfuse.scaling import agree_on_step
 from shardfuse.untraced import untraced
 

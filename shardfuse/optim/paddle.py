@@ -19,7 +19,7 @@ from shardfuse.config import ShardConfig
 from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.rules import PaddleLambRule
 from shardfuse.rules.base import check_lr, number
-from shardfuse.rules.paddle import GroupClip
+from shardfuse.rules.lamb import GroupClip
 from shardfuse.untraced import untraced
 
 

@@ -1,7 +1,5 @@
 """The math of each optimizer, written once, over fp32 tiles of blocks."""
 
-from shardfuse.rules.adadelta import AdadeltaRule
-from shardfuse.rules.adam import AdamRule, AdamWRule
 from shardfuse.rules.adamp import AdamPRule
 from shardfuse.rules.base import (
     Clip,
@@ -14,11 +12,16 @@ from shardfuse.rules.base import (
     Settings,
     UpdateRule,
 )
-from shardfuse.rules.bert_adam import BertAdamRule
-from shardfuse.rules.lamb import LambRule
-from shardfuse.rules.paddle import PaddleLambRule
-from shardfuse.rules.rmsprop import RMSpropRule, RMSpropTFRule
-from shardfuse.rules.sgd import SGDRule
+from shardfuse.rules.elementwise import (
+    AdadeltaRule,
+    AdamRule,
+    AdamWRule,
+    BertAdamRule,
+    RMSpropRule,
+    RMSpropTFRule,
+    SGDRule,
+)
+from shardfuse.rules.lamb import LambRule, PaddleLambRule
 
 __all__ = [
     "AdadeltaRule",

@@ -184,12 +184,12 @@ def coalesced_gathers() -> None:
 
 def off_by_four_bytes() -> None:
     """BufferPool buffers begin one element late."""
-    native = BufferPool.take
+    native = BufferPool.get
 
-    def take(self: BufferPool, role: str, slot: int, numel: int, like: Tensor) -> Tensor:
-        return native(self, role, slot, numel + 1, like)[1:]
+    def get(self: BufferPool, name: str, index: int, numel: int, like: Tensor) -> Tensor:
+        return native(self, name, index, numel + 1, like)[1:]
 
-    BufferPool.take = take  # type: ignore[method-assign]
+    BufferPool.get = get  # type: ignore[method-assign]
 
 
 def flats_off_by_four_bytes() -> None:

@@ -247,7 +247,7 @@ def overlap_at_stage_0(overlaps: bool) -> tuple[list[Tensor], int, int]:
     optimizer = engine.optimizer
     early = count_early(optimizer)
     runs.train(job, engine)
-    return runs.masters(job, engine, model), sum(early), optimizer._grads._sends._num_wasted
+    return runs.masters(job, engine, model), sum(early), optimizer._grads._num_wasted
 
 
 def test_overlap_at_stage_0() -> None:

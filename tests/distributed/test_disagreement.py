@@ -237,7 +237,7 @@ def test_a_neighbour_that_never_comes() -> None:
     store.set_timeout(timedelta(seconds=0.3))
     board = GroupState(store, rank=0, world_size=2)
     with pytest.raises(PeerError, match="within the timeout"), board.region("step()"):
-        board.confirm()
+        board.verify_digest()
 
 
 def test_ranks_that_do_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,7 +226,7 @@ def stop_at_random(seed: int, folder: Path, dies: bool) -> list[int]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     own, ends = random.Random(100 * seed + rank), []
     ranks = CheckpointGroup({}, None, "")
-    board: Any = ranks.comm._board  # type: ignore[attr-defined]
+    board: Any = ranks.comm.session.group  # type: ignore[attr-defined]
     store, death = board.store, random.Random(seed)
     for number in range(12):
         stop = CoordinatedStop(ranks, folder, number)

@@ -27,8 +27,7 @@ def send_late(how: str, sharding: dict[str, Any]) -> None:
     options = {**ON, "bucket_cap_mb": 0.004, "kernel": "eager", **sharding}
     optimizer = ShardedSGD(model.named_parameters(), lr=0.5, sharding=options)
     grads: Any = optimizer._grads
-    sender: Any = grads._rounds if "stage" in sharding else grads._sends
-    send, places = sender._send, list[int]()
+    launch, places = grads._launch, list[int]()
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         places.append(len(places))
@@ -36,13 +35,13 @@ def send_late(how: str, sharding: dict[str, Any]) -> None:
             os._exit(7)
         if len(places) == 2:
             raise ArithmeticError("of this rank alone")
-        return send(*args, **kwargs)
+        return launch(*args, **kwargs)
 
     for step in range(3):
         if step < 2 or rank != 1:
             model(tokens(rank, step)).backward()
         else:
-            sender._send = counted
+            grads._launch = counted
         optimizer.step()
         optimizer.zero_grad()
 

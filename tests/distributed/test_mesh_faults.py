@@ -66,7 +66,7 @@ def differ(case: str, collectives: str) -> str:
         model = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(4)))
         optimizer = ShardedAdam(model.named_parameters(), sharding=sharding)
         if case == "fails" and is_odd:
-            optimizer._grads._rounds.flights.send = lambda: 1 / 0  # type: ignore[attr-defined]
+            optimizer._grads._send_next = lambda: 1 / 0  # type: ignore[attr-defined]
         model(torch.ones(2, 40)).sum().backward()
         optimizer.step()
     except Exception as error:

@@ -246,9 +246,9 @@ def fail_under_backward(collectives: str, stage: int) -> tuple[str, float]:
             raise MemoryError("no room for bucket 0")
 
         if stage == 1:
-            optimizer._grads._sends._send_early = fail
+            optimizer._grads._send_early = fail
         else:
-            optimizer._grads._rounds.flights.send = fail
+            optimizer._grads._send_next = fail
     start = time.monotonic()
     try:
         model(torch.ones(2, 40)).square().mean().backward()

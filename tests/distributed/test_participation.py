@@ -319,20 +319,20 @@ def sending(lacks: str, is_scaled: bool) -> list[int]:
     """Return how often each bucket left."""
     loop = Loop(ON, None, lacks=lacks)
     scaler = ShardedGradScaler(device_type(), init_scale=8.0, enabled=is_scaled)
-    sends, numbers = loop.optimizer._grads._sends, []
-    send = sends._send
+    grads, numbers = loop.optimizer._grads, []
+    launch = grads._launch
 
-    def counted(place: int, **options: Any) -> Any:
-        numbers.append(place)
-        return send(place, **options)
+    def counted(index: int, **options: Any) -> Any:
+        numbers.append(index)
+        return launch(index, **options)
 
-    sends._send = counted
+    grads._launch = counted
     for step in range(loop.num_steps):
         loop.backward(step, scaler.scale)
         scaler.step(loop.optimizer)
         scaler.update()
         loop.optimizer.zero_grad()
-    return [numbers.count(place) for place in range(len(sends._order))]
+    return [numbers.count(place) for place in range(len(grads._states))]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from shardfuse.engine.params import FlatState
 from shardfuse.engine.sharded_state import Parts
 from shardfuse.engine.torch_state import Held
 from shardfuse.layout import FlatLayout, ParamSpec
-from shardfuse.rules.adam import AdamRule
+from shardfuse.rules.elementwise import AdamRule
 
 META = torch.device("meta")
 HIDDEN = 4096

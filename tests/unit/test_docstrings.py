@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardfuse.optim.torch_like import TorchOptions
+from shardfuse.optim.compat import TorchOptions
 
 # Each with some of what must be looked at.
 MODULES = {
