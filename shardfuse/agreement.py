@@ -44,7 +44,7 @@ def agree(
     words = _words("\n".join(entries), _NUM_WORDS)
     failed, *extremes = _maximum(comm, device, [int(error is not None), *_both([len(entries)])])
     if failed:
-        texts = everyones_errors(comm, device, error)
+        texts = gather_errors(comm, device, error)
         if error is not None:
             raise error
         others = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
@@ -64,16 +64,14 @@ def agree(
     )
 
 
-def everyones_words(comm: Communicator, device: torch.device, word: int) -> list[int]:
+def gather_checksums(comm: Communicator, device: torch.device, word: int) -> list[int]:
     """Return the number of every rank of ``comm``, by one all-reduce. Each is of 24 bits."""
     words = [0] * comm.world_size
     words[comm.rank] = word
     return _maximum(comm, device, words)
 
 
-def everyones_errors(
-    comm: Communicator, device: torch.device, error: Exception | None
-) -> list[str]:
+def gather_errors(comm: Communicator, device: torch.device, error: Exception | None) -> list[str]:
     """Return what went wrong on every rank, empty where nothing did. Collective."""
     mine = "" if error is None else f"{type(error).__name__}: {error}"
     return _gather_text(comm, device, mine)

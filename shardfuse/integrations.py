@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from shardfuse.optim.stateful import StatefulOptimizer, no_word_of_saves
+from shardfuse.optim.stateful import StatefulOptimizer, silence_save_notice
 
 
 def trainer_callback() -> Any:
@@ -74,7 +74,7 @@ def consolidate_on_save(accelerator: Any) -> Any:
             _copy_shared_storage(state)
 
     if not accelerator._optimizers:  # called before prepare(), which registers them
-        no_word_of_saves()
+        silence_save_notice()
     for optimizer in _sharded_optimizers(accelerator._optimizers):
         optimizer.saves_are_arranged()
     _report_skipped_steps(accelerator._optimizers)

@@ -190,7 +190,7 @@ def slots_in(flat: Flat, bucket: Bucket) -> Iterator[int]:
 class FlatLayout:
     """All flats of one optimizer over ``world_size`` ranks, for a rule of some ``grain``.
 
-    There are no flats where somebody else lays the parameters out (optim/foreign.py).
+    There are no flats where somebody else lays the parameters out (optim/backend.py).
 
     Raises:
         ValueError: a number out of range, slots that overlap, buckets that do not cover their flat

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from shardfuse.agreement import everyones_errors, everyones_words
+from shardfuse.agreement import gather_checksums, gather_errors
 from shardfuse.checkpoint.index import CheckpointError, DamagedCheckpoint
 from shardfuse.comm import Communicator, communicator_for, device_for
 from shardfuse.comm.session import Counter
@@ -58,7 +58,7 @@ class CheckpointGroup:
 
     def gather_numbers(self, number: int) -> list[int]:
         """Return the 24-bit number of each rank, by one all-reduce. Collective."""
-        return everyones_words(self.comm, self.device, number)
+        return gather_checksums(self.comm, self.device, number)
 
     def broadcast_number(self, number: int) -> int:
         """Return the first rank's 48-bit number, by two all-reduces. Collective."""
@@ -77,7 +77,7 @@ class CheckpointGroup:
         checksums = self.gather_numbers(checksum if error is None else 0)
         if all(checksums):
             return checksums
-        texts = everyones_errors(self.comm, self.device, _as_checkpoint_error(error))
+        texts = gather_errors(self.comm, self.device, _as_checkpoint_error(error))
         ranks_by_text: dict[str, list[str]] = {}
         for rank, text in enumerate(texts):
             if text:

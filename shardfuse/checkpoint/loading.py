@@ -37,7 +37,7 @@ from shardfuse.checkpoint.saving import notify_before_load
 from shardfuse.checkpoint.state import TrainingState
 from shardfuse.checkpoint.storage import ShardReader, dtype_from_name
 from shardfuse.comm import Communicator
-from shardfuse.engine.sharded_state import Parts
+from shardfuse.engine.sharded_state import LocalCheckpointState
 
 _MAX_ATTEMPTS = 10
 """How often a checkpoint may be replaced while ranks open it."""
@@ -282,8 +282,8 @@ def ranks_overlapping(
     """Return the ranks that wrote any element of ``ranges``.
 
     Args:
-        geometry: Parts.geometry() of the ranks that saved.
-        ranges: Parts.ranges() of this rank.
+        geometry: LocalCheckpointState.geometry() of the ranks that saved.
+        ranges: LocalCheckpointState.ranges() of this rank.
         saved_by: number of ranks that saved.
 
     Raises:
@@ -312,7 +312,7 @@ def ranks_overlapping(
 
 
 def ranks_to_read(
-    layouts: Mapping[str, Any], saved_by: int, parts: Mapping[str, Parts], rank: int
+    layouts: Mapping[str, Any], saved_by: int, parts: Mapping[str, LocalCheckpointState], rank: int
 ) -> set[int]:
     """Return the ranks whose indices this rank reads, among them its share for verification.
 

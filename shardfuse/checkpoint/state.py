@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from shardfuse.checkpoint.index import CheckpointError
-from shardfuse.engine.sharded_state import Parts, plain_number
+from shardfuse.engine.sharded_state import LocalCheckpointState, plain_number
 from shardfuse.optim.base import ShardedOptimizer
 
 
@@ -68,7 +68,7 @@ class TrainingState:
         self.objects = dict(objects)
         self._rank_key = f"rank-{rank}"
         self._world_sizes: tuple[int, int] | None = None
-        self.parts: dict[str, Parts] = {}
+        self.parts: dict[str, LocalCheckpointState] = {}
         for key, value in objects.items():
             if isinstance(value, ShardedOptimizer):
                 value.synchronize()

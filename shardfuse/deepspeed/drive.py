@@ -21,7 +21,7 @@ from shardfuse.deepspeed import partitions, peer, refusals
 from shardfuse.deepspeed.bridge import EngineBridge
 from shardfuse.deepspeed.lamb import from_fused_lamb, from_lamb_options
 from shardfuse.optim import ShardedLamb, ShardedOptimizer
-from shardfuse.optim.foreign import laid_out_elsewhere
+from shardfuse.optim.backend import external_layout
 
 
 @dataclass
@@ -128,10 +128,10 @@ class _Plan:
         engine, zero = self.engine, peer.zero_class()
         optimizer = self.instance
         if optimizer is None:
-            with laid_out_elsewhere():
+            with external_layout():
                 optimizer = self._build()
         refusals.check_rule(optimizer._rule, engine, self.cls.__name__)
-        own = partitions.Partitions(optimizer)
+        own = partitions.DeepSpeedBackend(optimizer)
         supported = peer.supported_optimizers()
         supported.append(type(optimizer))
         try:

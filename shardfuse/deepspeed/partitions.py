@@ -19,12 +19,12 @@ from torch import Tensor
 
 from shardfuse.comm import Communicator, communicator_for
 from shardfuse.engine import torch_state
-from shardfuse.engine.external import ForeignShards, Segment
+from shardfuse.engine.external import PartitionShards, PartitionSlice
 from shardfuse.engine.kernels import Kernels
-from shardfuse.engine.step import StepEngine
+from shardfuse.engine.step import StepDriver
 from shardfuse.engine.torch_state import merged_groups, packed_groups
 from shardfuse.optim import ShardedOptimizer
-from shardfuse.optim.foreign import hand_over
+from shardfuse.optim.backend import attach_backend
 
 logger = logging.getLogger("shardfuse")
 
@@ -33,8 +33,8 @@ class _Partition(NamedTuple):
     """This rank's part of a group."""
 
     comm: Communicator  # of the ranks that share the group
-    shards: ForeignShards
-    engine: StepEngine
+    shards: PartitionShards
+    driver: StepDriver
     positions: list[int]  # of the group's parameters in the optimizer's layout
 
 
@@ -48,7 +48,7 @@ _OF_OUR_WIRES = (
 """Options of what travels between which ranks, which is DeepSpeed's there."""
 
 
-class Partitions:
+class DeepSpeedBackend:
     """What an optimizer works on in place of flat buffers of its own; see Foreign.
 
     A parameter that had no gradient counts as one of gradient zero: DeepSpeed fills it in.
@@ -62,7 +62,7 @@ class Partitions:
     """
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
-        if isinstance(optimizer._foreign, Partitions):
+        if isinstance(optimizer._external, DeepSpeedBackend):
             raise ValueError(
                 f"This {type(optimizer).__name__} is driven by another DeepSpeed engine. Build a "
                 "new one for this engine."
@@ -97,7 +97,7 @@ class Partitions:
         self.state: Any = defaultdict(dict)
         self.ratio: Tensor | None = None
         self._num_params = len(optimizer.layout.specs)
-        hand_over(optimizer, self)
+        attach_backend(optimizer, self)
 
     def step(self) -> None:
         """Update the partitions that are in the groups. Collective where norms are needed.
@@ -135,15 +135,15 @@ class Partitions:
                 if not rule.counts_steps:
                     state["step"] = 0  # momentum was set above 0 later: its first update comes now
         step = int(state.get("step", 0)) + 1
-        own.engine.ratio = None
+        own.driver.ratio = None
         own.shards.set_step(group, [state[name] for name in rule.state_names(group)], step)
-        own.engine.run(None, None)
+        own.driver.run(None, None)
         state["step"] = self._counts[flat] = step
         if rule.counts_in_groups:
             group["step"] = step
         if self.ratio is None:
             self.ratio = torch.ones(self._num_params, device=flat.device)
-        self.ratio[own.positions] = 1.0 if own.engine.ratio is None else own.engine.ratio
+        self.ratio[own.positions] = 1.0 if own.driver.ratio is None else own.driver.ratio
 
     def collect(self) -> dict[str, Any]:
         """Return this rank's partitions of the states, as torch keeps them. Local."""
@@ -228,7 +228,7 @@ def _check_sizes(entry: Mapping[str, Any], flat: Tensor) -> None:
             )
 
 
-def bind(zero: Any, optimizer: ShardedOptimizer, own: Partitions) -> None:
+def bind(zero: Any, optimizer: ShardedOptimizer, own: DeepSpeedBackend) -> None:
     """Tell ``own`` of every partition that ``zero`` has put in the groups of ``optimizer``.
 
     Args:
@@ -247,13 +247,13 @@ def bind(zero: Any, optimizer: ShardedOptimizer, own: Partitions) -> None:
         whole = zero.bit16_groups_flat[number]
         group, collectives = zero.real_dp_process_group[number], optimizer._config.collectives
         comm = communicator_for(group, whole.device, collectives)
-        segments = _segments(zero, number, comm.rank, policies)
-        shards = ForeignShards(rule, flat, segments, policies=policies, global_square=square)
+        slices = _segments(zero, number, comm.rank, policies)
+        shards = PartitionShards(rule, flat, slices, policies=policies, global_square=square)
         kernels = Kernels(rule, optimizer._config.kernel, flat.device)
         kernels.choose(flat.numel())
-        engine = StepEngine(rule, shards, comm=comm, kernels=kernels, comm_device=whole.device)
+        engine = StepDriver(rule, shards, comm=comm, kernels=kernels, comm_device=whole.device)
         own._partitions[id(flat)] = _Partition(comm, shards, engine, positions)
-        _check_map(members, segments, number)
+        _check_map(members, slices, number)
     optimizer._params = []  # the optimizer is to hold nothing but its partitions
     _undo_the_scale_of_backward(zero)
 
@@ -286,8 +286,8 @@ def _undo_the_scale_of_backward(zero: Any) -> None:
     zero.unscale_and_clip_grads = unscale_and_clip_grads
 
 
-def _segments(zero: Any, number: int, rank: int, policies: list[str]) -> list[Segment]:
-    """Return the segments of rank's partition of group ``number``."""
+def _segments(zero: Any, number: int, rank: int, policies: list[str]) -> list[PartitionSlice]:
+    """Return the slices of rank's partition of group ``number``."""
     whole, size = zero.bit16_groups_flat[number], zero.partition_size[number]
     flat = zero.single_partition_of_fp32_groups[number]
     if flat.dtype != torch.float32 or flat.numel() != size or not flat.is_contiguous():
@@ -297,7 +297,7 @@ def _segments(zero: Any, number: int, rank: int, policies: list[str]) -> list[Se
             "fp16_master_weights_and_grads."
         )
     first, last = rank * size, (rank + 1) * size
-    segments = []
+    slices = []
     end = 0
     for position, param in enumerate(zero.round_robin_bit16_groups[number]):
         # DeepSpeed has made them views of the flat.
@@ -312,16 +312,16 @@ def _segments(zero: Any, number: int, rank: int, policies: list[str]) -> list[Se
         end = offset + param.numel()
         start, stop = max(offset, first), min(end, last)
         if stop > start:
-            segments.append(Segment(position, start - first, stop - start, policies[position]))
-    return segments
+            slices.append(PartitionSlice(position, start - first, stop - start, policies[position]))
+    return slices
 
 
-def _check_map(members: list[Tensor], segments: list[Segment], number: int) -> None:
+def _check_map(members: list[Tensor], slices: list[PartitionSlice], number: int) -> None:
     """Say where DeepSpeed's own map of tensors, used for universal checkpoints, is another.
 
     In 0.19.8 it is, under round_robin_gradients: the map goes by the order of registration.
     """
-    for segment in segments:
+    for segment in slices:
         mapping = getattr(members[segment.param], "_hp_mapping", None)
         address = None if mapping is None else mapping.get_hp_fragment_address()
         if address is None or (address.start, address.numel) != (segment.start, segment.numel):

@@ -26,7 +26,7 @@ from shardfuse.engine.params import FlatState
 from shardfuse.untraced import stacklevel_of_caller
 
 
-class Terms:
+class ConsistencyCheck:
     """Declares them to the communicator, which sees to it that all ranks have the same.
 
     Args:
@@ -40,7 +40,7 @@ class Terms:
         self._unfrozen: list[str] = []  # what trains although it was frozen when it was added
         self._loaded: list[str] = []
         self._is_changed = True  # params and states may differ between ranks since the last call
-        self.averaged = AveragedCheck(comm, are_reduced)
+        self.averaged = DdpCheck(comm, are_reduced)
         comm.session.on_restart(self._restart)
 
     def _restart(self) -> None:
@@ -53,7 +53,7 @@ class Terms:
         lines: Iterable[str],
         groups: Sequence[Mapping[str, Any]],
         flats: Sequence[FlatState],
-        woken: Sequence[FlatState],
+        unfrozen: Sequence[FlatState],
         grads: Callable[[], Sequence[tuple[str, Tensor | None]]] | None,
     ) -> None:
         """Declare ``lines`` of the call itself, and all else.
@@ -62,21 +62,21 @@ class Terms:
             lines: what this call is done with.
             groups: the optimizer's ``param_groups``.
             flats: what is trained up to now.
-            woken: flats that begin to train in it.
+            unfrozen: flats that begin to train in it.
             grads: gives (name, gradient on this rank) of every parameter; None under a scaler,
                 which skips the step where they overflow on one rank.
         """
         if self._comm.world_size == 1:
             return
-        for state in woken:
+        for state in unfrozen:
             names = [spec.name for spec in reversed(state.specs)]
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             line = f"unfrozen {', '.join(names[:3])}{more}"
             if line not in self._unfrozen:  # once more, where the call before has failed
                 self._unfrozen.append(line)
-        is_new, averaged = bool(woken) or self._is_changed, []
+        is_new, averaged = bool(unfrozen) or self._is_changed, []
         # In the order of the layout: after an error, what begins here may train elsewhere already.
-        trained = sorted([*flats, *woken], key=lambda state: state.flat.index)
+        trained = sorted([*flats, *unfrozen], key=lambda state: state.flat.index)
         sampled = self._is_changed or any(s.device.type == "cpu" for s in trained)
         params = [_sample(state) for state in trained] if sampled else []
         self._is_changed = False
@@ -115,7 +115,7 @@ class _Options:
         users keep in groups, functions say, may differ without harm and has no common text.
         """
         for index, group in enumerate(groups):
-            values = {key: _plain(group[key]) for key in group if key not in _NOT_TERMS}
+            values = {key: _plain(group[key]) for key in group if key not in _NOT_COMPARED}
             if self._values.get(index) != values:
                 self._values[index] = values
                 self._lines[index] = [
@@ -132,7 +132,7 @@ def _text(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-_NOT_TERMS = ("params", "param_names")
+_NOT_COMPARED = ("params", "param_names")
 _OTHER = object()
 
 
@@ -156,7 +156,7 @@ _NUM_SAMPLES = 8
 
 
 @dataclass
-class AveragedCheck:
+class DdpCheck:
     """Compares gradients of the first steps between ranks, if they are the mean already."""
 
     comm: Communicator  # the ranks that share the optimizer
@@ -203,7 +203,7 @@ def _sample_sums(grads: Sequence[tuple[str, Tensor | None]]) -> list[tuple[str, 
 _TOPIC = "a step without gradients"
 
 
-class IdleSteps:
+class GradlessSteps:
     """Warns, once and on every rank, in the third such step in a row.
 
     torch allows steps without gradients, and one or two have good reasons: a step that lets a
@@ -220,8 +220,8 @@ class IdleSteps:
         self._comm = comm.world
         self._num_idle = 0  # steps in a row
         self._num_made = 0  # gradients that autograd had made by the last step
-        self._told = ""
-        self._was_said = False
+        self._published = ""
+        self._was_warned = False
         self._has_asked = False
 
     def note(
@@ -247,7 +247,7 @@ class IdleSteps:
                 is asked once, as it looks at all objects of this process.
         """
         is_used, self._num_made = num_made != self._num_made, num_made
-        if has_updated or is_used or self._was_said:
+        if has_updated or is_used or self._was_warned:
             self._num_idle = 0
             return
         if not any(param.requires_grad for param in params):  # frozen: that is what was meant
@@ -256,7 +256,7 @@ class IdleSteps:
         if not self._has_asked:
             self._has_asked = True
             if are_in_no_module():
-                self._was_said = True
+                self._was_warned = True
                 warnings.warn(
                     f"No module holds the parameters of this {name} any more, so what step() "
                     "updates is not used. The model has other Parameter objects since "
@@ -266,8 +266,8 @@ class IdleSteps:
                     stacklevel=stacklevel_of_caller(),
                 )
                 return
-        if self._num_idle > 2 and self._have_all_told():
-            self._was_said = True
+        if self._num_idle > 2 and self._have_all_published():
+            self._was_warned = True
             warnings.warn(
                 f"No parameter of this {name} had a gradient in 3 steps in a row, on any rank: "
                 "step() updates nothing. Does the model hold other Parameter objects than the "
@@ -279,11 +279,11 @@ class IdleSteps:
                 stacklevel=stacklevel_of_caller(),
             )
         elif self._num_idle > 1:
-            self._told = f"{self._comm.session.generation}/{call}"
-            self._comm.session.publish(_TOPIC, self._told)
+            self._published = f"{self._comm.session.generation}/{call}"
+            self._comm.session.publish(_TOPIC, self._published)
 
-    def _have_all_told(self) -> bool:
+    def _have_all_published(self) -> bool:
         """Return whether the step before was without gradients on every rank."""
         if self._comm.world_size == 1:
             return True
-        return all(text == self._told for text in self._comm.session.read(_TOPIC))
+        return all(text == self._published for text in self._comm.session.read(_TOPIC))

@@ -376,7 +376,7 @@ _MAX_LOOKS = 3
 """Steps in which a rank looks whether others have written to gradients, too."""
 
 
-class RestOfModel:
+class UnsyncedTensorsWarning:
     """Warns once if tensors of the model that the optimizer was not given differ between ranks.
 
     Args:
@@ -442,7 +442,7 @@ class RestOfModel:
             )
 
 
-class WrittenGrads:
+class EditedGradsWarning:
     """Warns once, on every rank that does so, if several ranks write to p.grad after backward().
 
     Args:

@@ -1,7 +1,7 @@
-"""ForeignShards: one flat partition that somebody else has laid out, as the driver sees it.
+"""PartitionShards: one flat partition that somebody else has laid out, as the driver sees it.
 
 Such a partition cuts tensors anywhere, so that the blocks of shardfuse's own layout do not exist in
-it. A segment, the part of one tensor in the partition, is run as rows of BLOCK elements and one
+it. A slice is the part of one tensor in the partition. It is run as rows of BLOCK elements and one
 shorter row, its tail.
 """
 
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfuse.engine.step import BlockTable, Cohort, Shards, Span, Unit
+from shardfuse.engine.step import BlockMap, ParamSet, ShardProvider, StepRange, UpdateUnit
 from shardfuse.layout import BLOCK, ParamSpec
 from shardfuse.rules import UpdateRule
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class PartitionSlice:
     """Elements [start, start + numel) of a partition, all of one parameter."""
 
     param: int  # position among the parameters of the group
@@ -34,13 +34,13 @@ class Segment:
         return slice(self.start, self.start + self.numel)
 
 
-class ForeignShards(Shards):
-    """Units are the segments' blocks and tails; see Shards. The group and step are set per step.
+class PartitionShards(ShardProvider):
+    """Units are the slices' blocks and tails. The group and step are set per step.
 
     Args:
         rule: names the states.
         flat: the partition, (numel,) fp32 or fp64; its ``grad`` is the mean gradient.
-        segments: the tensors in it, in order; padding is in none.
+        slices: the tensors in it, in order; padding is in none.
         policies: the policy of every parameter of the group, on this rank or not.
         global_square: returns the squared norm () of the gradients of all groups, as they are now.
     """
@@ -49,7 +49,7 @@ class ForeignShards(Shards):
         self,
         rule: UpdateRule,
         flat: Tensor,
-        segments: Sequence[Segment],
+        slices: Sequence[PartitionSlice],
         *,
         policies: Sequence[str],
         global_square: Callable[[], Tensor] | None = None,
@@ -61,8 +61,8 @@ class ForeignShards(Shards):
         self._policies = sorted(set(policies))
         if rule.grain == "element" and len(self._policies) == 1:
             # Nothing depends on where tensors begin.
-            segments = [Segment(0, 0, flat.numel(), policies[0])]
-        self._cuts = [cut for segment in segments for cut in _cut(segment)]
+            slices = [PartitionSlice(0, 0, flat.numel(), policies[0])]
+        self._cuts = [cut for own in slices for cut in _cut(own)]
         self._group: Mapping[str, Any] = {}
         self._states: Sequence[Tensor] = ()
         self._step = 0
@@ -82,38 +82,38 @@ class ForeignShards(Shards):
         return self._flat.device
 
     @property
-    def cohorts(self) -> Sequence[Cohort]:
+    def param_sets(self) -> Sequence[ParamSet]:
         """The group, once for each policy in it."""
         dtype = str(self._flat.dtype)
         policies = enumerate(self._policies)
-        return [Cohort(number, 0, self._group, policy, dtype) for number, policy in policies]
+        return [ParamSet(number, 0, self._group, policy, dtype) for number, policy in policies]
 
-    def gradients(self) -> Iterator[Unit]:
+    def gradients(self) -> Iterator[UpdateUnit]:
         assert self._flat.grad is not None
         for index, cut in enumerate(self._cuts):
             row = BLOCK if cut.numel % BLOCK == 0 else cut.numel
-            cohort = self._policies.index(cut.policy)
-            yield Unit(index, cohort, cut.numel, row, (self._flat.grad[cut.elements],))
+            param_set = self._policies.index(cut.policy)
+            yield UpdateUnit(index, param_set, cut.numel, row, (self._flat.grad[cut.elements],))
 
-    def open(self, unit: Unit) -> None:
+    def checkout(self, unit: UpdateUnit) -> None:
         elements = self._cuts[unit.index].elements
         unit.p = self._flat.detach()[elements]
         unit.states = tuple(state[elements] for state in self._states)
-        unit.spans = [Span(0, unit.numel, self._step)]
+        unit.step_ranges = [StepRange(0, unit.numel, self._step)]
 
-    def close(self, unit: Unit) -> None:
+    def commit(self, unit: UpdateUnit) -> None:
         """Do nothing: who owns the partition gathers it."""
 
-    def advance(self) -> None:
+    def increment_step(self) -> None:
         """Do nothing: who owns the partition counts."""
 
-    def retain(self) -> None:
+    def keep_reduced(self) -> None:
         """Do nothing: gradients stay."""
 
-    def retain_at_once(self) -> None:
+    def keep_all_reduced(self) -> None:
         """Do nothing: gradients stay."""
 
-    def mean(self, cohort: int) -> float | None:
+    def mean(self, param_set: int) -> float | None:
         return None
 
     def global_square(self) -> Tensor | None:
@@ -123,28 +123,28 @@ class ForeignShards(Shards):
             return None
         return self._global_square().to(self._flat.device)
 
-    def blocks(self, cohorts: Sequence[int]) -> BlockTable:
+    def blocks(self, param_sets: Sequence[int]) -> BlockMap:
         """Return the blocks of the cuts, a tail being one."""
         owners: list[tuple[int, int, int]] = []
         extents: dict[int, tuple[int, int]] = {}
         num_blocks = 0
         for index, cut in enumerate(self._cuts):
-            if self._policies.index(cut.policy) in cohorts:
+            if self._policies.index(cut.policy) in param_sets:
                 stop = num_blocks + -(-cut.numel // BLOCK)
                 extents[index] = (num_blocks, stop)
                 owners.append((cut.param, num_blocks, stop))
                 num_blocks = stop
-        return BlockTable(owners, extents, num_blocks, self._num_params)
+        return BlockMap(owners, extents, num_blocks, self._num_params)
 
-    def params(self, cohort: int) -> Sequence[tuple[int, ParamSpec]]:
-        """Raise NotImplementedError: which rows a segment has parts of is not known."""
+    def params(self, param_set: int) -> Sequence[tuple[int, ParamSpec]]:
+        """Raise NotImplementedError: which rows a own has parts of is not known."""
         raise NotImplementedError("Sums over rows are not supported over foreign partitions.")
 
 
-def _cut(segment: Segment) -> Iterator[Segment]:
-    """Yield the whole blocks of a segment, and the one shorter row after them."""
-    tail = segment.numel % BLOCK
-    if segment.numel > tail:
-        yield replace(segment, numel=segment.numel - tail)
+def _cut(own: PartitionSlice) -> Iterator[PartitionSlice]:
+    """Yield the whole blocks of a own, and the one shorter row after them."""
+    tail = own.numel % BLOCK
+    if own.numel > tail:
+        yield replace(own, numel=own.numel - tail)
     if tail:
-        yield replace(segment, start=segment.start + segment.numel - tail, numel=tail)
+        yield replace(own, start=own.start + own.numel - tail, numel=tail)

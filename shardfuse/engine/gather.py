@@ -478,7 +478,7 @@ def _waiting(function: Callable[..., Any]) -> Callable[..., Any]:
     return wait_and_call
 
 
-class _Replaced:
+class _PatchedFunctions:
     """Replaces the functions of _NEVER_ASK by waiting ones, from start() to stop()."""
 
     def __init__(self) -> None:
@@ -509,7 +509,7 @@ class PendingRegistry:
     def __init__(self) -> None:
         self._gatherers: weakref.WeakSet[ParamGatherer] = weakref.WeakSet()
         self._hook: Any = None
-        self._replaced = _Replaced()
+        self._replaced = _PatchedFunctions()
         self._held: list[ParamGatherer] = []  # their locks are held during a fork
         self.are_compiled = False
         """Whether a function was compiled that may read parameters in flight."""

@@ -42,7 +42,7 @@ class Tile(NamedTuple):
     last step (by a loaded model, say) wins over the master; the second pass writes it anew."""
     states: tuple[Tensor, ...] = ()
     """Each (rows, n) fp32, updated in place by the first pass."""
-    extra: Tensor | None = None
+    aux: Tensor | None = None
     """The first pass writes sums to it, (k, rows) over rows or (k, rows, n); the second reads
     factors from it, of the same shapes."""
 
@@ -90,7 +90,7 @@ def only_pass(rule: ElementwiseRule, flags: Any, h: Any, scale: Scale, tile: Til
 
 def first_pass(rule: ReducingRule, flags: Any, h: Any, scale: Scale, tile: Tile) -> None:
     """Update the states of a tile, and write what is to be summed, if anything is."""
-    p, sums = tile.p, tile.extra
+    p, sums = tile.p, tile.aux
     assert p is not None
     if tile.low is not None:
         refresh_master(p, tile.low)
@@ -105,7 +105,7 @@ def first_pass(rule: ReducingRule, flags: Any, h: Any, scale: Scale, tile: Tile)
 
 def second_pass(rule: ReducingRule, flags: Any, h: Any, scale: Scale, tile: Tile) -> None:
     """Update the parameters of a tile along the direction, by its factors."""
-    p, factors = tile.p, tile.extra
+    p, factors = tile.p, tile.aux
     assert p is not None
     g = _mean(tile.grad, scale, p.dtype) if tile.grad else None
     if factors is not None and factors.dim() == 2:
@@ -116,8 +116,8 @@ def second_pass(rule: ReducingRule, flags: Any, h: Any, scale: Scale, tile: Tile
 
 
 def square_sum_pass(rule: None, flags: Any, h: Any, scale: Scale, tile: Tile) -> None:
-    """Write the row sums of squares of the gradient to ``extra`` (1, rows), in fp32."""
-    sums = tile.extra
+    """Write the row sums of squares of the gradient to ``aux`` (1, rows), in fp32."""
+    sums = tile.aux
     assert sums is not None
     g = _mean(tile.grad, scale, sums.dtype)
     sums[0].copy_((g * g).sum(1))
@@ -205,13 +205,13 @@ class Kernels:
                 None if tile.p is None else tile.p.narrow(0, start, length),
                 None if tile.low is None else tile.low.narrow(0, start, length),
                 tuple(state.narrow(0, start, length) for state in tile.states),
-                None if tile.extra is None else tile.extra.narrow(1, start, length),
+                None if tile.aux is None else tile.aux.narrow(1, start, length),
             )
             function(self._rule, flags, h, _narrow(scale, start, length), part)
 
     def _run_compiled(self, function: Pass, flags: Any, h: Any, scale: Scale, tile: Tile) -> bool:
         """Run ``function`` compiled; on a compiler's failure, log it and go eager for good."""
-        tensors = [*tile.grad, tile.p, tile.low, *tile.states, tile.extra]
+        tensors = [*tile.grad, tile.p, tile.low, *tile.states, tile.aux]
         has = tuple(tensor is None for tensor in tensors)
         key = (function, flags, len(tile.grad), len(tile.states), has)
         compiled = self._compiled.get(key)

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 from shardfuse.buffers import FlatBuffer, ShardArena, are_at
 from shardfuse.codecs import MASTER_DTYPE, ParamCodec
 from shardfuse.engine.gather import ParamGatherer
-from shardfuse.engine.step import BlockTable, Cohort, Shards, Span, Unit
+from shardfuse.engine.step import BlockMap, ParamSet, ShardProvider, StepRange, UpdateUnit
 from shardfuse.grads.source import GradSource
 from shardfuse.layout import BLOCK, Bucket, Fragment, ParamSpec, round_up
 from shardfuse.rules import UpdateRule
@@ -102,7 +102,7 @@ class FlatState:
         self._addresses = [param.data_ptr() for param in self.params]
         self._strides = [param.stride() for param in self.params]
 
-    def move_out(self, extents: Sequence[range]) -> None:
+    def copy_out(self, extents: Sequence[range]) -> None:
         """Give parameters that lie in others' slots memory of their own, before any bind().
 
         A slot may be written then, although its values were swapped with another's or transposed.
@@ -139,7 +139,7 @@ class FlatState:
             if param.data_ptr() != address or not _are_same(param, spec.shape, stride)
         ]
 
-    def taken(self) -> bool:
+    def is_in_other_buffers(self) -> bool:
         """Return whether a parameter lies in a buffer of another optimizer."""
         own = {id(param) for param in self.params}
         return any(
@@ -191,7 +191,7 @@ class FlatState:
         self._steps = None if len(values) == 1 else dict(steps)
         self._step = values.pop() if len(values) == 1 else 0
 
-    def spans(self, bucket: Bucket, missing: set[int], idle: set[int]) -> list[Span]:
+    def step_ranges(self, bucket: Bucket, missing: set[int], idle: set[int]) -> list[StepRange]:
         """Return what to update in ``bucket``'s shard: runs of fragments at the same step.
 
         ``missing`` are parameters with no gradient on this rank; those of them that have none on
@@ -201,21 +201,21 @@ class FlatState:
             owned = {fragment.param for fragment in self.fragments[bucket.index]}
             self._stepped |= (owned & missing) - idle
         if not idle and self._steps is None:
-            return [Span(0, bucket.shard_numel, self._step + 1)]
-        spans: list[Span] = []
+            return [StepRange(0, bucket.shard_numel, self._step + 1)]
+        step_ranges: list[StepRange] = []
         for fragment in self.fragments[bucket.index]:
             if fragment.param in idle:
                 continue
             start = fragment.shard_start
             stop = start + round_up(fragment.numel, self.flat.align)
             step = self.step_of(fragment.param) + 1
-            if spans and spans[-1].stop == start and spans[-1].step == step:
-                start = spans.pop().start
-            spans.append(Span(start, stop, step))
-        return spans
+            if step_ranges and step_ranges[-1].stop == start and step_ranges[-1].step == step:
+                start = step_ranges.pop().start
+            step_ranges.append(StepRange(start, stop, step))
+        return step_ranges
 
-    def advance(self, missing: set[int]) -> bool:
-        """Count one update of every parameter but those ``missing`` ones that no span had.
+    def increment_step(self, missing: set[int]) -> bool:
+        """Count one update of every parameter but those ``missing`` ones that no step_range had.
 
         Return whether any is left, as far as this rank knows.
         """
@@ -248,7 +248,7 @@ def rebind(flats: Sequence[FlatState]) -> None:
     buffers = [state.params_buffer.data for state in flats]
     extents = [range(data.data_ptr(), data.data_ptr() + data.nbytes) for data in buffers]
     for state in flats:
-        state.move_out(extents)
+        state.copy_out(extents)
     for state in flats:
         state.bind()
 
@@ -291,7 +291,7 @@ def check_params(
                 f"{prefix}{len(moved)} parameters were cast or moved after the optimizer was built "
                 f"({names}), where rebind() cannot follow: {change}"
             )
-        if any(state.taken() for state in flats):
+        if any(state.is_in_other_buffers() for state in flats):
             raise RuntimeError(
                 f"{prefix}{len(moved)} parameters ({names}) belong to another optimizer, which was "
                 "built on them later: updates would not reach the model. Keep one of the two, or "
@@ -342,8 +342,8 @@ def _regrouped(groups: Sequence[Mapping[str, Any]], flats: Sequence[FlatState]) 
 # The shards of ShardedOptimizer
 
 
-class OwnShards(Shards):
-    """Units are buckets' shards; see Shards. A flat that ``grads`` does not have is dormant.
+class OwnShards(ShardProvider):
+    """Units are buckets' shards; see ShardProvider. A flat that ``grads`` does not have is frozen.
 
     Args:
         rule: names the states.
@@ -370,10 +370,10 @@ class OwnShards(Shards):
         self._grads = grads
         self._gather = gather
         self._row = row
-        self._awake = [state for state in flats if grads.has(state.flat)]
-        gather.plan(self._awake)
+        self._active = [state for state in flats if grads.has(state.flat)]
+        gather.plan(self._active)
         self._buckets: dict[int, Bucket] = {
-            bucket.index: bucket for state in self._awake for bucket in state.flat.buckets
+            bucket.index: bucket for state in self._active for bucket in state.flat.buckets
         }
 
     @property
@@ -381,49 +381,51 @@ class OwnShards(Shards):
         return self._flats[0].device if self._flats else torch.device("cpu")
 
     @property
-    def cohorts(self) -> Sequence[Cohort]:
-        """The flats that are awake."""
+    def param_sets(self) -> Sequence[ParamSet]:
+        """The flats that train."""
         return [
-            Cohort(flat.index, flat.index, self.groups[flat.group], flat.policy, flat.dtype)
-            for flat in (state.flat for state in self._awake)
+            ParamSet(flat.index, flat.index, self.groups[flat.group], flat.policy, flat.dtype)
+            for flat in (state.flat for state in self._active)
         ]
 
-    def gradients(self) -> Iterator[Unit]:
+    def gradients(self) -> Iterator[UpdateUnit]:
         for bucket, parts in self._grads.reduced():
             fragments = self._flats[bucket.flat].fragments[bucket.index]
             row = self._row
-            yield Unit(bucket.index, bucket.flat, bucket.shard_numel, row, parts, fragments)
+            yield UpdateUnit(bucket.index, bucket.flat, bucket.shard_numel, row, parts, fragments)
 
-    def open(self, unit: Unit) -> None:
-        state, bucket = self._flats[unit.cohort], self._buckets[unit.index]
+    def checkout(self, unit: UpdateUnit) -> None:
+        state, bucket = self._flats[unit.param_set], self._buckets[unit.index]
         unit.p, unit.low = state.codec.begin_update(bucket)
         names = self._rule.state_names(self.groups[state.flat.group])
         unit.states = tuple(state.states[name].view(bucket) for name in names)
         idle = self._grads.unused(bucket, unit.grad)
-        unit.spans = state.spans(bucket, self._grads.no_local_grad(state.flat), idle)
+        unit.step_ranges = state.step_ranges(bucket, self._grads.no_local_grad(state.flat), idle)
 
-    def close(self, unit: Unit) -> None:
+    def commit(self, unit: UpdateUnit) -> None:
         """Launch the all-gather of the bucket."""
-        state = self._flats[unit.cohort]
+        state = self._flats[unit.param_set]
         bucket = self._buckets[unit.index]
         state.codec.commit(bucket)
         self._gather.launch(bucket, state.params)
 
-    def advance(self) -> None:
+    def increment_step(self) -> None:
         """Count an update of every parameter that had one, and the step where groups have one."""
-        updated = [state.advance(self._grads.no_local_grad(state.flat)) for state in self._awake]
+        updated = [
+            state.increment_step(self._grads.no_local_grad(state.flat)) for state in self._active
+        ]
         self.has_updated = any(updated)
         for group in self.groups if self._rule.counts_in_groups else ():
             group["step"] = group.get("step", 0) + 1
 
-    def retain(self) -> None:
+    def keep_reduced(self) -> None:
         self._grads.keep_reduced()
 
-    def retain_at_once(self) -> None:
+    def keep_all_reduced(self) -> None:
         self._grads.keep_all_reduced()
 
-    def mean(self, cohort: int) -> float | None:
-        return self._grads.mean_factor(cohort)
+    def mean(self, param_set: int) -> float | None:
+        return self._grads.mean_factor(param_set)
 
     def global_square(self) -> Tensor | None:
         return None
@@ -452,12 +454,12 @@ class OwnShards(Shards):
         ]
         return [(name, grad) for _, name, grad in sorted(members, key=lambda member: member[0])]
 
-    def blocks(self, cohorts: Sequence[int]) -> BlockTable:
+    def blocks(self, param_sets: Sequence[int]) -> BlockMap:
         """Return the blocks of flats, which have slots of whole ones."""
         owners: list[tuple[int, int, int]] = []
         extents: dict[int, tuple[int, int]] = {}
         num_blocks = 0
-        for state in (self._flats[index] for index in cohorts):
+        for state in (self._flats[index] for index in param_sets):
             assert state.flat.align == BLOCK, "a block holds several parameters"
             for bucket in state.flat.buckets:
                 stop = num_blocks + bucket.shard_numel // BLOCK
@@ -468,10 +470,10 @@ class OwnShards(Shards):
                     owners.append((fragment.param, start, start + length))
                 num_blocks = stop
         num_params = sum(len(state.params) for state in self._flats)
-        return BlockTable(owners, extents, num_blocks, num_params)
+        return BlockMap(owners, extents, num_blocks, num_params)
 
-    def params(self, cohort: int) -> Sequence[tuple[int, ParamSpec]]:
-        state = self._flats[cohort]
+    def params(self, param_set: int) -> Sequence[tuple[int, ParamSpec]]:
+        state = self._flats[param_set]
         return [
             (slot.param, spec) for slot, spec in zip(state.flat.slots, state.specs, strict=True)
         ]

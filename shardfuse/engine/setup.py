@@ -21,7 +21,7 @@ from shardfuse.untraced import stacklevel_of_caller
 Groups = Sequence[Mapping[str, Any]]
 
 
-def given(params: Any) -> list[Any]:
+def as_list(params: Any) -> list[Any]:
     """Return what an optimizer was given as ``params``, as a list; of a module its parameters.
 
     Raises:
@@ -188,7 +188,7 @@ def describe(
     return lines
 
 
-def building(config: ShardConfig, error: Exception | None) -> str:
+def construction_label(config: ShardConfig, error: Exception | None) -> str:
     """Return the name of the call that builds an optimizer; ``error`` is why options are not known.
 
     It says what decides which collectives are made: ranks that differ in it learn so from the

@@ -15,7 +15,7 @@ from shardfuse.comm import Communicator
 from shardfuse.engine.params import FlatState
 from shardfuse.engine.torch_state import (
     Groups,
-    Held,
+    OptimizerState,
     agreed_steps,
     arenas_of,
     as_count,
@@ -31,19 +31,19 @@ from shardfuse.layout import Bucket, ParamSpec
 logger = logging.getLogger("shardfuse")
 
 
-def sharded(held: Held) -> dict[str, Any]:
+def sharded(opt: OptimizerState) -> dict[str, Any]:
     """Return a flat dict for torch.distributed.checkpoint whose tensors alias this rank's state.
 
     Collective (one small all-reduce). Keys are ``state.<param name>.<state>``; steps are tensors.
     """
-    result: dict[str, Any] = dict(aliases(held.flats))
-    for spec, count in zip(held.layout.specs, agreed_steps(held), strict=True):
+    result: dict[str, Any] = dict(aliases(opt.flats))
+    for spec, count in zip(opt.layout.specs, agreed_steps(opt), strict=True):
         result[f"state.{spec.name}.step"] = torch.tensor(count)
-    result["param_groups"] = groups_to_save(held)
+    result["param_groups"] = groups_to_save(opt)
     return result
 
 
-def groups_to_save(held: Held) -> Groups:
+def groups_to_save(opt: OptimizerState) -> Groups:
     """Return the groups as they are saved: of tensors with one element, and of numpy, the number.
 
     torch.distributed.checkpoint does not load a number where a tensor was saved, and numpy's are
@@ -51,7 +51,7 @@ def groups_to_save(held: Held) -> Groups:
     """
     return [
         {key: _number(value) for key, value in group.items()}
-        for group in counted_groups(held.groups, held.rule)
+        for group in counted_groups(opt.groups, opt.rule)
     ]
 
 
@@ -68,10 +68,10 @@ def plain_number(value: Any) -> Any:
     return value.item() if is_numpy else value
 
 
-def _as_held(new: Any, held: Any) -> Any:
+def _as_held(new: Any, opt: Any) -> Any:
     """Return ``new`` as a tensor like ``held``, if that is one with one element."""
-    is_tensor = isinstance(held, Tensor) and held.numel() == 1
-    return torch.full_like(held, _number(new)) if is_tensor else new
+    is_tensor = isinstance(opt, Tensor) and opt.numel() == 1
+    return torch.full_like(opt, _number(new)) if is_tensor else new
 
 
 def aliases(
@@ -86,7 +86,7 @@ def aliases(
                     yield f"state.{spec.name}.{name}", tensor
 
 
-def load_sharded(held: Held, state_dict: Mapping[str, Any]) -> None:
+def load_sharded(opt: OptimizerState, state_dict: Mapping[str, Any]) -> None:
     """Take over steps, hyper-parameters, and tensors that were not filled in place when loaded.
 
     Raises:
@@ -94,8 +94,8 @@ def load_sharded(held: Held, state_dict: Mapping[str, Any]) -> None:
             missing or is not of this rank's fragments. Nothing is loaded then, beyond what was
             filled in place.
     """
-    flats = held.flats
-    merged, counts = check(held, state_dict)
+    flats = opt.flats
+    merged, counts = check(opt, state_dict)
     own = dict(aliases(flats))
     for key, tensor in own.items():
         saved = state_dict.get(key)
@@ -106,12 +106,12 @@ def load_sharded(held: Held, state_dict: Mapping[str, Any]) -> None:
             )
     for key, tensor in own.items():
         tensor.copy_(state_dict[key])
-    set_groups(held, merged, state_dict["param_groups"], counts)
+    set_groups(opt, merged, state_dict["param_groups"], counts)
     for state in flats:
         state.set_steps({slot.param: counts[slot.param] for slot in state.flat.slots})
 
 
-def check(held: Held, state_dict: Mapping[str, Any]) -> tuple[Groups, dict[int, int]]:
+def check(opt: OptimizerState, state_dict: Mapping[str, Any]) -> tuple[Groups, dict[int, int]]:
     """Return the merged groups, and the steps, of a state dict of whose tensors only steps count.
 
     Raises:
@@ -119,18 +119,18 @@ def check(held: Held, state_dict: Mapping[str, Any]) -> tuple[Groups, dict[int, 
             frozen here.
     """
     saved = saved_groups(state_dict)
-    _check_members(held.groups, saved)
-    specs = enumerate(held.layout.specs)
+    _check_members(opt.groups, saved)
+    specs = enumerate(opt.layout.specs)
     merged = [
         {key: _as_held(value, group.get(key)) for key, value in new.items()}
         for new, group in zip(
-            merged_groups(held.groups, saved, held.rule),
-            held.groups,
+            merged_groups(opt.groups, saved, opt.rule),
+            opt.groups,
             strict=True,
         )
     ]
     counts = {param: _count(state_dict, spec.name) for param, spec in specs}
-    _check_room(held, merged, counts)
+    _check_room(opt, merged, counts)
     return merged, counts
 
 
@@ -156,21 +156,21 @@ def _check_members(groups: Groups, saved: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _check_room(held: Held, groups: Groups, steps: Mapping[int, int]) -> None:
+def _check_room(opt: OptimizerState, groups: Groups, steps: Mapping[int, int]) -> None:
     """Raise ValueError if an updated parameter has elements and lacks a state or master here.
 
     What the optimizer has no place for was not read from the checkpoint. ``groups`` are as they
     will be once it is loaded.
     """
-    for state in held.flats:
-        names = held.rule.state_names(groups[state.flat.group])
+    for state in opt.flats:
+        names = opt.rule.state_names(groups[state.flat.group])
         lacking = [name for name in names if name not in state.states]
         if state.codec.arena is None and state.codec.key is not None:
             lacking.append(state.codec.key)
         trained = [s.param for s in state.flat.slots if s.numel and steps[s.param] > 0]
         if not lacking or not trained:
             continue
-        name = held.layout.specs[trained[0]].name
+        name = opt.layout.specs[trained[0]].name
         remedy = (
             f"{name} was frozen. Build while it requires a gradient, load, then freeze it."
             if state.flat.frozen
@@ -195,7 +195,7 @@ class Master(NamedTuple):
     own: FragmentTensor  # this rank's part of the parameter itself
 
 
-class Parts:
+class LocalCheckpointState:
     """An optimizer's state as shardfuse.checkpoint has it; its tensors alias the state.
 
     Keys are those of sharded_state_dict(). But every value is on one rank alone: each fragment on
@@ -203,40 +203,40 @@ class Parts:
     part of a parameter has counted its updates. Of several copies, in a mesh, one has each bucket.
 
     Args:
-        held: the optimizer.
+        opt: the optimizer.
         take: its load_sharded_state_dict().
     """
 
-    def __init__(self, held: Held, take: Callable[[Mapping[str, Any]], None]) -> None:
-        self._held = held
+    def __init__(self, opt: OptimizerState, take: Callable[[Mapping[str, Any]], None]) -> None:
+        self._optimizer_state = opt
         self._take = take
 
     @property
     def comm(self) -> Communicator:
         """All ranks that share the optimizer, copies included."""
-        return self._held.comm.world
+        return self._optimizer_state.comm.world
 
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        flats = self._held.flats
+        flats = self._optimizer_state.flats
         return flats[0].device if flats else torch.device("cpu")
 
     @property
     def specs(self) -> Sequence[ParamSpec]:
         """All parameters in the order of their numbers."""
-        return self._held.layout.specs
+        return self._optimizer_state.layout.specs
 
     @property
     def rule(self) -> str:
         """By which rule the states are updated."""
-        return self._held.rule.describe()
+        return self._optimizer_state.rule.describe()
 
     def to_write(self) -> dict[str, Any]:
         """Return what this rank writes of the optimizer. Local."""
-        held = self._held
-        result: dict[str, Any] = dict(aliases(held.flats, self._writes))
-        for state in held.flats:
+        opt = self._optimizer_state
+        result: dict[str, Any] = dict(aliases(opt.flats, self._writes))
+        for state in opt.flats:
             buckets = [bucket for bucket in state.flat.buckets if self._writes(bucket)]
             owned = [f for bucket in buckets for f in state.fragments[bucket.index]]
             first = {fragment.param for fragment in owned if fragment.param_start == 0}
@@ -244,17 +244,17 @@ class Parts:
                 is_mine = slot.param in first or (not slot.numel and self.comm.rank == 0)
                 step = torch.tensor(state.step_of(slot.param))
                 pieces = [Piece((), step)] if is_mine else []
-                key = f"state.{held.layout.specs[slot.param].name}.step"
+                key = f"state.{opt.layout.specs[slot.param].name}.step"
                 result[key] = FragmentTensor((), step.dtype, step.device, pieces)
-        result["param_groups"] = groups_to_save(held)
+        result["param_groups"] = groups_to_save(opt)
         return result
 
     def to_fill(self) -> dict[str, Any]:
         """Return what take() takes once it is filled. Local."""
-        result: dict[str, Any] = dict(aliases(self._held.flats))
-        for spec in self._held.layout.specs:
+        result: dict[str, Any] = dict(aliases(self._optimizer_state.flats))
+        for spec in self._optimizer_state.layout.specs:
             result[f"state.{spec.name}.step"] = torch.tensor(0)
-        result["param_groups"] = groups_to_save(self._held)
+        result["param_groups"] = groups_to_save(self._optimizer_state)
         return result
 
     def params(self, *, to_write: bool) -> list[tuple[Tensor, FragmentTensor]]:
@@ -264,12 +264,12 @@ class Parts:
         and reaches the others by publish().
         """
         has = self._writes if to_write else _always
-        return [pair for state in self._held.flats for pair in _param_parts(state, has)]
+        return [pair for state in self._optimizer_state.flats for pair in _param_parts(state, has)]
 
     def masters(self) -> list[Master]:
         """Return where parameters are in fp32, empty ones and frozen low precision left out."""
         found = []
-        for state in self._held.flats:
+        for state in self._optimizer_state.flats:
             arena = arenas_of(state).get(MASTER)
             if arena is not None:
                 places = fragment_tensors(state, arena.view, shaped_pieces)
@@ -288,36 +288,36 @@ class Parts:
 
         {"slots": {parameter: start}, "buckets": [(start, elements of a shard, shards)]}.
         """
-        held = self._held
+        opt = self._optimizer_state
         return [
             {
-                "slots": {held.layout.specs[s.param].name: s.start for s in state.flat.slots},
+                "slots": {opt.layout.specs[s.param].name: s.start for s in state.flat.slots},
                 "buckets": [
                     (bucket.start, bucket.shard_numel, bucket.numel // bucket.shard_numel)
                     for bucket in state.flat.buckets
                 ],
             }
-            for state in held.flats
+            for state in opt.flats
         ]
 
     def ranges(self) -> list[tuple[str, int, int]]:
         """Return (parameter, first element, elements) of all that is this rank's. Local."""
-        specs = self._held.layout.specs
+        specs = self._optimizer_state.layout.specs
         return [
             (specs[f.param].name, f.param_start, f.numel)
-            for state in self._held.flats
+            for state in self._optimizer_state.flats
             for bucket in state.flat.buckets
             for f in state.fragments[bucket.index]
         ]
 
     def errors(self) -> dict[str, FragmentTensor]:
         """Return what parameters lack of their values, by its key in to_fill()."""
-        pairs = aliases(self._held.flats)
+        pairs = aliases(self._optimizer_state.flats)
         return {key: tensor for key, tensor in pairs if key.rpartition(".")[2] == ERROR}
 
     def check(self, state_dict: Mapping[str, Any]) -> None:
         """Raise ValueError if take() would, for what to_fill() has that is not a FragmentTensor."""
-        check(self._held, state_dict)
+        check(self._optimizer_state, state_dict)
 
     def take(self, state_dict: Mapping[str, Any], saved: str) -> None:
         """Take over what to_fill() returned, filled. Local.
@@ -336,14 +336,14 @@ class Parts:
 
     def publish(self) -> None:
         """Bring every rank's part of the parameters to all. Collective: one gather a bucket."""
-        for state in self._held.flats:
+        for state in self._optimizer_state.flats:
             for bucket in state.flat.buckets:
                 whole = state.params_buffer.bucket(bucket)
                 part = state.params_buffer.shard(bucket, state.rank)
-                self._held.comm.all_gather(whole, part).wait()
+                self._optimizer_state.comm.all_gather(whole, part).wait()
 
     def _writes(self, bucket: Bucket) -> bool:
-        copies = getattr(self._held.comm, "replicate", None)
+        copies = getattr(self._optimizer_state.comm, "replicate", None)
         return copies is None or bucket.index % copies.world_size == copies.rank
 
 

@@ -4,9 +4,9 @@ A rule of grain "element" has one pass: each unit is updated as soon as its grad
 its parameters may be gathered at once. Any other rule has two, with one all-reduce of its sums
 between them. Clips by a norm come before: gradients are then reduced first, and kept.
 
-The driver knows neither buffers nor DeepSpeed: it walks over the units of a Shards. A Reduction
-sums over tensors or rows that are cut across units and ranks: the first pass writes into its
-room(), the second reads its factors(), and the driver all-reduces its totals() between them.
+The driver knows neither buffers nor DeepSpeed: it walks over the units of a ShardProvider. A
+Reduction sums over tensors or rows that are cut across units and ranks: the first pass writes into
+its out(), the second reads its factors(), and the driver all-reduces its totals() between them.
 
 [Note: segment tree] A norm of a parameter adds up the sums of its blocks. ``index_add_`` would add
 them one after another in fp32, which loses digits over the 20,000 blocks of an embedding, and
@@ -43,7 +43,7 @@ from shardfuse.layout import BLOCK, Fragment, ParamSpec
 from shardfuse.rules import Clip, NormRule, ReducingRule, RowRule, Rows, UpdateRule
 
 
-class StepEngine:
+class StepDriver:
     """Runs a rule over shards.
 
     Args:
@@ -57,7 +57,7 @@ class StepEngine:
     def __init__(
         self,
         rule: UpdateRule,
-        shards: Shards,
+        shards: ShardProvider,
         *,
         comm: Communicator,
         kernels: Kernels,
@@ -69,9 +69,9 @@ class StepEngine:
         self._comm_device = comm_device
         self._kernels = kernels
         self._reduction = reduction_for(rule, shards) if isinstance(rule, ReducingRule) else None
-        self._cohorts: dict[int, Cohort] = {}  # as the present step has them
+        self._cohorts: dict[int, ParamSet] = {}  # as the present step has them
         self._clipped: list[int] = []
-        self._norms: BlockSums | None = None  # spread: the norm of the tensor each block is of
+        self._norms: BlockSums | None = None  # broadcast: the norm of the tensor each block is of
         self._watch: StepNorms | None = None  # of the present step
         self.ratio: Tensor | None = None  # (num_params,), of the last step; 1 where none was taken
 
@@ -80,20 +80,20 @@ class StepEngine:
 
         Reduces the gradients and keeps them reduced. One all-reduce.
         """
-        self._shards.retain()
-        flats = {cohort.number: cohort.flat for cohort in self._shards.cohorts}
+        self._shards.keep_reduced()
+        flats = {param_set.number: param_set.flat for param_set in self._shards.param_sets}
         num_flats = 1 + max(flats.values(), default=0)
         squares = torch.zeros(num_flats, dtype=torch.float32, device=self._shards.device)
         for unit in self._shards.gradients():
             blocks = squares.new_empty(1, unit.num_blocks)
             self._square(unit, blocks)
-            squares[flats[unit.cohort]] += blocks.sum()
+            squares[flats[unit.param_set]] += blocks.sum()
         return self._total(squares)
 
     def run(
         self, coefficient: Tensor | None, max_norm: float | None, watch: StepNorms | None = None
     ) -> None:
-        """Update states and parameters; what ``Shards.close()`` has launched stays in flight.
+        """Update states and parameters; all-gathers that commit() has launched stay in flight.
 
         Args:
             coefficient: () scales the mean gradient, on top of the rule's own clipping.
@@ -101,28 +101,28 @@ class StepEngine:
             watch: notes what is done, for one all-reduce more.
         """
         self._watch = watch
-        self._cohorts = {cohort.number: cohort for cohort in self._shards.cohorts}
+        self._cohorts = {param_set.number: param_set for param_set in self._shards.param_sets}
         scales = self._scales(coefficient, max_norm)
         if self._reduction is None:
             for unit in self._shards.gradients():
-                self._shards.open(unit)
+                self._shards.checkout(unit)
                 self._note_gradient(unit)
                 with self._noting(unit):
                     self._pass(only_pass, unit, scales, None)
-                self._shards.close(unit)
+                self._shards.commit(unit)
         else:
             self._two_passes(scales)
-        self._shards.advance()
+        self._shards.increment_step()
         if watch is not None:
             watch.ratio = self.ratio
             watch.finish(self._total, self._shards.device)
             self._watch = None
 
-    def _note_gradient(self, unit: Unit) -> None:
+    def _note_gradient(self, unit: UpdateUnit) -> None:
         if self._watch is not None:
-            self._watch.note_gradient(unit, self._shards.mean(unit.cohort))
+            self._watch.note_gradient(unit, self._shards.mean(unit.param_set))
 
-    def _noting(self, unit: Unit) -> AbstractContextManager[None]:
+    def _noting(self, unit: UpdateUnit) -> AbstractContextManager[None]:
         return nullcontext() if self._watch is None else self._watch.noting(unit)
 
     def _two_passes(self, scales: Mapping[int, Scale]) -> None:
@@ -134,16 +134,16 @@ class StepEngine:
             for index, t in self._cohorts.items()
         }
         if any(keeps.values()):
-            self._shards.retain_at_once()
+            self._shards.keep_all_reduced()
         sums.begin()
         units = []
         for unit in self._shards.gradients():
-            self._shards.open(unit)
+            self._shards.checkout(unit)
             self._note_gradient(unit)
-            room = sums.room(unit)
-            self._pass(first_pass, unit, scales, room)
-            sums.collect(unit, room)
-            if not keeps[unit.cohort]:
+            out = sums.out(unit)
+            self._pass(first_pass, unit, scales, out)
+            sums.collect(unit, out)
+            if not keeps[unit.param_set]:
                 unit.grad = ()
             units.append(unit)
         totals = sums.totals()
@@ -155,34 +155,34 @@ class StepEngine:
         for unit in reversed(units):
             with self._noting(unit):
                 self._pass(second_pass, unit, scales, sums.factors(unit))
-            self._shards.close(unit)
+            self._shards.commit(unit)
 
     def _pass(
-        self, function: Pass, unit: Unit, scales: Mapping[int, Scale], extra: Tensor | None
+        self, function: Pass, unit: UpdateUnit, scales: Mapping[int, Scale], aux: Tensor | None
     ) -> None:
-        """Run one pass over the spans of a unit."""
-        cohort = self._cohorts[unit.cohort]
-        scale = self._scale(scales, cohort, unit)
-        for span in unit.spans:
-            settings = self._rule.settings(cohort.group, cohort.policy, span.step)
+        """Run one pass over the step_ranges of a unit."""
+        param_set = self._cohorts[unit.param_set]
+        scale = self._scale(scales, param_set, unit)
+        for step_range in unit.step_ranges:
+            settings = self._rule.settings(param_set.group, param_set.policy, step_range.step)
             self._kernels.run(
                 function,
                 settings.flags,
                 settings.h,
-                unit.scale(span, scale),
-                unit.tile(span, extra),
+                unit.scale(step_range, scale),
+                unit.tile(step_range, aux),
                 is_tail=unit.is_tail,
             )
 
     # Clips
 
     def _scales(self, coefficient: Tensor | None, max_norm: float | None) -> dict[int, Scale]:
-        """Return for each cohort the factor from summed to clipped mean gradient; its sign, too.
+        """Return for each param_set the factor from summed to clipped mean gradient; its sign, too.
 
         Clipping per tensor is left to _scale().
         """
-        cohorts = list(self._cohorts.values())
-        clips = {t.number: self._clip(t) for t in cohorts}
+        param_sets = list(self._cohorts.values())
+        clips = {t.number: self._clip(t) for t in param_sets}
         shared = [clip for clip in clips.values() if clip is not None and clip.scope != "tensor"]
         known = self._shards.global_square()
         needs = [clip for clip in shared if known is None or clip.scope != "global"]
@@ -191,13 +191,13 @@ class StepEngine:
             coefficient = _factor(Clip(max_norm, "global", eps=1e-6), squares.sum(), coefficient)
         self._sum_tensors(clips, coefficient)
         scales: dict[int, Scale] = {}
-        for own in cohorts:
+        for own in param_sets:
             clip, factor = clips[own.number], coefficient
             if clip is not None and clip.scope != "tensor":
                 square = known if known is not None and clip.scope == "global" else None
                 if square is None:
                     assert squares is not None
-                    square = _sum_over(squares, _peers(cohorts, own, clip))
+                    square = _sum_over(squares, _peers(param_sets, own, clip))
                 factor = _factor(clip, square, coefficient)
             mean: Scale = self._shards.mean(own.number)
             if factor is not None:
@@ -215,31 +215,31 @@ class StepEngine:
             self._norms = BlockSums(self._shards, clipped, num_sums=1) if clipped else None
         if self._norms is None:
             return
-        self._shards.retain()
+        self._shards.keep_reduced()
         for unit in self._shards.gradients():
-            room = self._norms.room(unit)
-            if room is not None:
-                self._square(unit, room)
+            out = self._norms.out(unit)
+            if out is not None:
+                self._square(unit, out)
         norms = self._total(self._norms.per_param())[0].sqrt()
-        self._norms.spread(norms if coefficient is None else norms * coefficient)
+        self._norms.broadcast(norms if coefficient is None else norms * coefficient)
 
-    def _scale(self, scales: Mapping[int, Scale], cohort: Cohort, unit: Unit) -> Scale:
+    def _scale(self, scales: Mapping[int, Scale], param_set: ParamSet, unit: UpdateUnit) -> Scale:
         """Return the factor for ``unit``, of each block (blocks, 1) where tensors are clipped."""
-        scale = scales[cohort.number]
+        scale = scales[param_set.number]
         norms = None if self._norms is None else self._norms.value(unit)
-        clip = None if norms is None else self._clip(cohort)
+        clip = None if norms is None else self._clip(param_set)
         if norms is None or clip is None:
             return scale
         factor = (clip.max_norm / (norms[0] + clip.eps)).clamp(max=1.0)[:, None]
         return factor if scale is None else factor * scale
 
-    def _clip(self, cohort: Cohort) -> Clip | None:
-        return self._rule.settings(cohort.group, cohort.policy, 1).clip
+    def _clip(self, param_set: ParamSet) -> Clip | None:
+        return self._rule.settings(param_set.group, param_set.policy, 1).clip
 
-    def _square(self, unit: Unit, blocks: Tensor) -> None:
+    def _square(self, unit: UpdateUnit, blocks: Tensor) -> None:
         """Write the sum of squares of every block of a mean gradient into ``blocks`` (1, n)."""
         tile = unit.tile_of_blocks(blocks)
-        scale = self._shards.mean(unit.cohort)
+        scale = self._shards.mean(unit.param_set)
         self._kernels.run(square_sum_pass, None, (), scale, tile, is_tail=unit.is_tail)
 
     def _total(self, sums: Tensor) -> Tensor:
@@ -256,11 +256,11 @@ def _sum_over(values: Tensor, places: list[int] | None) -> Tensor:
     return torch.stack([values[place] for place in places]).sum()
 
 
-def _peers(cohorts: list[Cohort], own: Cohort, clip: Clip) -> list[int] | None:
+def _peers(param_sets: list[ParamSet], own: ParamSet, clip: Clip) -> list[int] | None:
     """Return the flats whose norm clips ``own``; None for all."""
     if clip.scope == "global":
         return None
-    group = [t for t in cohorts if t.group is own.group]
+    group = [t for t in param_sets if t.group is own.group]
     return sorted({t.flat for t in group if clip.scope == "group" or t.dtype == own.dtype})
 
 
@@ -274,7 +274,7 @@ def _factor(clip: Clip, square: Tensor, coefficient: Tensor | None) -> Tensor:
 # Units, and the providers of them
 
 
-class Span(NamedTuple):
+class StepRange(NamedTuple):
     """Elements [start, stop) of a unit, all at the same step; whole rows of a tile."""
 
     start: int
@@ -282,8 +282,8 @@ class Span(NamedTuple):
     step: int
 
 
-class Cohort(NamedTuple):
-    """Parameters that are updated alike: a flat, or those of one policy in a foreign partition."""
+class ParamSet(NamedTuple):
+    """Parameters that are updated alike: a flat, or one policy in a DeepSpeed partition."""
 
     number: int
     flat: int  # number of the buffer that it is, or is a part of
@@ -293,14 +293,14 @@ class Cohort(NamedTuple):
 
 
 @dataclass(slots=True)
-class Unit:
+class UpdateUnit:
     """Elements of this rank that are updated together: a bucket's shard, or a tensor's part.
 
-    All tensors are 1-D, (numel,). Those beyond ``grad`` are there once the unit was opened.
+    All tensors are 1-D, (numel,). checkout() sets those beyond ``grad``.
     """
 
     index: int
-    cohort: int  # number of a cohort
+    param_set: int  # number of a param_set
     numel: int
     row: int  # elements of a tile's row; numel is a multiple of it
     grad: PartialSums  # they add up to the summed gradient; valid until the next unit is asked for
@@ -308,11 +308,11 @@ class Unit:
     p: Tensor | None = None  # fp32 master
     low: Tensor | None = None  # the parameter, where it is of lower precision
     states: tuple[Tensor, ...] = ()
-    spans: Sequence[Span] = ()
+    step_ranges: Sequence[StepRange] = ()
 
     @property
     def num_blocks(self) -> int:
-        """Values that sums over blocks have of it; a shorter row counts as a block."""
+        """Number of blocks; a shorter row counts as one."""
         return -(-self.numel // BLOCK)
 
     @property
@@ -320,41 +320,41 @@ class Unit:
         """Whether it is one row, of a length of its own."""
         return self.row % BLOCK != 0 and self.row == self.numel
 
-    def tile(self, span: Span, extra: Tensor | None) -> Tile:
-        """Return the rows of ``span``; ``extra`` is (k, blocks) or (k, numel) of the unit."""
+    def tile(self, step_range: StepRange, aux: Tensor | None) -> Tile:
+        """Return the rows of ``step_range``; ``aux`` is (k, blocks) or (k, numel) of the unit."""
 
         def rows(tensor: Tensor) -> Tensor:
-            return tensor[span.start : span.stop].view(-1, self.row)
+            return tensor[step_range.start : step_range.stop].view(-1, self.row)
 
-        if extra is not None and extra.shape[1] == self.num_blocks:
-            extra = extra[:, self.blocks(span)]
-        elif extra is not None:
-            extra = extra[:, span.start : span.stop].view(len(extra), -1, self.row)
+        if aux is not None and aux.shape[1] == self.num_blocks:
+            aux = aux[:, self.blocks(step_range)]
+        elif aux is not None:
+            aux = aux[:, step_range.start : step_range.stop].view(len(aux), -1, self.row)
         return Tile(
             tuple(map(rows, self.grad)),
             None if self.p is None else rows(self.p),
             None if self.low is None else rows(self.low),
             tuple(map(rows, self.states)),
-            extra,
+            aux,
         )
 
-    def tile_of_blocks(self, extra: Tensor) -> Tile:
-        """Return the gradient alone, as rows of a block each; ``extra`` is (k, blocks)."""
+    def tile_of_blocks(self, aux: Tensor) -> Tile:
+        """Return the gradient alone, as rows of a block each; ``aux`` is (k, blocks)."""
         row = self.row if self.is_tail else BLOCK
-        return Tile(tuple(part.view(-1, row) for part in self.grad), extra=extra)
+        return Tile(tuple(part.view(-1, row) for part in self.grad), aux=aux)
 
-    def blocks(self, span: Span) -> slice:
-        """Return which of the unit's blocks are in ``span``."""
-        return slice(span.start // self.row, span.stop // self.row)
+    def blocks(self, step_range: StepRange) -> slice:
+        """Return which of the unit's blocks are in ``step_range``."""
+        return slice(step_range.start // self.row, step_range.stop // self.row)
 
-    def scale(self, span: Span, scale: Scale) -> Scale:
-        """Return the part of ``scale`` for ``span``: itself, unless it has a factor per block."""
+    def scale(self, step_range: StepRange, scale: Scale) -> Scale:
+        """Return ``scale`` for ``step_range``: itself, unless it has a factor per block."""
         if isinstance(scale, Tensor) and scale.dim() > 0:
-            return scale[self.blocks(span)]
+            return scale[self.blocks(step_range)]
         return scale
 
 
-class BlockTable(NamedTuple):
+class BlockMap(NamedTuple):
     """Which blocks of this rank belong to which parameter."""
 
     owners: list[tuple[int, int, int]]
@@ -365,46 +365,46 @@ class BlockTable(NamedTuple):
     num_params: int
 
 
-class Shards(Protocol):
-    """This rank's part of what is trained, whoever has laid it out."""
+class ShardProvider(Protocol):
+    """This rank's part of the trained parameters, in our flat buffers or in DeepSpeed's."""
 
     @property
     def device(self) -> torch.device:
-        """Where the parts are."""
+        """Of the parts."""
 
     @property
-    def cohorts(self) -> Sequence[Cohort]:
-        """What is updated alike, on this rank or not; every rank has the same."""
+    def param_sets(self) -> Sequence[ParamSet]:
+        """The sets of parameters, on this rank or not; every rank has the same."""
 
-    def gradients(self) -> Iterator[Unit]:
+    def gradients(self) -> Iterator[UpdateUnit]:
         """Yield every unit, with its part of the summed gradient, as soon as that is there."""
 
-    def open(self, unit: Unit) -> None:
-        """Fill in what ``unit`` has beside its gradient, to be updated in place."""
+    def checkout(self, unit: UpdateUnit) -> None:
+        """Fill in the master and the states of ``unit``, to be updated in place."""
 
-    def close(self, unit: Unit) -> None:
-        """Take note that ``unit`` is updated: its parameters may leave for the other ranks."""
+    def commit(self, unit: UpdateUnit) -> None:
+        """Take note that ``unit`` is updated: its parameters may be gathered."""
 
-    def advance(self) -> None:
-        """Take note that all units are updated: count the step."""
+    def increment_step(self) -> None:
+        """Take note that all units are updated, and count the step."""
 
-    def retain(self) -> None:
-        """Have gradients be given as often as they are asked for, until the end of the step."""
+    def keep_reduced(self) -> None:
+        """Keep reduced gradients: gradients() may be called again, until the end of the step."""
 
-    def retain_at_once(self) -> None:
-        """Retain, and have the gradients of all units stay valid until the end of the step."""
+    def keep_all_reduced(self) -> None:
+        """keep_reduced(), and keep the gradients of all units valid until the end of the step."""
 
-    def mean(self, cohort: int) -> float | None:
+    def mean(self, param_set: int) -> float | None:
         """Return the factor from summed gradients to their mean; None is 1."""
 
     def global_square(self) -> Tensor | None:
-        """Return the squared norm () of all gradients, if it is known; else it is summed up."""
+        """Return the squared norm () of all gradients if it is known; else the driver sums up."""
 
-    def blocks(self, cohorts: Sequence[int]) -> BlockTable:
-        """Return the blocks of all units of some cohorts."""
+    def blocks(self, param_sets: Sequence[int]) -> BlockMap:
+        """Return the blocks of all units of some param_sets."""
 
-    def params(self, cohort: int) -> Sequence[tuple[int, ParamSpec]]:
-        """Return (number, spec) of the parameters of a cohort, as fragments number them."""
+    def params(self, param_set: int) -> Sequence[tuple[int, ParamSpec]]:
+        """Return (number, spec) of the parameters of a param_set, as fragments number them."""
 
 
 # Sums over tensors and rows that are cut across units and ranks
@@ -469,11 +469,11 @@ class Reduction(Protocol):
     def begin(self) -> None:
         """Start a step: clear the sums."""
 
-    def room(self, unit: Unit) -> Tensor | None:
+    def out(self, unit: UpdateUnit) -> Tensor | None:
         """Return where the first pass writes for ``unit``; None where nothing is summed."""
 
-    def collect(self, unit: Unit, room: Tensor | None) -> None:
-        """Take note that the first pass over ``unit`` has written its room."""
+    def collect(self, unit: UpdateUnit, out: Tensor | None) -> None:
+        """Take note that the first pass over ``unit`` has written its out."""
 
     def totals(self) -> Tensor | None:
         """Return this rank's sums (k, n), contiguous, to be added up in place; None for none."""
@@ -481,25 +481,25 @@ class Reduction(Protocol):
     def finish(self, totals: Tensor) -> Tensor | None:
         """Make factors of what all ranks' sums add up to; return the ratio per parameter."""
 
-    def factors(self, unit: Unit) -> Tensor | None:
-        """Return the factors of ``unit``, as its room was; None where there are none."""
+    def factors(self, unit: UpdateUnit) -> Tensor | None:
+        """Return the factors of ``unit``, as its out was; None where there are none."""
 
 
 class BlockSums:
-    """One fp32 number per block and sum, for all units of some cohorts.
+    """One fp32 number per block and sum, for all units of some param_sets.
 
     Args:
         shards: whose blocks.
-        cohorts: those that take part, by index.
+        param_sets: those that take part, by index.
         num_sums: sums per block.
     """
 
-    def __init__(self, shards: Shards, cohorts: Sequence[int], *, num_sums: int) -> None:
-        table = shards.blocks(cohorts)
+    def __init__(self, shards: ShardProvider, param_sets: Sequence[int], *, num_sums: int) -> None:
+        table = shards.blocks(param_sets)
         num_blocks, num_params = table.num_blocks, table.num_params
         self._extents = table.extents
         self._sums = torch.zeros(num_sums, num_blocks, device=shards.device)
-        self._spread = torch.ones(1, num_blocks, device=shards.device)
+        self._per_block = torch.ones(1, num_blocks, device=shards.device)
         self._tree = SegmentSum(
             table.owners, num_values=num_blocks, num_segments=num_params, device=shards.device
         )
@@ -513,7 +513,7 @@ class BlockSums:
         """Set all sums to zero; blocks that are not updated in a step must add nothing."""
         self._sums.zero_()
 
-    def room(self, unit: Unit) -> Tensor | None:
+    def out(self, unit: UpdateUnit) -> Tensor | None:
         """Return the sums (num_sums, blocks) of ``unit``; None if it takes no part."""
         extent = self._extents.get(unit.index)
         return None if extent is None else self._sums[:, extent[0] : extent[1]]
@@ -522,32 +522,32 @@ class BlockSums:
         """Return this rank's part of the sums of each parameter, (num_sums, num_params)."""
         return self._tree(self._sums)
 
-    def spread(self, values: Tensor) -> None:
+    def broadcast(self, values: Tensor) -> None:
         """Give every block the value of its parameter; ``values`` is (num_params,)."""
         padded = torch.nn.functional.pad(values, (0, 1), value=1.0)
-        torch.index_select(padded, 0, self._owner, out=self._spread[0])
+        torch.index_select(padded, 0, self._owner, out=self._per_block[0])
 
-    def value(self, unit: Unit) -> Tensor | None:
+    def value(self, unit: UpdateUnit) -> Tensor | None:
         """Return the values (1, blocks) of ``unit``; None if it takes no part."""
         extent = self._extents.get(unit.index)
-        return None if extent is None else self._spread[:, extent[0] : extent[1]]
+        return None if extent is None else self._per_block[:, extent[0] : extent[1]]
 
 
 class TensorReduction:
     """Sums per tensor, for a NormRule: those of its blocks.
 
-    The cohorts whose ratios are needed may change from step to step, with the weight decay.
+    The param_sets whose ratios are needed may change from step to step, with the weight decay.
     """
 
-    def __init__(self, rule: NormRule, shards: Shards) -> None:
+    def __init__(self, rule: NormRule, shards: ShardProvider) -> None:
         self._rule = rule
         self._shards = shards
         self._adapted: list[int] = []
         self._sums: BlockSums | None = None
 
     def begin(self) -> None:
-        cohorts = self._shards.cohorts
-        adapted = [t.number for t in cohorts if self._rule.settings(t.group, t.policy, 1).adapts]
+        param_sets = self._shards.param_sets
+        adapted = [t.number for t in param_sets if self._rule.settings(t.group, t.policy, 1).adapts]
         if adapted != self._adapted:
             self._adapted, self._sums = adapted, None
         if adapted and self._sums is None:
@@ -555,11 +555,11 @@ class TensorReduction:
         if self._sums is not None:
             self._sums.clear()
 
-    def room(self, unit: Unit) -> Tensor | None:
+    def out(self, unit: UpdateUnit) -> Tensor | None:
         """Return (num_sums, blocks)."""
-        return None if self._sums is None else self._sums.room(unit)
+        return None if self._sums is None else self._sums.out(unit)
 
-    def collect(self, unit: Unit, room: Tensor | None) -> None:
+    def collect(self, unit: UpdateUnit, out: Tensor | None) -> None:
         """Do nothing: blocks have rooms of their own."""
 
     def totals(self) -> Tensor | None:
@@ -570,10 +570,10 @@ class TensorReduction:
         """Take the ratio of every parameter (num_params,), and give it to its blocks."""
         assert self._sums is not None
         ratio = self._rule.ratio(totals)
-        self._sums.spread(ratio)
+        self._sums.broadcast(ratio)
         return ratio
 
-    def factors(self, unit: Unit) -> Tensor | None:
+    def factors(self, unit: UpdateUnit) -> Tensor | None:
         """Return the ratios (1, blocks)."""
         return None if self._sums is None else self._sums.value(unit)
 
@@ -585,16 +585,16 @@ class RowReduction:
     first written out for one unit, and then added up fragment by fragment.
     """
 
-    def __init__(self, rule: RowRule, shards: Shards) -> None:
+    def __init__(self, rule: RowRule, shards: ShardProvider) -> None:
         self._rule = rule
         self._shards = shards
         self._specs: dict[int, ParamSpec] = {}  # of the parameters that have rows
         self._starts: dict[int, int] = {}  # param: its first row
-        self._rows: dict[int, tuple[slice, Rows]] = {}  # number of a cohort: its rows
-        self._factors: dict[int, Tensor] = {}  # number of a cohort: those of its rows
+        self._rows: dict[int, tuple[slice, Rows]] = {}  # number of a param_set: its rows
+        self._factors: dict[int, Tensor] = {}  # number of a param_set: those of its rows
         num_rows, device = 0, shards.device
-        for cohort in shards.cohorts:
-            pairs = shards.params(cohort.number)
+        for param_set in shards.param_sets:
+            pairs = shards.params(param_set.number)
             specs = {param: spec for param, spec in pairs if spec.numel and len(spec.shape) > 1}
             if not specs:
                 continue
@@ -611,27 +611,27 @@ class RowReduction:
                 (numels / torch.tensor(counts)).to(device),
                 numels.to(device),
             )
-            self._rows[cohort.number] = (slice(start, num_rows), rows)
+            self._rows[param_set.number] = (slice(start, num_rows), rows)
         self._totals = torch.zeros(rule.num_sums, num_rows, device=device)
 
     def begin(self) -> None:
         self._totals.zero_()
 
-    def room(self, unit: Unit) -> Tensor | None:
+    def out(self, unit: UpdateUnit) -> Tensor | None:
         """Return zeros (num_sums, numel)."""
-        if unit.cohort not in self._rows:
+        if unit.param_set not in self._rows:
             return None
         return self._totals.new_zeros(len(self._totals), unit.numel)
 
-    def collect(self, unit: Unit, room: Tensor | None) -> None:
+    def collect(self, unit: UpdateUnit, out: Tensor | None) -> None:
         """Add the products up by rows."""
-        if room is None:
+        if out is None:
             return
         for f in unit.fragments:
             if f.param in self._starts:
                 spec, start = self._specs[f.param], self._starts[f.param]
                 sums = self._totals[:, start : start + spec.shape[0]]
-                part = room[:, f.shard_start : f.shard_start + f.numel]
+                part = out[:, f.shard_start : f.shard_start + f.numel]
                 _add_rows(sums, part, f.param_start, _row_stride(spec))
 
     def totals(self) -> Tensor | None:
@@ -641,21 +641,21 @@ class RowReduction:
     def finish(self, totals: Tensor) -> Tensor | None:
         """Take the factors of every row."""
         self._totals = totals
-        for cohort in self._shards.cohorts:
-            if cohort.number in self._rows:
-                extent, rows = self._rows[cohort.number]
-                factors = self._rule.factors(cohort.group, totals[:, extent], rows)
-                self._factors[cohort.number] = factors
+        for param_set in self._shards.param_sets:
+            if param_set.number in self._rows:
+                extent, rows = self._rows[param_set.number]
+                factors = self._rule.factors(param_set.group, totals[:, extent], rows)
+                self._factors[param_set.number] = factors
         return None
 
-    def factors(self, unit: Unit) -> Tensor | None:
+    def factors(self, unit: UpdateUnit) -> Tensor | None:
         """Return (num_factors, numel): to every element its row's, or those of none."""
-        factors = self._factors.get(unit.cohort)
+        factors = self._factors.get(unit.param_set)
         if factors is None:
             return None
-        start = self._rows[unit.cohort][0].start
-        spread = factors.new_empty(len(self._rule.neutral), unit.numel)
-        for row, value in zip(spread, self._rule.neutral, strict=True):
+        start = self._rows[unit.param_set][0].start
+        broadcast = factors.new_empty(len(self._rule.neutral), unit.numel)
+        for row, value in zip(broadcast, self._rule.neutral, strict=True):
             row.fill_(value)  # a tensor of the values would be a copy that the host waits for
         for f in unit.fragments:
             if f.param in self._starts:
@@ -663,8 +663,8 @@ class RowReduction:
                 index = torch.arange(f.param_start, f.param_start + f.numel, device=factors.device)
                 index = index // _row_stride(spec) % spec.shape[0]
                 index += self._starts[f.param] - start
-                spread[:, f.shard_start : f.shard_start + f.numel] = factors[:, index]
-        return spread
+                broadcast[:, f.shard_start : f.shard_start + f.numel] = factors[:, index]
+        return broadcast
 
 
 def _row_stride(spec: ParamSpec) -> int:
@@ -695,7 +695,7 @@ def _add_rows(sums: Tensor, part: Tensor, start: int, stride: int) -> None:
         sums[:, first + 1 : last] += whole.reshape(k, last - first - 1, stride).sum(2)
 
 
-def reduction_for(rule: ReducingRule, shards: Shards) -> Reduction:
+def reduction_for(rule: ReducingRule, shards: ShardProvider) -> Reduction:
     """Return what sums up at the grain of ``rule``."""
     return REDUCTIONS[rule.grain](rule, shards)  # type: ignore[no-any-return]
 
@@ -771,7 +771,7 @@ class StepNorms:
 
     # What the driver calls
 
-    def note_gradient(self, unit: Unit, mean: float | None) -> None:
+    def note_gradient(self, unit: UpdateUnit, mean: float | None) -> None:
         """Note the gradient of ``unit``; ``mean`` times it is the mean over ranks, None is 1."""
         grad = unit.grad[0].float()
         for part in unit.grad[1:]:
@@ -783,7 +783,7 @@ class StepNorms:
         self._clips.append(factor)
 
     @contextmanager
-    def noting(self, unit: Unit) -> Iterator[None]:
+    def noting(self, unit: UpdateUnit) -> Iterator[None]:
         """Note what is done to an opened unit inside."""
         assert unit.p is not None
         before = unit.p.clone()
@@ -795,7 +795,7 @@ class StepNorms:
         if low is not None and unit.low is not None:
             self._note(_VANISHED, unit, ((moved != 0) & (unit.low == low)).float())
 
-    def _note(self, kind: int, unit: Unit, values: Tensor) -> None:
+    def _note(self, kind: int, unit: UpdateUnit, values: Tensor) -> None:
         """Note the sum of squares of the part of each parameter in a unit's ``values``."""
         squares = values.square()
         for fragment in unit.fragments:

@@ -35,7 +35,7 @@ Groups = list[dict[str, Any]]
 Cut = Callable[[ParamSpec, int, Tensor], list[Piece]]
 
 
-class Held(NamedTuple):
+class OptimizerState(NamedTuple):
     """What state dicts are made of, and loaded into."""
 
     comm: Communicator
@@ -92,19 +92,19 @@ def fragment_tensors(
     ]
 
 
-def agreed_steps(held: Held) -> list[int]:
+def agreed_steps(opt: OptimizerState) -> list[int]:
     """Return the update count of every parameter. Collective.
 
     A rank that neither has a gradient of a parameter nor owns a fragment of it cannot count its
     updates; the others can, hence the maximum.
     """
-    steps = torch.zeros(len(held.layout.specs), dtype=torch.int32)
-    for state in held.flats:
+    steps = torch.zeros(len(opt.layout.specs), dtype=torch.int32)
+    for state in opt.flats:
         for slot in state.flat.slots:
             steps[slot.param] = state.step_of(slot.param)
-    if held.flats and held.layout.specs:
-        steps = steps.to(held.flats[0].device)
-        held.comm.all_reduce(steps, "max").wait()
+    if opt.flats and opt.layout.specs:
+        steps = steps.to(opt.flats[0].device)
+        opt.comm.all_reduce(steps, "max").wait()
     result: list[int] = steps.tolist()
     return result
 
@@ -133,31 +133,31 @@ def counted_groups(groups: Groups, rule: UpdateRule) -> list[dict[str, Any]]:
     return packed
 
 
-def consolidate(held: Held, to: int | None) -> dict[int, dict[str, Any]] | None:
+def consolidate(opt: OptimizerState, to: int | None) -> dict[int, dict[str, Any]] | None:
     """Return torch's states, of full CPU tensors, on rank ``to`` (None: on all). Collective."""
-    rule, keep = held.rule, to is None or held.comm.world.rank == to
-    steps = agreed_steps(held)
+    rule, keep = opt.rule, to is None or opt.comm.world.rank == to
+    steps = agreed_steps(opt)
     state: dict[int, dict[str, Any]] = {}
-    for param, name, tensor in _whole(held, keep):
+    for param, name, tensor in _whole(opt, keep):
         # Where updates are not counted, a master may have been updated before a momentum was set.
         # That of an fp32 parameter has digits of its own before any update.
-        is_fp32 = held.layout.specs[param].dtype == "float32"
+        is_fp32 = opt.layout.specs[param].dtype == "float32"
         if steps[param] > 0 or (name == MASTER and (is_fp32 or not rule.counts_steps)):
             entry = state.setdefault(param, {"step": steps[param]} if rule.counts_steps else {})
             entry[name] = tensor
     return dict(sorted(state.items())) if keep else None
 
 
-def _whole(held: Held, keep: bool) -> Iterator[tuple[int, str, Tensor]]:
+def _whole(opt: OptimizerState, keep: bool) -> Iterator[tuple[int, str, Tensor]]:
     """Yield (parameter, state key, full CPU tensor) where ``keep`` is True. Collective."""
-    for flat_state in held.flats:
+    for flat_state in opt.flats:
         for name, arena in arenas_of(flat_state).items():
-            full = gather(held.comm, flat_state.flat, arena, flat_state.specs, keep=keep)
+            full = gather(opt.comm, flat_state.flat, arena, flat_state.specs, keep=keep)
             for param, tensor in full.items():
                 yield param, name, tensor
 
 
-def for_torch(held: Held, asked: Asked) -> dict[str, Any]:
+def for_torch(opt: OptimizerState, asked: Asked) -> dict[str, Any]:
     """Return what torch.distributed.checkpoint.state_dict makes its results of. Collective.
 
     It has an entry for every parameter that is trained, updated or not, because torch loads only
@@ -166,23 +166,23 @@ def for_torch(held: Held, asked: Asked) -> dict[str, Any]:
     all, else FragmentTensors. With ``cpu_offload`` they are on the CPU, and of full ones only the
     first rank's are kept, as by torch.
     """
-    steps = agreed_steps(held)
+    steps = agreed_steps(opt)
     state: dict[int, dict[str, Any]] = {}
-    for flat_state in held.flats:
+    for flat_state in opt.flats:
         if is_trained(flat_state):
             for slot in flat_state.flat.slots:
                 state[slot.param] = {"step": torch.tensor(float(steps[slot.param]))}
-    if asked.full_state_dict or held.comm.world_size == 1:
-        keep = not (asked.full_state_dict and asked.cpu_offload) or held.comm.world.rank == 0
-        values = _whole(held, keep)
+    if asked.full_state_dict or opt.comm.world_size == 1:
+        keep = not (asked.full_state_dict and asked.cpu_offload) or opt.comm.world.rank == 0
+        values = _whole(opt, keep)
     else:
-        values = _parts(held.flats)
+        values = _parts(opt.flats)
     for param, name, tensor in values:
-        device = "cpu" if asked.cpu_offload else held.layout.specs[param].device
+        device = "cpu" if asked.cpu_offload else opt.layout.specs[param].device
         # torch broadcasts a full tensor's memory and receives it as contiguous.
         whole = tensor if isinstance(tensor, FragmentTensor) else tensor.contiguous()
         state[param][name] = whole.to(device)
-    groups = counted_groups(held.groups, held.rule)
+    groups = counted_groups(opt.groups, opt.rule)
     return {"state": dict(sorted(state.items())), "param_groups": groups}
 
 
@@ -238,7 +238,7 @@ def _is_tuple(group: Mapping[str, Any], key: str) -> bool:
     return isinstance(group.get(key), tuple) or key == "grad_clip"
 
 
-def prepared(held: Held, state_dict: Mapping[str, Any]) -> Callable[[], None]:
+def prepared(opt: OptimizerState, state_dict: Mapping[str, Any]) -> Callable[[], None]:
     """Check all of torch's state dict; return what loads it. Local.
 
     That has every rank take its fragments of the full tensors, and raises nothing any more.
@@ -249,10 +249,10 @@ def prepared(held: Held, state_dict: Mapping[str, Any]) -> Callable[[], None]:
         TypeError: something is of another kind; or a parameter has another device, dtype or shape
             than the optimizer was built with.
     """
-    for state in held.flats:
+    for state in opt.flats:
         if change := state.change():
             raise TypeError(change)
-    layout, groups, rule = held.layout, held.groups, held.rule
+    layout, groups, rule = opt.layout, opt.groups, opt.rule
     saved = saved_groups(state_dict)
     merged = merged_groups(groups, saved, rule)
     check_names(saved)
@@ -266,28 +266,28 @@ def prepared(held: Held, state_dict: Mapping[str, Any]) -> Callable[[], None]:
         names = rule.state_names(merged[spec.group])
         _check_entry(spec, entry, rule, names)
         counts[param] = _step_in(entry, rule, names, spec.name)
-    for state in held.flats:
+    for state in opt.flats:
         _check_parts(state, entries)
-    _warn_of_masters(held, entries)
-    return functools.partial(_load, held, merged, saved, entries, counts)
+    _warn_of_masters(opt, entries)
+    return functools.partial(_load, opt, merged, saved, entries, counts)
 
 
 def _load(
-    held: Held,
+    opt: OptimizerState,
     merged: Groups,
     saved: Sequence[Mapping[str, Any]],
     entries: Mapping[int, Mapping[str, Any]],
     counts: Mapping[int, int],
 ) -> None:
     """Do what prepared() has checked."""
-    rule, specs = held.rule, dict(enumerate(held.layout.specs))
-    set_groups(held, merged, saved, counts)
-    for state in held.flats:
+    rule, specs = opt.rule, dict(enumerate(opt.layout.specs))
+    set_groups(opt, merged, saved, counts)
+    for state in opt.flats:
         own = [slot.param for slot in state.flat.slots]
         steps = {param: counts[param] for param in own}
         if state.flat.frozen and not state.states and not any(steps.values()):
             continue
-        names = rule.state_names(held.groups[state.flat.group])
+        names = rule.state_names(opt.groups[state.flat.group])
         others = {name for param in own for name in entries[param]} & {*rule.optional_states}
         for name in state.states.keys() - {*names, *others}:
             del state.states[name]  # of hyper-parameters that are no more
@@ -301,9 +301,9 @@ def _load(
         state.set_steps(steps)
 
 
-def _warn_of_masters(held: Held, entries: Mapping[int, Mapping[str, Any]]) -> None:
+def _warn_of_masters(opt: OptimizerState, entries: Mapping[int, Mapping[str, Any]]) -> None:
     """Say on the first rank that what is saved beside a parameter has no place here."""
-    for state in held.flats if held.comm.world.rank == 0 else ():
+    for state in opt.flats if opt.comm.world.rank == 0 else ():
         beside = {key for slot in state.flat.slots for key in entries[slot.param]} & _BESIDE
         if beside - {state.codec.key}:
             logger.warning(
@@ -337,11 +337,11 @@ def _fill(
 ) -> None:
     """Take this rank's fragments of whole tensors, and what is its own part already."""
     slots = state.flat.slots
-    held = {s.param: value for s in slots if (value := saved.get(s.param)) is not None}
-    parts = {p: held.pop(p) for p in list(held) if isinstance(held[p], FragmentTensor)}
+    full = {s.param: value for s in slots if (value := saved.get(s.param)) is not None}
+    parts = {p: full.pop(p) for p in list(full) if isinstance(full[p], FragmentTensor)}
     for bucket in state.flat.buckets:
-        fragments = [f for f in state.fragments[bucket.index] if f.param in held]
-        scatter(fragments, arena.view(bucket), held, specs)
+        fragments = [f for f in state.fragments[bucket.index] if f.param in full]
+        scatter(fragments, arena.view(bucket), full, specs)
     own = fragment_tensors(state, arena.view, shaped_pieces)
     for slot, tensor in zip(slots, own, strict=True):
         if slot.param in parts:
@@ -394,16 +394,19 @@ def _check_entry(
 
 
 def set_groups(
-    held: Held, merged: Groups, saved: Sequence[Mapping[str, Any]], counts: Mapping[int, int]
+    opt: OptimizerState,
+    merged: Groups,
+    saved: Sequence[Mapping[str, Any]],
+    counts: Mapping[int, int],
 ) -> None:
     """Write ``merged`` into the groups.
 
     Their ``step``, if they have one, is the saved one, or else the most of any parameter.
     """
     most = max(counts.values(), default=0)
-    for group, new, other in zip(held.groups, merged, saved, strict=True):
+    for group, new, other in zip(opt.groups, merged, saved, strict=True):
         group.update(new)
-        if held.rule.counts_in_groups:
+        if opt.rule.counts_in_groups:
             group["step"] = as_count(other["step"], "step") if "step" in other else most
             if not group["step"]:
                 del group["step"]
@@ -414,9 +417,9 @@ def _step_in(entry: Mapping[str, Any], rule: UpdateRule, names: Sequence[str], o
     if "step" in entry:
         return as_count(entry["step"], f"step of {owner}")
     # Where there are states, a master alone is none of them: a momentum was set after the updates.
-    held = [name for name, value in entry.items() if value is not None]
-    is_updated = not set(held) <= _BESIDE if names else bool(held)
-    return int(is_updated and bool(held) and not rule.counts_steps)
+    opt = [name for name, value in entry.items() if value is not None]
+    is_updated = not set(opt) <= _BESIDE if names else bool(opt)
+    return int(is_updated and bool(opt) and not rule.counts_steps)
 
 
 # The state attribute

@@ -28,19 +28,25 @@ from shardfuse.comm.session import Counter
 from shardfuse.comm.transport import bucket_nbytes, overlapped
 from shardfuse.config import ShardConfig
 from shardfuse.engine import ddp, setup
-from shardfuse.engine.consistency import AveragedCheck, IdleSteps, Terms
-from shardfuse.engine.ddp import ModuleBuffers, Owners, RestOfModel, WrittenGrads, unwrapped
+from shardfuse.engine.consistency import ConsistencyCheck, DdpCheck, GradlessSteps
+from shardfuse.engine.ddp import (
+    EditedGradsWarning,
+    ModuleBuffers,
+    Owners,
+    UnsyncedTensorsWarning,
+    unwrapped,
+)
 from shardfuse.engine.gather import ParamGatherer
 from shardfuse.engine.kernels import Kernels
 from shardfuse.engine.params import FlatState, OwnShards, check_params, params_of_all, rebind
-from shardfuse.engine.step import StepEngine
+from shardfuse.engine.step import StepDriver
 from shardfuse.engine.torch_state import check_options
 from shardfuse.grads.full import FullGrads
 from shardfuse.grads.sharded import ShardedGrads
 from shardfuse.grads.source import ExternalGrads, FlatParams, GradSource, checksum, clear_grads
 from shardfuse.layout import FlatLayout
+from shardfuse.optim.backend import is_external_layout
 from shardfuse.optim.compat import MemorySummary, TorchCompat, TorchOptions, checked
-from shardfuse.optim.foreign import is_laid_out_elsewhere
 from shardfuse.rules import UpdateRule
 from shardfuse.scaling import Overflow, OverflowReport, agree_on_step
 from shardfuse.untraced import stacklevel_of_caller, untraced
@@ -94,7 +100,7 @@ class ShardedOptimizer(TorchCompat):
         try:
             self._config, is_known = ShardConfig.of(sharding), True
             self._rule = make_rule()
-            super().__init__(setup.given(params), checked(torch_options, type(self), defaults))
+            super().__init__(setup.as_list(params), checked(torch_options, type(self), defaults))
             self._device = setup.common_device(self.param_groups)
         except Exception as failure:
             error = failure
@@ -105,7 +111,7 @@ class ShardedOptimizer(TorchCompat):
         except Exception as failure:
             raise error or failure from None
         with self.communicator.session.region(
-            setup.building(self._config, None if is_known else error)
+            setup.construction_label(self._config, None if is_known else error)
         ):
             self._build(error, params if isinstance(params, nn.Module) else None)
 
@@ -125,7 +131,7 @@ class ShardedOptimizer(TorchCompat):
         self.layout = FlatLayout(self.communicator.world_size, nbytes, grain)
         self._params: list[Tensor] = []
         self._flats: list[FlatState] = []
-        if error is None and not alone and not is_laid_out_elsewhere():
+        if error is None and not alone and not is_external_layout():
             try:
                 self._look_at_owners()
             except Exception as failure:
@@ -150,13 +156,13 @@ class ShardedOptimizer(TorchCompat):
                 tells=self.communicator.world.rank == 0,
             )
         self._clip_coefficient: Tensor | None = None
-        self._terms = Terms(self.communicator, self._are_reduced)
+        self._consistency = ConsistencyCheck(self.communicator, self._are_reduced)
         self._has_model = model is not None
         self._had_modules = self._had_modules or self._has_model
         self._module_buffers = ModuleBuffers(self.communicator, self._device)
-        self._rest_of_model = RestOfModel(self.communicator)
-        self._written_grads = WrittenGrads(self.communicator)
-        self._idle = IdleSteps(self.communicator)
+        self._rest_of_model = UnsyncedTensorsWarning(self.communicator)
+        self._written_grads = EditedGradsWarning(self.communicator)
+        self._idle = GradlessSteps(self.communicator)
         self._num_calls = Counter(self.communicator.session)
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._is_fresh = True
@@ -281,7 +287,7 @@ class ShardedOptimizer(TorchCompat):
         old, self._grads = self._grads, self._make_grads()
         self._grads.control, old.control.send_rest = old.control, None
         self._grads.num_made = old.num_made
-        self._terms.averaged = AveragedCheck(self.communicator, are_reduced=True)
+        self._consistency.averaged = DdpCheck(self.communicator, are_reduced=True)
         self._module_buffers = ModuleBuffers(self.communicator, self._device)
         self._attach([state for state in self._flats if old.has(state.flat)])
         logger.info("%s: DistributedDataParallel averages the gradients", type(self).__name__)
@@ -303,7 +309,7 @@ class ShardedOptimizer(TorchCompat):
             ValueError: ranks have different models.
             RuntimeError: another rank failed, or DeepSpeed shards the parameters.
         """
-        self._refuse_if_foreign("broadcast_buffers()")
+        self._refuse_if_external("broadcast_buffers()")
         if self.communicator.world_size > 1 and not self._are_reduced:
             with self.communicator.session.region("broadcast_buffers()"):
                 self._grads.control.flush()
@@ -349,7 +355,7 @@ class ShardedOptimizer(TorchCompat):
         if not self._built:
             super().add_param_group(self._read_group(setup.ordered(param_group)))
             return
-        self._refuse_if_foreign("add_param_group()")
+        self._refuse_if_external("add_param_group()")
         error: Exception | None = None
         first_group = len(self.param_groups)
         with self.communicator.session.region("add_param_group()"):
@@ -393,7 +399,7 @@ class ShardedOptimizer(TorchCompat):
         num_old = len(self._flats)
         self.layout = layout
         self._params += [param for param, _ in added]
-        if is_laid_out_elsewhere():
+        if is_external_layout():
             return
         for buffer in self._buffers.add(layout.flats[num_old:], self._device):
             flat = buffer.flat
@@ -420,7 +426,7 @@ class ShardedOptimizer(TorchCompat):
                 "parallelism), pass the ranks with equal parts as process_group. If you pass the "
                 "model in place of its parameters, this line is left out."
             )
-        self._wake([state for state in self._flats[num_old:] if not state.flat.frozen])
+        self._activate([state for state in self._flats[num_old:] if not state.flat.frozen])
 
     def _checksums(self, first: int) -> list[int]:
         """Return a checksum of each flat's parameters from ``first`` on, on rank 1 alone."""
@@ -428,13 +434,13 @@ class ShardedOptimizer(TorchCompat):
             return []
         return [int(checksum(state.params_buffer.data)) for state in self._flats[first:]]
 
-    def _wake(self, states: list[FlatState]) -> None:
+    def _activate(self, states: list[FlatState]) -> None:
         """Give flats gradients and states; frozen ones have none until they are unfrozen."""
         for state in states:
             state.allocate(self._rule.initial_states(self.param_groups[state.flat.group]))
-        self._attach(states)  # last: until then they are woken once more
-        awake = [state for state in self._flats if self._grads.has(state.flat)]
-        self._kernels.choose(sum(b.shard_numel for state in awake for b in state.flat.buckets))
+        self._attach(states)  # last: until then they are unfrozen once more
+        active = [state for state in self._flats if self._grads.has(state.flat)]
+        self._kernels.choose(sum(b.shard_numel for state in active for b in state.flat.buckets))
 
     def _attach(self, states: Sequence[FlatState]) -> None:
         """Have gradients of these flats, too, and the driver see them."""
@@ -448,7 +454,7 @@ class ShardedOptimizer(TorchCompat):
             gather=self._gather,
             row=self.layout.align,
         )
-        self._engine = StepEngine(
+        self._driver = StepDriver(
             self._rule, self._shards, comm=self.communicator, kernels=self._kernels
         )
 
@@ -461,13 +467,13 @@ class ShardedOptimizer(TorchCompat):
         Raises:
             TypeError: a parameter has another device, dtype or shape now; build a new optimizer.
         """
-        self._refuse_if_foreign("rebind()")
+        self._refuse_if_external("rebind()")
         rebind(self._flats)
 
     @untraced
     def memory_summary(self) -> MemorySummary:
         """Return the bytes held on this rank for parameters, gradients and states."""
-        self._refuse_if_foreign("memory_summary()")
+        self._refuse_if_external("memory_summary()")
         state_nbytes = sum(state.state_nbytes for state in self._flats)
         return MemorySummary(
             world_size=self.communicator.world_size,
@@ -485,7 +491,7 @@ class ShardedOptimizer(TorchCompat):
         Args:
             condition: asked under backward, on all ranks alike; gradients stay here while it holds.
         """
-        if self._foreign is None:
+        if self._external is None:
             self._grads.control.accumulates = condition
 
     @untraced
@@ -494,7 +500,7 @@ class ShardedOptimizer(TorchCompat):
 
         Reading a parameter waits for it, unless Python cannot see it (``overlap_param_sync``).
         """
-        if self._foreign is None:
+        if self._external is None:
             self._gather.wait_deferred()
 
     # Gradients
@@ -503,7 +509,7 @@ class ShardedOptimizer(TorchCompat):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, to None or to zero."""
         self._clip_coefficient = None
-        if self._foreign is not None:
+        if self._external is not None:
             super().zero_grad(set_to_none)
             return
         self._grads.zero(set_to_none, absent=self._zero_is_absent)
@@ -520,7 +526,7 @@ class ShardedOptimizer(TorchCompat):
         Use it for all backwards of a step except the last. Where buckets are sent during backward
         (``overlap_grad_sync``), a gradient that changes after that is sent again.
         """
-        if self._foreign is not None:
+        if self._external is not None:
             yield
             return
         with self._grads.control.paused():
@@ -552,8 +558,8 @@ class ShardedOptimizer(TorchCompat):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._foreign is not None:
-            self._foreign.step()
+        if self._external is not None:
+            self._external.step()
             return loss
         self._before_step()
         scaler = "without" if self.__dict__.get("found_inf") is None else "under"
@@ -575,7 +581,7 @@ class ShardedOptimizer(TorchCompat):
             else:
                 coefficient = self._shards.unscale(scaled, self._clip_coefficient)
                 self._gather.post_receives()
-                self._engine.run(coefficient, self._config.clip_grad_norm, self._watching(scaled))
+                self._driver.run(coefficient, self._config.clip_grad_norm, self._watching(scaled))
             self._grads.consume()
             self._module_buffers.wait()
             if not scaled.skip:
@@ -596,14 +602,14 @@ class ShardedOptimizer(TorchCompat):
     @property
     def last_overflow(self) -> Overflow | None:
         """(parameter name, rank) of the last skipped step, with ``report_overflow``; else None."""
-        self._refuse_if_foreign("last_overflow")
+        self._refuse_if_external("last_overflow")
         return self._overflows.last
 
     def _begin(self, *lines: str) -> None:
         """Check and pack what the next collectives need; ``lines`` are what ranks must agree on."""
         if not self._sees_gradients:  # no autograd has made them; after a set of tensors by hand
             self._look_for_wrapper()
-        awake, woken = self._check()
+        active, unfrozen = self._check()
         self._grads.freeze()
         self._warn_of_replaced_ddp()
         self._grads.control.flush(is_frozen=True)
@@ -611,11 +617,11 @@ class ShardedOptimizer(TorchCompat):
         grads = None if "found_inf" in self.__dict__ else self._shards.named_grads
         averaged = "elsewhere" if self._are_reduced else "here"
         lines = (*lines, f"gradients are averaged {averaged}")
-        self._terms.declare(lines, self.param_groups, awake, woken, grads)
-        if woken:
+        self._consistency.declare(lines, self.param_groups, active, unfrozen, grads)
+        if unfrozen:
             if self._are_reduced:  # by a wrapper that may not know of these
                 self._look_at_owners()
-            self._wake(woken)
+            self._activate(unfrozen)
             self._grads.freeze()
 
     def _warn_of_replaced_ddp(self) -> None:
@@ -631,10 +637,10 @@ class ShardedOptimizer(TorchCompat):
         check_params(self.param_groups, self._params, self._flats, prefix)
         for index, group in enumerate(self.param_groups):  # they may have been edited
             check_options(self._rule, group, f"{on_rank(self.communicator)}param_groups[{index}]")
-        awake = [state for state in self._flats if self._grads.has(state.flat)]
-        for state in awake:
+        active = [state for state in self._flats if self._grads.has(state.flat)]
+        for state in active:
             values = self._rule.initial_states(self.param_groups[state.flat.group])
             if state.allocate(values) and not self._rule.counts_steps:
                 # Momentum was set above 0 later: its first update comes now.
                 state.set_steps({slot.param: 0 for slot in state.flat.slots})
-        return awake, [s for s in self._flats if s not in awake and s.is_trained]
+        return active, [s for s in self._flats if s not in active and s.is_trained]

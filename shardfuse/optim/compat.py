@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from shardfuse.agreement import on_rank
-from shardfuse.engine.step import StepEngine, StepNorms
+from shardfuse.engine.step import StepDriver, StepNorms
 from shardfuse.grads.source import GradPhase
 from shardfuse.layout import BLOCK
 from shardfuse.optim.stateful import StatefulOptimizer
@@ -72,7 +72,7 @@ class _HandlesUnscaling:
         ranks that is wrong: it may be unscaled, and clipped, as under any optimizer. Where it is
         not, clipping it is what must not be done.
         """
-        if optimizer is not None and optimizer._foreign is not None:
+        if optimizer is not None and optimizer._external is not None:
             return False  # who shards undoes loss scales, too
         if optimizer is None or not optimizer._are_reduced:
             return True
@@ -114,7 +114,7 @@ class TorchCompat(StatefulOptimizer, Joinable):
 
     _step_supports_amp_scaling: Any = _HandlesUnscaling()
     _params: list[Tensor]
-    _engine: StepEngine
+    _driver: StepDriver
     _watch: StepNorms | None = None
     _clip_coefficient: Tensor | None = None  # () scales the mean gradient of the next step
     _has_unscaled = False  # whether a scaler has reached gradients that have left
@@ -233,7 +233,7 @@ class TorchCompat(StatefulOptimizer, Joinable):
             RuntimeError: they are scaled still, and were clipped; on all ranks. Or DeepSpeed
                 shards, which has a loss scale of its own.
         """
-        self._refuse_if_foreign("ShardedGradScaler")
+        self._refuse_if_external("ShardedGradScaler")
         if inverse is not None and self._clip_coefficient is not None:
             raise RuntimeError(
                 "clip_grad_norm() measured gradients that are still scaled by the loss scale. Call "
@@ -258,7 +258,7 @@ class TorchCompat(StatefulOptimizer, Joinable):
         reduces the gradients, and step() reduces them again. ``clip_grad_norm(math.inf)`` also
         returns the norm, and lets step() use the reduced gradients.
         """
-        self._refuse_if_foreign("grad_norm()")
+        self._refuse_if_external("grad_norm()")
         with self.communicator.session.region("grad_norm()"):
             norm = self._grad_norm()
         if self._clip_coefficient is None:
@@ -269,7 +269,7 @@ class TorchCompat(StatefulOptimizer, Joinable):
         self._refuse_in_join("The norm of the mean gradient")
         self._begin(f"max_norm = {max_norm}")
         self._refuse_changed("another norm of them")
-        return self._clipped(self._engine.square_norms().sum().sqrt())
+        return self._clipped(self._driver.square_norms().sum().sqrt())
 
     def _p_norm(self, norm_type: float) -> Tensor:
         """Return the p-norm of the mean gradient, clipped where it is already, () fp32."""
@@ -340,7 +340,7 @@ class TorchCompat(StatefulOptimizer, Joinable):
             ValueError: ``max_norm`` is not above 0.
             RuntimeError: gradients changed since they were clipped before.
         """
-        self._refuse_if_foreign("clip_grad_norm()")
+        self._refuse_if_external("clip_grad_norm()")
         with self.communicator.session.region("clip_grad_norm()"):
             max_norm = number(max_norm, "max_norm")
             if not max_norm > 0:
@@ -382,7 +382,7 @@ class TorchCompat(StatefulOptimizer, Joinable):
             RuntimeError: gradients changed since they were clipped before; or a norm that is not
                 finite, with ``error_if_nonfinite``.
         """
-        self._refuse_if_foreign("clip_grad_norm_()")
+        self._refuse_if_external("clip_grad_norm_()")
         with self.communicator.session.region("clip_grad_norm_()"):
             max_norm, norm_type = float(max_norm), float(norm_type)
             self._check_clipped(parameters)
@@ -438,7 +438,7 @@ class TorchCompat(StatefulOptimizer, Joinable):
             RuntimeError: DeepSpeed shards the parameters (its ZeRO stages 1 and 2), or torch's Join
                 is entered.
         """
-        self._refuse_if_foreign("watch_step()")
+        self._refuse_if_external("watch_step()")
         self._refuse_in_join("watch_step()")
         names = tuple(spec.name for spec in self.layout.specs)
         if self._watch is None or self._watch.names != names:
@@ -473,7 +473,7 @@ class TorchCompat(StatefulOptimizer, Joinable):
             RuntimeError: with ``grads_are_reduced``, because a rank that has joined has no mean
                 gradient; or at stage 2, which sums during backward.
         """
-        self._refuse_if_foreign("torch.distributed.algorithms.Join")
+        self._refuse_if_external("torch.distributed.algorithms.Join")
         if self._are_reduced:
             raise RuntimeError(
                 f"{type(self).__name__} cannot be given to Join with grads_are_reduced=True: "

@@ -14,9 +14,9 @@ from torch import Tensor
 from shardfuse.comm import SingleRank
 from shardfuse.config import ShardConfig
 from shardfuse.engine import setup
-from shardfuse.engine.external import ForeignShards, Segment
+from shardfuse.engine.external import PartitionShards, PartitionSlice
 from shardfuse.engine.kernels import Kernels
-from shardfuse.engine.step import StepEngine
+from shardfuse.engine.step import StepDriver
 from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.optim.compat import TorchOptions
 from shardfuse.rules import LambRule
@@ -124,7 +124,7 @@ class ShardedLamb(ShardedOptimizer):
         The ratio is 1 if the variant takes none, and for a parameter that was not updated. Every
         rank has all ratios, so this needs no communication. Reading them waits for the device.
         """
-        ratio = (self._foreign or self._engine).ratio
+        ratio = (self._external or self._driver).ratio
         if ratio is None:
             return {}
         names = (spec.name for spec in self.layout.specs)
@@ -282,9 +282,9 @@ def _step_norm(
     start = param.detach().double().reshape(-1)
     p = start.clone()
     states = (torch.zeros_like(p), torch.zeros_like(p))
-    shards = ForeignShards(rule, p, [Segment(0, 0, p.numel(), policy)], policies=[policy])
+    shards = PartitionShards(rule, p, [PartitionSlice(0, 0, p.numel(), policy)], policies=[policy])
     kernels = Kernels(rule, "eager", p.device)
-    engine = StepEngine(rule, shards, comm=SingleRank(), kernels=kernels)
+    engine = StepDriver(rule, shards, comm=SingleRank(), kernels=kernels)
     generator = torch.Generator().manual_seed(seed)
     for step in range(1, num_steps + 1):
         if param.grad is None:
@@ -315,7 +315,7 @@ def _label(variant: VariantOrSwitches) -> str:
 
 def _groups(params: Iterable[Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return group dicts as an optimizer has them: parameters, and names where pairs were given."""
-    items = setup.given(params)
+    items = setup.as_list(params)
     groups = []
     for group in items if isinstance(items[0], Mapping) else [{"params": items}]:
         given = group["params"]

@@ -84,7 +84,7 @@ class _NpuFused(ShardedOptimizer):
         Raises:
             ValueError: an argument out of range.
         """
-        self._refuse_if_foreign("clip_grad_norm_fused_()")
+        self._refuse_if_external("clip_grad_norm_fused_()")
         max_norm, norm_type = float(max_norm), float(norm_type)
         if not max_norm >= 0:
             raise ValueError(f"Invalid max_norm: {max_norm}. Must be >= 0.")
@@ -107,7 +107,7 @@ class _NpuFused(ShardedOptimizer):
         dtype. A third one is added for bf16 parameters, and further ones for groups that were added
         later. Edits reach the model and the next step(); make the same ones on every rank.
         """
-        self._refuse_if_foreign("get_combined_params()")
+        self._refuse_if_external("get_combined_params()")
         self._gather.disable_overlap()  # nobody can tell when they are read
         self._padding_is_shared = True
         return list(self._buffers.combined)
@@ -124,7 +124,7 @@ class _NpuFused(ShardedOptimizer):
         Raises:
             RuntimeError: the gradients are reduced elsewhere (``grads_are_reduced``).
         """
-        self._refuse_if_foreign("get_combined_grads()")
+        self._refuse_if_external("get_combined_grads()")
         self._show_grads()
         return self._grads.combined(shared=True)
 
@@ -132,7 +132,7 @@ class _NpuFused(ShardedOptimizer):
     @torch.no_grad()
     def grads_all_group_combined(self) -> list[Tensor | None]:
         """What torch_npu's GradScaler unscales in place: tensors that hold every gradient."""
-        self._refuse_if_foreign("torch_npu's GradScaler")
+        self._refuse_if_external("torch_npu's GradScaler")
         self._show_grads()
         combined = self._grads.combined(shared=False)
         # The operator that unscales counts as no write to torch: what was reduced before is stale.
@@ -143,7 +143,7 @@ class _NpuFused(ShardedOptimizer):
     @torch.no_grad()
     def _maybe_init_combined_params_and_grads(self) -> None:
         """Make every gradient a view of the combined ones; for torch_npu's GradScaler."""
-        self._refuse_if_foreign("torch_npu's GradScaler")
+        self._refuse_if_external("torch_npu's GradScaler")
         self._show_grads()
         self._grads.combined(shared=False)
 
@@ -152,8 +152,8 @@ class _NpuFused(ShardedOptimizer):
 
         Not in a call else: what is declared after one would be taken for a part of it.
         """
-        _, woken = self._check()
-        if woken:
+        _, unfrozen = self._check()
+        if unfrozen:
             with self.communicator.session.region("unfreezing, before gradients are combined"):
                 self._begin()
         self._grads.freeze()
@@ -192,7 +192,7 @@ class _NpuFused(ShardedOptimizer):
             return self._step(closure) if scaler is None else self._scaled_step(closure, scaler)
 
     def _scaled_step(self, closure: Callable[[], Any] | None, scaler: Any) -> Any:
-        self._refuse_if_foreign("torch_npu's GradScaler")
+        self._refuse_if_external("torch_npu's GradScaler")
         if closure is not None:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         self._refuse_in_join("step() under a gradient scaler")

@@ -255,7 +255,7 @@ class Lamb(ShardedOptimizer):
                 "minimize() takes only the loss. To leave parameters out, set requires_grad=False "
                 "on them."
             )
-        self._refuse_if_foreign("minimize()")
+        self._refuse_if_external("minimize()")
         (num_seen, seen), (num_made, now) = self._grads_seen, self._look()
         are_set = any(at not in (None, before) for at, before in zip_longest(now, seen))
         if num_made == num_seen and not are_set:
@@ -286,7 +286,7 @@ class Lamb(ShardedOptimizer):
     def _look(self) -> tuple[int, list[int | None]]:
         """Return how many gradients backwards have made, and the addresses of those there are."""
         grads = [param.grad for group in self.param_groups for param in group["params"]]
-        num_made = 0 if self._foreign is not None else self._grads.num_made
+        num_made = 0 if self._external is not None else self._grads.num_made
         return num_made, [None if g is None else g.data_ptr() for g in grads]
 
     # The learning rate

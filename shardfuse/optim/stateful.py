@@ -16,14 +16,14 @@ from shardfuse.comm import Communicator
 from shardfuse.comm.session import Counter, PeerError
 from shardfuse.config import ShardConfig
 from shardfuse.engine import sharded_state, torch_state
-from shardfuse.engine.consistency import Terms
+from shardfuse.engine.consistency import ConsistencyCheck
 from shardfuse.engine.params import FlatState, rebind
-from shardfuse.engine.sharded_state import Parts
+from shardfuse.engine.sharded_state import LocalCheckpointState
 from shardfuse.engine.torch_state import StateView
 from shardfuse.fragments import FragmentTensor, asked_by_torch, is_stateful_of_torch
 from shardfuse.grads.source import GradSource
 from shardfuse.layout import FlatLayout
-from shardfuse.optim.foreign import Foreign
+from shardfuse.optim.backend import ExternalBackend
 from shardfuse.rules import UpdateRule
 from shardfuse.untraced import untraced
 
@@ -33,7 +33,7 @@ _said = set[str]()
 """What was said once in this process."""
 
 
-def no_word_of_saves() -> None:
+def silence_save_notice() -> None:
     """Leave out the line of the first step about state_dict() on rank 0 alone, in this process."""
     _said.add("rank 0")
 
@@ -59,8 +59,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
     _device: torch.device
     _flats: list[FlatState]
     _grads: GradSource
-    _terms: Terms
-    _foreign: Foreign | None = None
+    _consistency: ConsistencyCheck
+    _external: ExternalBackend | None = None
     _consolidated: dict[int, dict[str, Any]] | None  # the full state, until the next step
     _is_fresh: bool  # no step was taken and no state loaded: alike on all ranks
     _join_config: Any = None  # set by torch.distributed.algorithms.Join, for good
@@ -76,16 +76,16 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: another mapping was assigned.
         """
-        if self._foreign is not None:
-            return self._foreign.state
+        if self._external is not None:
+            return self._external.state
         if "_view" not in self.__dict__:
             self._view = StateView(self._flats)
         return self._view
 
     @state.setter
     def state(self, value: Any) -> None:
-        if self._foreign is not None:
-            self._foreign.state = value
+        if self._external is not None:
+            self._external.state = value
         elif self._built and value is not self.state:
             self.state.clear()  # says what to do instead
 
@@ -105,7 +105,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: the state is not consolidated on this rank.
         """
-        if self._foreign is None and is_stateful_of_torch():
+        if self._external is None and is_stateful_of_torch():
             return self.sharded_state_dict()
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -118,12 +118,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def _collect(self) -> dict[str, Any]:
         """Return what state_dict() does, before its post-hooks."""
-        if self._foreign is not None:
-            return self._foreign.collect()
+        if self._external is not None:
+            return self._external.collect()
         asked = asked_by_torch()
         if asked is not None:
             self._can_be_saved = True
-            return torch_state.for_torch(self._held(), asked)
+            return torch_state.for_torch(self._optimizer_state(), asked)
         if self.communicator.world_size == 1:
             self.consolidate_state_dict(to=0)
         if self._consolidated is None and self._is_fresh:
@@ -142,9 +142,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
             "param_groups": torch_state.packed_groups(self.param_groups),
         }
 
-    def _held(self) -> torch_state.Held:
+    def _optimizer_state(self) -> torch_state.OptimizerState:
         groups = self.param_groups
-        return torch_state.Held(self.communicator, self.layout, self._flats, groups, self._rule)
+        return torch_state.OptimizerState(
+            self.communicator, self.layout, self._flats, groups, self._rule
+        )
 
     def _when_consolidated(self) -> str:
         every = self._config.consolidate_every
@@ -170,7 +172,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the group has no such rank.
         """
-        self._refuse_if_foreign("consolidate_state_dict()")
+        self._refuse_if_external("consolidate_state_dict()")
         self._refuse_in_join("consolidate_state_dict()")
         num_ranks = self.communicator.world.world_size
         self._can_be_saved = True
@@ -178,7 +180,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             if to is not None and not 0 <= to < num_ranks:
                 raise ValueError(f"Invalid rank to: {to}. The group has {num_ranks} ranks.")
             self.communicator.session.declare([f"to = {to}"])
-            self._consolidated = torch_state.consolidate(self._held(), to)
+            self._consolidated = torch_state.consolidate(self._optimizer_state(), to)
 
     @untraced
     def saves_are_arranged(self) -> None:
@@ -240,7 +242,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         error: Exception | None = None
         with self.communicator.session.region("load_state_dict()"):
             try:
-                if self._foreign is None:
+                if self._external is None:
                     self._refuse_in_join("load_state_dict()")
                     self._grads.control.flush()
                 load = self._prepared(self._hooked(state_dict))
@@ -283,9 +285,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def _prepared(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
         """Check all of a state dict, between the hooks; return what loads it, and does not fail."""
-        if self._foreign is not None:
-            return self._foreign.prepared(state_dict)
-        load_states = torch_state.prepared(self._held(), state_dict)
+        if self._external is not None:
+            return self._external.prepared(state_dict)
+        load_states = torch_state.prepared(self._optimizer_state(), state_dict)
         self._tell_of_gaps(state_dict)
         is_fresh = not state_dict["state"]
 
@@ -298,7 +300,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self._consolidated = None
             self._is_fresh = is_fresh
             self._num_calls.reset()
-            self._terms.loaded(max((state.most_steps for state in self._flats), default=0))
+            self._consistency.loaded(max((state.most_steps for state in self._flats), default=0))
 
         return load
 
@@ -336,22 +338,22 @@ class StatefulOptimizer(torch.optim.Optimizer):
         format. An ``lr`` that is a tensor is saved as a number, and loads into either.
         """
         self._can_be_saved = True
-        self._refuse_if_foreign("sharded_state_dict()")
+        self._refuse_if_external("sharded_state_dict()")
         self._refuse_in_join("sharded_state_dict()")
         with self.communicator.session.region("sharded_state_dict()"):
-            return sharded_state.sharded(self._held())
+            return sharded_state.sharded(self._optimizer_state())
 
     @untraced
-    def parts(self) -> Parts:
+    def parts(self) -> LocalCheckpointState:
         """Return what shardfuse.checkpoint saves and loads of this optimizer. Local.
 
         Raises:
             RuntimeError: inside Join; or under DeepSpeed, whose engine saves.
         """
-        self._refuse_if_foreign("shardfuse.checkpoint")
+        self._refuse_if_external("shardfuse.checkpoint")
         self._refuse_in_join("parts()")
         self._can_be_saved = True
-        return Parts(self._held(), self.load_sharded_state_dict)
+        return LocalCheckpointState(self._optimizer_state(), self.load_sharded_state_dict)
 
     @untraced
     def companions(self) -> dict[str, Any]:
@@ -371,17 +373,17 @@ class StatefulOptimizer(torch.optim.Optimizer):
             ValueError: a state is missing, is another rank's part, or has no valid step.
             TypeError: groups or steps are of another kind.
         """
-        self._refuse_if_foreign("load_sharded_state_dict()")
-        sharded_state.load_sharded(self._held(), state_dict)
+        self._refuse_if_external("load_sharded_state_dict()")
+        sharded_state.load_sharded(self._optimizer_state(), state_dict)
         self._consolidated = None
         self._is_fresh = False
         self._num_calls.reset()
-        self._terms.loaded(max((state.most_steps for state in self._flats), default=0))
+        self._consistency.loaded(max((state.most_steps for state in self._flats), default=0))
 
-    def _refuse_if_foreign(self, what: str) -> None:
+    def _refuse_if_external(self, what: str) -> None:
         """Raise RuntimeError where ``what`` is not there, because others lay out the parameters."""
-        if self._foreign is not None:
-            self._foreign.refuse(what)
+        if self._external is not None:
+            self._external.refuse(what)
 
     def _refuse_in_join(self, what: str) -> None:
         """Raise RuntimeError inside a Join: a rank that has joined would not take part."""

@@ -121,7 +121,7 @@ class Job:
             raise ValueError(f"Invalid save_every: {save_every!r}. Must be a number of steps >= 1.")
         for value in state.values():
             if isinstance(value, StatefulOptimizer):
-                value._refuse_if_foreign("Job")  # now, not at the first save hours later
+                value._refuse_if_external("Job")  # now, not at the first save hours later
         self._lock, self._signals = FolderLock(), StopSignals(signals)
         self.step, self.is_stopped = 0, False
         self.checkpoints = Checkpoints(folder, keep=keep, process_group=process_group)

@@ -205,7 +205,7 @@ class StepMonitor:
         if not isinstance(given, ShardedOptimizer):
             kind = type(given).__name__
             raise TypeError(f"StepMonitor watches shardfuse's optimizers, got {kind}.")
-        optimizer._refuse_if_foreign("StepMonitor")
+        optimizer._refuse_if_external("StepMonitor")
         self._optimizer = optimizer
         self._every = every
         self._step = first_step
@@ -244,7 +244,7 @@ class StepMonitor:
         return list(self.take())
 
     def _before(self, *_: Any) -> None:
-        self._optimizer._refuse_if_foreign("StepMonitor")  # DeepSpeed may have taken over since
+        self._optimizer._refuse_if_external("StepMonitor")  # DeepSpeed may have taken over since
         self._after()  # again: torch skips post hooks if an earlier one fails
         self._step += 1
         self._optimizer.communicator.session.refresh()

@@ -1,8 +1,8 @@
 """Room for what later stages will need, without touching a file of the package.
 
-A double, as small as it can be: a rule over whole matrices. Shards that are no flat buffers are
-those of DeepSpeed's partitions and of compare_lamb_variants(), which have tests of their own; so
-have buckets that leave under backward, and meshes.
+A double, as small as it can be: a rule over whole matrices. Shards in other memory than flat
+buffers are those of DeepSpeed's partitions and of compare_lamb_variants(), which have tests of their own;
+so have buckets that leave under backward, and meshes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardfuse import ShardedOptimizer
 from shardfuse.engine import step as driver
-from shardfuse.engine.step import Shards, Unit
+from shardfuse.engine.step import ShardProvider, UpdateUnit
 from shardfuse.rules.base import (
     Group,
     ReducingRule,
@@ -66,21 +66,21 @@ class MatrixRule(ReducingRule):
 class WholeMatrices:
     """Brings every matrix to every rank, as the sum of parts that do not overlap."""
 
-    def __init__(self, rule: MatrixRule, shards: Shards) -> None:
-        self._specs = {n: spec for t in shards.cohorts for n, spec in shards.params(t.number)}
+    def __init__(self, rule: MatrixRule, shards: ShardProvider) -> None:
+        self._specs = {n: spec for t in shards.param_sets for n, spec in shards.params(t.number)}
         self._whole = {n: torch.zeros(spec.numel) for n, spec in self._specs.items()}
 
     def begin(self) -> None:
         for whole in self._whole.values():
             whole.zero_()
 
-    def room(self, unit: Unit) -> Tensor:
+    def out(self, unit: UpdateUnit) -> Tensor:
         return torch.zeros(1, unit.numel)
 
-    def collect(self, unit: Unit, room: Tensor | None) -> None:
-        assert room is not None
+    def collect(self, unit: UpdateUnit, out: Tensor | None) -> None:
+        assert out is not None
         for f in unit.fragments:
-            part = room[0, f.shard_start : f.shard_start + f.numel]
+            part = out[0, f.shard_start : f.shard_start + f.numel]
             self._whole[f.param][f.param_start : f.param_start + f.numel] = part
 
     def totals(self) -> Tensor:
@@ -91,7 +91,7 @@ class WholeMatrices:
         for number, part in zip(self._whole, parts, strict=True):
             self._whole[number] = orthogonal(part.view(self._specs[number].shape)).flatten()
 
-    def factors(self, unit: Unit) -> Tensor:
+    def factors(self, unit: UpdateUnit) -> Tensor:
         spread = torch.zeros(1, unit.numel)
         for f in unit.fragments:
             part = self._whole[f.param][f.param_start : f.param_start + f.numel]

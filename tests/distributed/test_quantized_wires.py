@@ -319,7 +319,7 @@ def fail_in_the_middle() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     options = {"kernel": "eager", "param_sync_bits": 8}
     named = [(f"p{i}", param) for i, param in enumerate(params)]
     optimizer = ShardedLamb(named, lr=0.1, sharding=options)
-    sums = optimizer._engine._reduction
+    sums = optimizer._driver._reduction
     original = sums.totals
     for step in range(4):
         for index, param in enumerate(params):

@@ -17,7 +17,7 @@ import torch
 from pretraining.config import RunConfig, parse_config, write_stored_config
 from pretraining.errors import UsageError
 from pretraining.model import build_model
-from pretraining.optimizers import hand_over
+from pretraining.optimizers import attach_backend
 from pretraining.phases import RECIPES, Carry, Phase
 from pretraining.prepared import PreparedCorpus
 
@@ -218,7 +218,7 @@ def handed_over(cls: Any, carry: Carry) -> list[tuple[int, list[torch.Tensor]]]:
         found.append(
             (int(state["step"]), [piece.data.clone() for t in tensors for piece in t.pieces])
         )
-        hand_over(optimizer, carry)
+        attach_backend(optimizer, carry)
     assert torch.equal(model.weight, weights)
     if cls is ShardedLamb:
         assert optimizer.param_groups[0].get("step", 0) == int(
@@ -291,7 +291,7 @@ KILLS = {
     "phase 1": _before_step(3),
     "before the save at the seam": _at_the_seam("_save", is_after=False),
     "after the save at the seam": _at_the_seam("_save", is_after=True),
-    "handing over": _at_the_seam("hand_over", is_after=True),
+    "handing over": _at_the_seam("attach_backend", is_after=True),
     "first step of phase 2": _before_step(SEAM),
     "phase 2": _before_step(SEAM + 2),
 }

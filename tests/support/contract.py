@@ -376,10 +376,10 @@ def ready(choice: str | None = None) -> str:
 
 def register(terms: Terms | None = None) -> None:
     """Have dist.init_process_group("hccl") make contract groups; again: on other terms."""
-    _terms[0] = terms or Terms(modifies_input=os.environ.get(ZERO_COPY_VARIABLE, "0") != "0")
+    _consistency[0] = terms or Terms(modifies_input=os.environ.get(ZERO_COPY_VARIABLE, "0") != "0")
     if "HCCL" not in dist.Backend._plugins:
         defaults = dict(dist.Backend.default_device_backend_map)
-        devices = list(_terms[0].devices)
+        devices = list(_consistency[0].devices)
         dist.Backend.register_backend("hccl", _create, extended_api=True, devices=devices)
         if chosen() == "gloo":  # and other tests of this process rely on that
             dist.Backend.default_device_backend_map.update(defaults)
@@ -392,9 +392,9 @@ def close_all() -> None:
     _open_streams.clear()
 
 
-_terms = [Terms()]
+_consistency = [Terms()]
 
 
 def _create(options: Any, backend_options: Any) -> ContractGroup:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")  # torch 2.15's recorder fails at our group
-    return ContractGroup(options, _terms[0])
+    return ContractGroup(options, _consistency[0])

@@ -16,8 +16,8 @@ from shardfuse.checkpoint.state import TrainingState
 from shardfuse.checkpoint.storage import _SavePlanner
 from shardfuse.comm.transport import SingleRank
 from shardfuse.engine.params import FlatState
-from shardfuse.engine.sharded_state import Parts
-from shardfuse.engine.torch_state import Held
+from shardfuse.engine.sharded_state import LocalCheckpointState
+from shardfuse.engine.torch_state import OptimizerState
 from shardfuse.layout import FlatLayout, ParamSpec
 from shardfuse.rules.elementwise import AdamRule
 
@@ -57,7 +57,9 @@ def gpt(num_layers: int) -> nn.Module:
         return nn.ModuleList([nn.Embedding(50304, h), *layers])
 
 
-def parts_of(model: nn.Module, rank: int, world_size: int, bucket_nbytes: int) -> Parts:
+def parts_of(
+    model: nn.Module, rank: int, world_size: int, bucket_nbytes: int
+) -> LocalCheckpointState:
     """Return what one rank has, all of it from names and shapes."""
     named = list(model.named_parameters())
     specs = [ParamSpec(name, tuple(p.shape), p.stride(), "float32", "meta", 0) for name, p in named]
@@ -77,8 +79,8 @@ def parts_of(model: nn.Module, rank: int, world_size: int, bucket_nbytes: int) -
         state.allocate({"exp_avg": 0.0, "exp_avg_sq": 0.0})
         flats.append(state)
     groups = [{"params": [param for _, param in named], "lr": 0.1}]
-    held = Held(OneOfMany(rank, world_size), layout, flats, groups, AdamRule())
-    return Parts(held, lambda state_dict: None)
+    held = OptimizerState(OneOfMany(rank, world_size), layout, flats, groups, AdamRule())
+    return LocalCheckpointState(held, lambda state_dict: None)
 
 
 def plan(model: nn.Module, rank: int, world_size: int, bucket_nbytes: int) -> list[Any]:

@@ -84,7 +84,7 @@ def decay_groups(named: NamedParams, weight_decay: float) -> list[dict[str, Any]
     ]
 
 
-def hand_over(optimizer: ShardedOptimizer, carry: Carry) -> None:
+def attach_backend(optimizer: ShardedOptimizer, carry: Carry) -> None:
     """Keep of the optimizer's state what the next phase is to have of it. Collective."""
     if carry == "all":
         return

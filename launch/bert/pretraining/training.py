@@ -16,7 +16,7 @@ from pretraining.errors import UsageError
 from pretraining.evaluation import HeldOutEvaluation
 from pretraining.metrics import Record
 from pretraining.model import loss_sums
-from pretraining.optimizers import build_optimizer, clips_itself, hand_over, set_lr
+from pretraining.optimizers import attach_backend, build_optimizer, clips_itself, set_lr
 from pretraining.phases import MicroBatches, Phase, spans
 from pretraining.prepared import PreparedCorpus
 from pretraining.pretrained import new_model, take_weights
@@ -99,7 +99,7 @@ class Trainer:
         if step == leg.steps.start:
             # After the save at the phase before's end, so that a resumed run does this, too.
             if leg.number > 1:
-                hand_over(self.optimizer, leg.phase.carry)
+                attach_backend(self.optimizer, leg.phase.carry)
             self._add(self._evaluate(leg, step))
         while step < leg.steps.stop:
             started = time.monotonic()

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor
 
 
-class Foreign(Protocol):
+class ExternalBackend(Protocol):
     """What an optimizer works on in place of flat buffers of its own."""
 
     state: Any
@@ -37,10 +37,10 @@ _is_elsewhere: ContextVar[bool] = ContextVar("shardfuse_laid_out_elsewhere", def
 
 
 @contextmanager
-def laid_out_elsewhere() -> Iterator[None]:
+def external_layout() -> Iterator[None]:
     """Build optimizers that read their parameters and leave them where they are.
 
-    Each is to be given to hand_over() before anything else is done with it.
+    Each is to be given to attach_backend() before anything else is done with it.
     """
     token = _is_elsewhere.set(True)
     try:
@@ -49,13 +49,13 @@ def laid_out_elsewhere() -> Iterator[None]:
         _is_elsewhere.reset(token)
 
 
-def is_laid_out_elsewhere() -> bool:
-    """Return whether laid_out_elsewhere() is in force."""
+def is_external_layout() -> bool:
+    """Return whether external_layout() is in force."""
     return _is_elsewhere.get()
 
 
-def hand_over(optimizer: Any, foreign: Foreign) -> None:
-    """Have a ShardedOptimizer work on ``foreign``; its buffers, if it has any, are given up.
+def attach_backend(optimizer: Any, backend: ExternalBackend) -> None:
+    """Have a ShardedOptimizer work on ``backend``; its buffers, if it has any, are given up.
 
     It stays the same object, so that learning-rate schedulers made for it go on to work. The
     parameters keep their memory until their new owner moves them.
@@ -67,4 +67,4 @@ def hand_over(optimizer: Any, foreign: Foreign) -> None:
     optimizer.layout = replace(optimizer.layout, flats=())
     for group in optimizer.param_groups:
         group.pop("param_names", None)  # names of what is about to be replaced
-    optimizer._foreign = foreign
+    optimizer._external = backend
