@@ -1,8 +1,8 @@
 """Room for what later stages will need, without touching a file of the package.
 
 A double, as small as it can be: a rule over whole matrices. Shards in other memory than flat
-buffers are those of DeepSpeed's partitions and of compare_lamb_variants(), which have tests of their own;
-so have buckets that leave under backward, and meshes.
+buffers are those of DeepSpeed's partitions and of compare_lamb_variants(), which have tests of
+their own; so have buckets that leave under backward, and meshes.
 """
 
 from __future__ import annotations
