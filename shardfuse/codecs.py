@@ -282,6 +282,8 @@ class ParamCodec:
 
     def __init__(self, params: FlatBuffer, rank: int) -> None:
         self._params, self._rank = params, rank
+        shards = {b.index: params.shard(b, rank) for b in params.flat.buckets}
+        self._shards = shards  # of this rank, by bucket
         self.arena: ShardArena | None = None
         """fp32 shard kept beside the parameters, from allocate() on: masters, or errors."""
         if params.data.dtype != MASTER_DTYPE:
@@ -309,7 +311,7 @@ class ParamCodec:
             arena.view(bucket).copy_(self._shard(bucket))
 
     def _shard(self, bucket: Bucket) -> Tensor:
-        return self._params.shard(bucket, self._rank)
+        return self._shards[bucket.index]
 
     def rollback(self) -> None:
         """Bring the arena to a state that can be saved, after an error between the two below."""

@@ -28,7 +28,7 @@ from torch import Tensor
 from shardfuse.buffers import ShardArena
 from shardfuse.comm import Communicator
 from shardfuse.layout import Flat, Fragment, ParamSpec
-from shardfuse.untraced import caller
+from shardfuse.runtime import caller
 
 if TYPE_CHECKING:  # a second to import, and called only by torch.distributed.checkpoint itself
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from shardfuse.comm import Communicator, communicator_for
-from shardfuse.untraced import untraced
+from shardfuse.runtime import untraced
 
 logger = logging.getLogger("shardfuse")
 
@@ -34,17 +34,17 @@ class ScaledStep(NamedTuple):
     is_equal: bool  # whether all ranks have the same scale
 
 
-def agree_on_step(
-    comm: Communicator, found_inf: Tensor | None, grad_scale: Tensor | None
-) -> ScaledStep:
-    """Return what all ranks are to do. Collective, and waits for the device, under a scaler only.
+UNSCALED = ScaledStep(skip=False, inverse=None, is_equal=True)
+"""A step without a gradient scaler, over which the ranks need not agree."""
+
+
+def agree_on_step(comm: Communicator, found_inf: Tensor, grad_scale: Tensor | None) -> ScaledStep:
+    """Return what all ranks do in a step under a scaler. Collective; waits for the device.
 
     Args:
-        found_inf: 0 if this rank's gradients are finite; None without a scaler.
+        found_inf: 0 if this rank's gradients are finite.
         grad_scale: what they still have to be divided by; None for nothing.
     """
-    if found_inf is None:
-        return ScaledStep(skip=False, inverse=None, is_equal=True)
     scale = torch.ones_like(found_inf) if grad_scale is None else grad_scale
     flags = torch.stack([found_inf.reshape(()), scale.reshape(()), -scale.reshape(())]).float()
     comm.world.all_reduce(flags, "max").wait()

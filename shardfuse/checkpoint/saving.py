@@ -53,7 +53,7 @@ from shardfuse.checkpoint.storage import DeferredCopies, ShardWriter, dcp_metada
 from shardfuse.comm.session import PeerError, unreadable
 from shardfuse.files import FolderHandle, is_folder, make_folder
 from shardfuse.optim.base import ShardedOptimizer
-from shardfuse.streams import current_stream
+from shardfuse.runtime import current_stream
 
 logger = logging.getLogger("shardfuse")
 

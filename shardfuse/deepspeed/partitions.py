@@ -25,6 +25,7 @@ from shardfuse.engine.step import StepDriver
 from shardfuse.engine.torch_state import merged_groups, packed_groups
 from shardfuse.optim import ShardedOptimizer
 from shardfuse.optim.backend import attach_backend
+from shardfuse.rules.base import check_group
 
 logger = logging.getLogger("shardfuse")
 
@@ -121,7 +122,7 @@ class DeepSpeedBackend:
     def _update(self, optimizer: ShardedOptimizer, flat: Tensor, group: dict[str, Any]) -> None:
         rule, state, own = optimizer._rule, self.state[flat], self._partitions[id(flat)]
         index = next(i for i, own in enumerate(optimizer.param_groups) if own is group)
-        torch_state.check_options(rule, group, f"param_groups[{index}]")
+        check_group(rule, group, f"param_groups[{index}]")
         is_known = not rule.counts_steps or state.get("step", 0) == self._counts.get(flat, 0)
         for name, value in rule.initial_states(group).items():
             if name not in state:

@@ -59,8 +59,7 @@ from shardfuse.comm import Communicator, Completion
 from shardfuse.comm.session import PeerError
 from shardfuse.comm.transport import AsyncModel
 from shardfuse.layout import Bucket, Flat, ParamSpec, slots_in
-from shardfuse.streams import current_stream
-from shardfuse.untraced import before_tracing, is_in_compiled, untraced
+from shardfuse.runtime import before_tracing, current_stream, is_in_compiled, untraced
 
 logger = logging.getLogger("shardfuse")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardfuse.buffers import return_freed_memory
 from shardfuse.rules import ElementwiseRule, ReducingRule, UpdateRule
 from shardfuse.rules.base import Group
-from shardfuse.untraced import compiling_kernels
+from shardfuse.runtime import compiling_kernels
 
 logger = logging.getLogger("shardfuse")
 

@@ -16,7 +16,7 @@ from shardfuse.config import ShardConfig
 from shardfuse.engine.ddp import unwrapped
 from shardfuse.layout import ITEMSIZE, ParamSpec, dense_stride
 from shardfuse.rules import Member, UpdateRule
-from shardfuse.untraced import stacklevel_of_caller
+from shardfuse.runtime import stacklevel_of_caller
 
 Groups = Sequence[Mapping[str, Any]]
 

@@ -25,6 +25,7 @@ from shardfuse.engine.params import FlatState
 from shardfuse.fragments import Asked, FragmentTensor, Piece, gather, scatter, shaped_pieces
 from shardfuse.layout import Bucket, FlatLayout, ParamSpec
 from shardfuse.rules import UpdateRule
+from shardfuse.rules.base import check_group
 
 logger = logging.getLogger("shardfuse")
 
@@ -616,17 +617,9 @@ def copied(group: Mapping[str, Any], index: int) -> dict[str, Any]:
     return options
 
 
-def check_options(rule: UpdateRule, group: Mapping[str, Any], where: str) -> None:
-    """Raise as ``rule.check`` does, and say where the group is."""
-    try:
-        rule.check(group)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{where}: {error}") from None
-
-
 def check_saved_options(rule: UpdateRule, group: Mapping[str, Any], index: int) -> None:
     """Raise as ``rule.check`` does, or if a step that the rule counts in groups is none."""
-    check_options(rule, group, _at(index))
+    check_group(rule, group, _at(index))
     if rule.counts_in_groups and "step" in group:
         as_count(group["step"], f"step of {_at(index)}")
 

@@ -65,8 +65,7 @@ from shardfuse.grads.source import (
     memory_of,
 )
 from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec, slots_in
-from shardfuse.streams import Streams
-from shardfuse.untraced import untraced
+from shardfuse.runtime import Streams, untraced
 
 logger = logging.getLogger("shardfuse")
 
@@ -574,6 +573,7 @@ class GradBuffer:
     sizes: list[int] = field(default_factory=list)  # in bytes
     views: list[Tensor] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
+    positions: dict[int, list[int]] = field(default_factory=dict)  # of slots, by bucket
     retained: ShardArena | None = None  # reduced shards, when they must outlive one bucket
     no_local_grad: set[int] = field(default_factory=set)  # params without one on this rank
     outside: list[int] = field(default_factory=list)  # positions whose slots pack() is to fill
@@ -592,6 +592,7 @@ class GradBuffer:
         self.views = [self.buffer.view(i, spec).data for i, spec in enumerate(self.specs)]
         self.addresses = [view.data_ptr() for view in self.views]
         self.starts = [slot.start for slot in self.flat.slots]
+        self.positions = {b.index: list(slots_in(self.flat, b)) for b in self.flat.buckets}
         self.sizes = [view.nbytes for view in self.views]
         self.is_joined = self.buffer.data.device.type == "cpu" and all(
             spec.stride == (1,) and spec.numel <= _SHORT_NUMEL for spec in self.specs
@@ -669,7 +670,7 @@ class GradBuffer:
         None, and nothing is done, if a gradient is not in its slot: edits of it could not all be
         seen.
         """
-        positions = list(slots_in(self.flat, bucket))
+        positions = self.positions[bucket.index]
         params = [self.params[position] for position in positions]
         grads = [param.grad for param in params]
         for position, grad in zip(positions, grads, strict=True):

@@ -51,8 +51,7 @@ from shardfuse.grads.source import (
     slot_range,
 )
 from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec, slots_in
-from shardfuse.streams import Streams
-from shardfuse.untraced import before_tracing, untraced
+from shardfuse.runtime import Streams, before_tracing, untraced
 
 logger = logging.getLogger("shardfuse")
 

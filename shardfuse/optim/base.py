@@ -28,28 +28,40 @@ from shardfuse.comm.session import Counter
 from shardfuse.comm.transport import bucket_nbytes, overlapped
 from shardfuse.config import ShardConfig
 from shardfuse.engine import ddp, setup
-from shardfuse.engine.consistency import ConsistencyCheck, DdpCheck, GradlessSteps
-from shardfuse.engine.ddp import (
+from shardfuse.engine.consistency import (
+    ConsistencyCheck,
+    DdpCheck,
     EditedGradsWarning,
+    GradlessSteps,
+    UnsyncedTensorsWarning,
+)
+from shardfuse.engine.ddp import (
     ModuleBuffers,
     Owners,
-    UnsyncedTensorsWarning,
     unwrapped,
 )
 from shardfuse.engine.gather import ParamGatherer
 from shardfuse.engine.kernels import Kernels
 from shardfuse.engine.params import FlatState, OwnShards, check_params, params_of_all, rebind
-from shardfuse.engine.step import StepDriver
-from shardfuse.engine.torch_state import check_options
+from shardfuse.engine.step import StepDriver, StepNorms
 from shardfuse.grads.full import FullGrads
 from shardfuse.grads.sharded import ShardedGrads
-from shardfuse.grads.source import ExternalGrads, FlatParams, GradSource, checksum, clear_grads
+from shardfuse.grads.source import (
+    ExternalGrads,
+    FlatParams,
+    GradPhase,
+    GradSource,
+    checksum,
+    clear_grads,
+)
 from shardfuse.layout import FlatLayout
 from shardfuse.optim.backend import is_external_layout
 from shardfuse.optim.compat import MemorySummary, TorchCompat, TorchOptions, checked
+from shardfuse.optim.stateful import warn_of_saves_on_one_rank
 from shardfuse.rules import UpdateRule
-from shardfuse.scaling import Overflow, OverflowReport, agree_on_step
-from shardfuse.untraced import stacklevel_of_caller, untraced
+from shardfuse.rules.base import check_group
+from shardfuse.runtime import stacklevel_of_caller, untraced
+from shardfuse.scaling import UNSCALED, Overflow, OverflowReport, ScaledStep, agree_on_step
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -155,11 +167,13 @@ class ShardedOptimizer(TorchCompat):
                 self._device,
                 tells=self.communicator.world.rank == 0,
             )
+        self._on_rank = on_rank(self.communicator)
+        self._error_prefix = f"{self._on_rank}{type(self).__name__}: "
         self._clip_coefficient: Tensor | None = None
         self._consistency = ConsistencyCheck(self.communicator, self._are_reduced)
         self._has_model = model is not None
         self._had_modules = self._had_modules or self._has_model
-        self._module_buffers = ModuleBuffers(self.communicator, self._device)
+        self._module_buffers: ModuleBuffers | None = None
         self._rest_of_model = UnsyncedTensorsWarning(self.communicator)
         self._written_grads = EditedGradsWarning(self.communicator)
         self._idle = GradlessSteps(self.communicator)
@@ -277,7 +291,7 @@ class ShardedOptimizer(TorchCompat):
                     UserWarning,
                     stacklevel=stacklevel_of_caller(),
                 )
-        elif self._config.broadcast_buffers and not self._module_buffers:
+        elif self._config.broadcast_buffers and self._module_buffers is None:
             kept = [*params_of_all(), *ddp.buffers_of_all()]
             self._rest_of_model.tell(owners.roots(), kept)
         return False
@@ -288,7 +302,7 @@ class ShardedOptimizer(TorchCompat):
         self._grads.control, old.control.send_rest = old.control, None
         self._grads.num_made = old.num_made
         self._consistency.averaged = DdpCheck(self.communicator, are_reduced=True)
-        self._module_buffers = ModuleBuffers(self.communicator, self._device)
+        self._module_buffers = None
         self._attach([state for state in self._flats if old.has(state.flat)])
         logger.info("%s: DistributedDataParallel averages the gradients", type(self).__name__)
 
@@ -335,12 +349,14 @@ class ShardedOptimizer(TorchCompat):
             buffers.launch()
             buffers.wait()
             ddp.broadcast(self.communicator, [param for _, param in params])
-        if self._config.broadcast_buffers:
+        if self._config.broadcast_buffers and sources:
+            if self._module_buffers is None:
+                self._module_buffers = ModuleBuffers(self.communicator, self._device)
             self._module_buffers.add(sources)
 
     def _rank_of_buffers(self) -> int:
         """Return the rank whose buffers all get: the first, under Join one that still trains."""
-        if not self._notifies_join or not self._module_buffers:
+        if not self._notifies_join:
             return 0
         mine = -1 if self._is_shadow else self.communicator.world.rank
         last = torch.tensor([mine], dtype=torch.int32, device=self._device)
@@ -553,6 +569,59 @@ class ShardedOptimizer(TorchCompat):
         with self._ends_if_it_fails(), self.communicator.session.region("step()"):
             return self._step(closure)
 
+    @contextmanager
+    def _ends_if_it_fails(self) -> Iterator[None]:
+        """Leave nothing of a step that fails to the next one.
+
+        That would undo the old loss scale, too, or be taken for one under a scaler: torch drops
+        what a scaler has set after other steps only. And where values lie beside parameters, it
+        would go on with them, and not with what was loaded into the parameters since.
+        """
+        try:
+            yield
+        except BaseException:
+            for state in self._flats:
+                state.codec.rollback()
+            self.__dict__.pop("found_inf", None)
+            self.__dict__.pop("grad_scale", None)
+            raise
+
+    def _before_step(self) -> None:
+        """Refuse a graph capture; under Join, take part in what it counts.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured, or a scaler is used under Join.
+        """
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"step() of {type(self).__name__} cannot be captured in a CUDA graph: the learning "
+                "rate and the step count would stay those of the capture. Capture forward and "
+                "backward alone, and call step() between replays."
+            )
+        if self._are_partitioned:
+            self._check_partitioned()
+        if not self._notifies_join:
+            return
+        self._left_join = False
+        if self.__dict__.get("found_inf") is not None:
+            self._refuse_in_join("step() under a gradient scaler")
+        if not self._is_shadow:
+            self._notify_join()
+
+    def _check_partitioned(self) -> None:
+        """Refuse what works on p.grad, which has left at stage 2.
+
+        Raises:
+            RuntimeError: another scaler than ShardedGradScaler.
+        """
+        is_scaled = self.__dict__.get("found_inf") is not None
+        if is_scaled and not self._has_unscaled:
+            raise RuntimeError(
+                "This gradient scaler found no gradients: they are in the ranks' shards (stage=2). "
+                "Use shardfuse.ShardedGradScaler, which reaches them, or stage=1."
+            )
+        self._has_unscaled = False
+
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
@@ -569,12 +638,15 @@ class ShardedOptimizer(TorchCompat):
         self._consolidated = None
         self._is_fresh = False
         with record_function("shardfuse::step"):
-            self._module_buffers.launch(self._rank_of_buffers())
-            found_inf, grad_scale = (self.__dict__.get(n) for n in ("found_inf", "grad_scale"))
-            if found_inf is not None and not isinstance(found_inf, Tensor):
-                # torch's scaler gives the number 0 where this rank has no gradient at all.
-                found_inf = torch.tensor(float(found_inf), device=self._device)
-            scaled = agree_on_step(self.communicator, found_inf, grad_scale)
+            if self._module_buffers is not None:
+                self._module_buffers.launch(self._rank_of_buffers())
+            found_inf, scaled = self.__dict__.get("found_inf"), UNSCALED
+            if found_inf is not None:
+                if not isinstance(found_inf, Tensor):
+                    # torch's scaler gives the number 0 where this rank has no gradient at all.
+                    found_inf = torch.tensor(float(found_inf), device=self._device)
+                grad_scale = self.__dict__.get("grad_scale")
+                scaled = agree_on_step(self.communicator, found_inf, grad_scale)
             self._was_skipped = scaled.skip
             if scaled.skip:
                 self._overflows.note(self._shards.named_grads(), self._device)
@@ -583,7 +655,8 @@ class ShardedOptimizer(TorchCompat):
                 self._gather.post_receives()
                 self._driver.run(coefficient, self._config.clip_grad_norm, self._watching(scaled))
             self._grads.consume()
-            self._module_buffers.wait()
+            if self._module_buffers is not None:
+                self._module_buffers.wait()
             if not scaled.skip:
                 self._gather.defer()
                 if not self._is_shadow:
@@ -604,6 +677,44 @@ class ShardedOptimizer(TorchCompat):
         """(parameter name, rank) of the last skipped step, with ``report_overflow``; else None."""
         self._refuse_if_external("last_overflow")
         return self._overflows.last
+
+    def _refuse_changed(self, then: str) -> None:
+        """Raise RuntimeError if gradients changed since they were clipped; after _begin()."""
+        if self._clip_coefficient is None or self._grads.phase is GradPhase.REDUCED:
+            return
+        self._clip_coefficient = None
+        raise RuntimeError(
+            f"{on_rank(self.communicator)}Gradients changed between clip_grad_norm() and {then}. "
+            "Clip once, after the last backward() of the step and any unscale_(). To leave a step "
+            "out, clear the gradients by the optimizer's zero_grad()."
+        )
+
+    @property
+    def _watched(self) -> str:
+        """What the ranks are told of it, to follow "clipped gradients"."""
+        return "" if self._watch is None else ", watched"
+
+    def _watching(self, scaled: ScaledStep) -> StepNorms | None:
+        """Return what notes the step that is about to be made."""
+        watch, self._watch = self._watch, None
+        if watch is not None and scaled.is_equal:
+            watch.inverse = scaled.inverse
+        return watch
+
+    def _after_step(self) -> None:
+        """Consolidate where it is time to, by ``consolidate_every``; else say once that it is not.
+
+        A checkpoint is hours after the start of a run, and so would be the error of state_dict().
+        """
+        num_calls = self._num_calls.increment()
+        every = self._config.consolidate_every
+        if every and num_calls % every == 0:
+            self.consolidate_state_dict(to=0)
+        alone = self.communicator.world_size == 1 or self.communicator.world.rank != 0
+        # DeepSpeed's engine has a state_dict() of its own put on the instance.
+        arranged = self._can_be_saved or every is not None or "state_dict" in self.__dict__
+        if not (alone or arranged):
+            warn_of_saves_on_one_rank(type(self).__name__)
 
     def _begin(self, *lines: str) -> None:
         """Check and pack what the next collectives need; ``lines`` are what ranks must agree on."""
@@ -633,10 +744,9 @@ class ShardedOptimizer(TorchCompat):
     def _check(self) -> tuple[list[FlatState], list[FlatState]]:
         """Check params, make states; return flats that train, and that begin to. Tells nobody."""
         self._gather.wait_all()
-        prefix = f"{on_rank(self.communicator)}{type(self).__name__}: "
-        check_params(self.param_groups, self._params, self._flats, prefix)
+        check_params(self.param_groups, self._params, self._flats, self._error_prefix)
         for index, group in enumerate(self.param_groups):  # they may have been edited
-            check_options(self._rule, group, f"{on_rank(self.communicator)}param_groups[{index}]")
+            check_group(self._rule, group, f"{self._on_rank}param_groups[{index}]")
         active = [state for state in self._flats if self._grads.has(state.flat)]
         for state in active:
             values = self._rule.initial_states(self.param_groups[state.flat.group])

@@ -11,8 +11,7 @@ import inspect
 import math
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypedDict, cast
@@ -21,14 +20,11 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from shardfuse.agreement import on_rank
 from shardfuse.engine.step import StepDriver, StepNorms
-from shardfuse.grads.source import GradPhase
 from shardfuse.layout import BLOCK
 from shardfuse.optim.stateful import StatefulOptimizer
 from shardfuse.rules.base import number
-from shardfuse.scaling import ScaledStep
-from shardfuse.untraced import untraced
+from shardfuse.runtime import untraced
 
 
 class TorchOptions(TypedDict, total=False):
@@ -155,49 +151,17 @@ class TorchCompat(StatefulOptimizer, Joinable):
     def _begin(self, *lines: str) -> None:
         raise NotImplementedError
 
-    def _before_step(self) -> None:
-        """Refuse a graph capture; under Join, take part in what it counts.
+    def _refuse_changed(self, then: str) -> None:
+        raise NotImplementedError
 
-        Raises:
-            RuntimeError: a CUDA graph is being captured, or a scaler is used under Join.
-        """
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"step() of {type(self).__name__} cannot be captured in a CUDA graph: the learning "
-                "rate and the step count would stay those of the capture. Capture forward and "
-                "backward alone, and call step() between replays."
-            )
-        if self._are_partitioned:
-            self._check_partitioned()
-        if not self._notifies_join:
-            return
-        self._left_join = False
-        if self.__dict__.get("found_inf") is not None:
-            self._refuse_in_join("step() under a gradient scaler")
-        if not self._is_shadow:
-            Join.notify_join_context(self)
+    def _notify_join(self) -> None:
+        """Take part in the all-reduce of Join that begins each step."""
+        Join.notify_join_context(self)
 
     @property
     def _notifies_join(self) -> bool:
         """Whether each step() takes part in what Join counts: in one, and from then on."""
         return self._join_config is not None and self._join_config.enable
-
-    @contextmanager
-    def _ends_if_it_fails(self) -> Iterator[None]:
-        """Leave nothing of a step that fails to the next one.
-
-        That would undo the old loss scale, too, or be taken for one under a scaler: torch drops
-        what a scaler has set after other steps only. And where values lie beside parameters, it
-        would go on with them, and not with what was loaded into the parameters since.
-        """
-        try:
-            yield
-        except BaseException:
-            for state in self._flats:
-                state.codec.rollback()
-            self.__dict__.pop("found_inf", None)
-            self.__dict__.pop("grad_scale", None)
-            raise
 
     @property
     def _are_reduced(self) -> bool:
@@ -208,20 +172,6 @@ class TorchCompat(StatefulOptimizer, Joinable):
     def _are_partitioned(self) -> bool:
         """Whether gradients leave under backward."""
         return self._config.stage == 2 and self.communicator.world_size > 1
-
-    def _check_partitioned(self) -> None:
-        """Refuse what works on p.grad, which has left at stage 2.
-
-        Raises:
-            RuntimeError: another scaler than ShardedGradScaler.
-        """
-        is_scaled = self.__dict__.get("found_inf") is not None
-        if is_scaled and not self._has_unscaled:
-            raise RuntimeError(
-                "This gradient scaler found no gradients: they are in the ranks' shards (stage=2). "
-                "Use shardfuse.ShardedGradScaler, which reaches them, or stage=1."
-            )
-        self._has_unscaled = False
 
     @torch.no_grad()
     def _unscale_shards(self, inverse: Tensor | None) -> Tensor | None:
@@ -294,17 +244,6 @@ class TorchCompat(StatefulOptimizer, Joinable):
         root = total[0] if largest else total[0].pow(1 / norm_type)
         norm = torch.where(total[1] > 0, torch.full_like(root, math.nan), root)
         return self._clipped(norm)
-
-    def _refuse_changed(self, then: str) -> None:
-        """Raise RuntimeError if gradients changed since they were clipped; after _begin()."""
-        if self._clip_coefficient is None or self._grads.phase is GradPhase.REDUCED:
-            return
-        self._clip_coefficient = None
-        raise RuntimeError(
-            f"{on_rank(self.communicator)}Gradients changed between clip_grad_norm() and {then}. "
-            "Clip once, after the last backward() of the step and any unscale_(). To leave a step "
-            "out, clear the gradients by the optimizer's zero_grad()."
-        )
 
     def _clipped(self, norm: Tensor) -> Tensor:
         """Return the norm () that a gradient of ``norm`` has after the clips made so far."""
@@ -444,18 +383,6 @@ class TorchCompat(StatefulOptimizer, Joinable):
         if self._watch is None or self._watch.names != names:
             self._watch = StepNorms(names)
         return self._watch
-
-    @property
-    def _watched(self) -> str:
-        """What the ranks are told of it, to follow "clipped gradients"."""
-        return "" if self._watch is None else ", watched"
-
-    def _watching(self, scaled: ScaledStep) -> StepNorms | None:
-        """Return what notes the step that is about to be made."""
-        watch, self._watch = self._watch, None
-        if watch is not None and scaled.is_equal:
-            watch.inverse = scaled.inverse
-        return watch
 
     # torch.distributed.algorithms.Join
 

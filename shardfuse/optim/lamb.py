@@ -21,7 +21,7 @@ from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.optim.compat import TorchOptions
 from shardfuse.rules import LambRule
 from shardfuse.rules.lamb import LambVariant, switches_for
-from shardfuse.untraced import untraced
+from shardfuse.runtime import untraced
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

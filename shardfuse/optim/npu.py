@@ -30,8 +30,8 @@ from shardfuse.optim.algorithms import (
 )
 from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.optim.lamb import ShardedLamb
+from shardfuse.runtime import untraced
 from shardfuse.scaling import agree_on_step
-from shardfuse.untraced import untraced
 
 logger = logging.getLogger("shardfuse")
 

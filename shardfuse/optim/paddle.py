@@ -20,7 +20,7 @@ from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.rules import PaddleLambRule
 from shardfuse.rules.base import check_lr, number
 from shardfuse.rules.lamb import GroupClip
-from shardfuse.untraced import untraced
+from shardfuse.runtime import untraced
 
 
 class LRScheduler(Protocol):

@@ -25,7 +25,7 @@ from shardfuse.grads.source import GradSource
 from shardfuse.layout import FlatLayout
 from shardfuse.optim.backend import ExternalBackend
 from shardfuse.rules import UpdateRule
-from shardfuse.untraced import untraced
+from shardfuse.runtime import untraced
 
 logger = logging.getLogger("shardfuse")
 
@@ -36,6 +36,19 @@ _said = set[str]()
 def silence_save_notice() -> None:
     """Leave out the line of the first step about state_dict() on rank 0 alone, in this process."""
     _said.add("rank 0")
+
+
+def warn_of_saves_on_one_rank(name: str) -> None:
+    """Warn once in this process that state_dict() on rank 0 alone will raise, and name the remedy.
+
+    A checkpoint is hours after the start of a run, and so would be the error. There is no warning
+    if the program saves in a way that works.
+    """
+    if "rank 0" in _said:
+        return
+    _said.add("rank 0")
+    if not is_arranged():
+        logger.warning("%s: state_dict() on rank 0 alone will raise. %s.", name, remedy())
 
 
 def _has_fragments(state_dict: Any) -> bool:
@@ -186,28 +199,6 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def saves_are_arranged(self) -> None:
         """Do not log the first step's warning about state_dict() on rank 0 alone. Local."""
         self._can_be_saved = True
-
-    def _after_step(self) -> None:
-        """Consolidate where it is time to, by ``consolidate_every``; else say once that it is not.
-
-        A checkpoint is hours after the start of a run, and so would be the error of state_dict().
-        """
-        num_calls = self._num_calls.increment()
-        every = self._config.consolidate_every
-        if every and num_calls % every == 0:
-            self.consolidate_state_dict(to=0)
-        alone = self.communicator.world_size == 1 or self.communicator.world.rank != 0
-        # DeepSpeed's engine has a state_dict() of its own put on the instance.
-        arranged = self._can_be_saved or every is not None or "state_dict" in self.__dict__
-        if alone or arranged or "rank 0" in _said:
-            return
-        _said.add("rank 0")
-        if not is_arranged():
-            logger.warning(
-                "%s: state_dict() on rank 0 alone will raise. %s.",
-                type(self).__name__,
-                remedy(),
-            )
 
     @untraced
     @torch.no_grad()

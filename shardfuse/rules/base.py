@@ -404,3 +404,16 @@ def divide(numerator: Tensor, denominator: Tensor, *, guard: bool) -> Tensor:
     """
     quotient = numerator / denominator
     return quotient.masked_fill_(denominator == 0, 0.0) if guard else quotient
+
+
+def check_group(rule: UpdateRule, group: Group, where: str) -> None:
+    """Check the hyper-parameters of a group; an error begins with ``where`` the group is.
+
+    Raises:
+        ValueError: one is out of range.
+        TypeError: one is of another kind.
+    """
+    try:
+        rule.check(group)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}: {error}") from None

@@ -72,7 +72,7 @@ def test_the_memory_of_another_process_of_that_number_is_not_read(
     read: list[int] = []
     monkeypatch.setattr(gloo, "read_memory", lambda pid, address, out: read.append(pid))
     monkeypatch.setattr(gloo, "is_running", lambda pid: True)
-    monkeypatch.setattr(box, "take", lambda *letter: 4096)
+    monkeypatch.setattr(box, "wait", lambda *letter: 4096)
     with pytest.raises(RuntimeError, match="process of rank 1 has ended"):
         box.read_part(1, 0, 5, torch.empty(1))
     assert read == []

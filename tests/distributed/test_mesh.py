@@ -261,7 +261,7 @@ def count() -> dict[str, list[tuple[str, int]]]:
     for axis, inner in (
         ("shard", comm._shard),
         ("replicate", comm.replicate),
-        ("everyone", comm._everyone),
+        ("everyone", comm._world),
     ):
         inner._launch = functools.partial(_counted, inner._launch, calls[axis])
     param.grad = torch.ones_like(param)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardfuse import ShardConfig, ShardedAdam, ShardedLamb
-from shardfuse.comm import gloo, session, watchdog
+from shardfuse.comm import gloo, native, session
 from shardfuse.grads.full import FullGrads
 from tests.distributed.test_mesh import mesh_of, train_model
 from tests.support.harness import STAYING, run_procs, run_scripts
@@ -133,7 +133,7 @@ def test_options_that_are_refused() -> None:
 
 def train_slowly(sharding: dict[str, Any]) -> list[torch.Tensor]:
     """Train, impatient and slow; in two steps rank 0 has no backward and sends in step() alone."""
-    for module in (session, watchdog, gloo):
+    for module in (session, native, gloo):
         module.PATIENCE_S = 0.01  # type: ignore[attr-defined]
     chance, send = random.Random(dist.get_rank()), FullGrads._launch
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from shardfuse import ShardedSGD
 from shardfuse.comm.session import PeerError
+from shardfuse.comm.transport import Completion
 from shardfuse.engine.gather import PendingParam
 from tests.support import placing
 from tests.support.harness import STAYING, run_procs, run_scripts, run_threads
@@ -108,18 +109,12 @@ class Losing(LazyCommunicator):
         self, output: torch.Tensor, input: torch.Tensor, *, label: str | None = None
     ) -> Any:
         handle = super().all_gather(output, input, label=label)
-        return Lost() if self.is_lost else handle
+        return Completion(lose) if self.is_lost else handle
 
 
-class Lost:
-    """A handle of what never arrives; a second wait() says nothing, as torch's do."""
-
-    is_told = False
-
-    def wait(self) -> None:
-        if not self.is_told:
-            self.is_told = True
-            raise PeerError("rank 1 has ended.")
+def lose() -> None:
+    """End the first wait; a second one says nothing, as torch's do."""
+    raise PeerError("rank 1 has ended.")
 
 
 def about_to_lose(post: Post) -> tuple[nn.Module, ShardedSGD]:

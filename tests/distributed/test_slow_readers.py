@@ -50,7 +50,7 @@ def overwritten_after_the_call(shape: tuple[int, int] | None) -> Tensor:
     with comm.session.region("one sum"):
         total = torch.stack(comm.reduce_scatter(input).wait()).sum(0)
     input.fill_(torch.nan)
-    for buffer in comm.staging._buffers.values() if shape else ():
+    for buffer in comm._buffers._buffers.values() if shape else ():
         buffer.fill_(torch.nan)
     return total
 

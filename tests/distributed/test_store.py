@@ -45,7 +45,7 @@ def save_beside(folder: Path, told: list[str | None] | None) -> str:
     if told is None:
         comm.session.group.store = Gone()
     else:
-        comm.session.group.told = lambda topic: told
+        comm.session.group.read = lambda topic: told
     saving: AsyncSave = async_save({"model": model, "optimizer": optimizer}, folder)
     try:
         saving.wait()
@@ -88,11 +88,14 @@ def test_what_another_rank_does(text: str) -> None:
     store = dist.HashStore()
     boards = [GroupState(store, rank, world_size=2) for rank in range(2)]
     store.set("doing/1", text)
-    with pytest.raises(PeerError, match=r"store has .* under 'doing/1'"), boards[0].call("step()"):
-        boards[0].look()
-    assert boards[0]._absent() == " Not seen in this call: rank 1."
-    with pytest.raises(PeerError, match=r"rank 0 stopped: .*under"), boards[1].call("step()"):
-        boards[1].look()
+    with (
+        pytest.raises(PeerError, match=r"store has .* under 'doing/1'"),
+        boards[0].region("step()"),
+    ):
+        boards[0].poll_peers()
+    assert boards[0]._unseen_ranks() == " Not seen in this call: rank 1."
+    with pytest.raises(PeerError, match=r"rank 0 stopped: .*under"), boards[1].region("step()"):
+        boards[1].poll_peers()
 
 
 @pytest.mark.parametrize("text", GARBAGE)
@@ -119,8 +122,9 @@ def test_an_alarm_that_no_rank_has_raised(text: str) -> None:
 def test_a_word_to_stop(text: str, tmp_path: Path) -> None:
     """In the store, and in the folder that replaces it."""
     for is_store_gone in (False, True):
-        comm = SimpleNamespace(world_size=2, epoch=0, is_store_gone=is_store_gone)
-        comm.told = lambda topic, told=text, gone=is_store_gone: [None, None if gone else told]
+        session = SimpleNamespace(generation=0, is_store_gone=is_store_gone)
+        session.read = lambda topic, told=text, gone=is_store_gone: [None, None if gone else told]
+        comm = SimpleNamespace(world_size=2, session=session)
         stop = CoordinatedStop(_ranks(comm), tmp_path, 7)
         if is_store_gone and len(text) < 100:
             (tmp_path / f".stop-{7:012x}-{text}").touch()

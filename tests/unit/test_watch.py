@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from shardfuse.comm import watchdog as watch_module
+from shardfuse.comm import native as watch_module
+from shardfuse.comm.native import Watchdog
 from shardfuse.comm.session import GroupState
-from shardfuse.comm.watchdog import Watchdog
 
 REMEDY = "as many backward() before each"
 

@@ -1,4 +1,4 @@
-"""Code that torch.compile neither traces nor compiles, and what it tells before it traces.
+"""torch's runtime: code that torch.compile leaves out, frames of callers, streams of a device.
 
 [Note: untraced] A compiled function may call any method of an optimizer, and torch.compile would
 trace it: collectives, locks, thousands of lines. A backward that a compiled function runs reaches
@@ -15,14 +15,19 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import torch
+from torch import Tensor
+
 # Of torch.compiler.disable() the form that imports torch._dynamo, seconds of work, at the first
 # call and not here. torch.optim.Optimizer's own methods have it.
 from torch._compile import _disable_dynamo as untraced
 
 __all__ = [
+    "Streams",
     "before_tracing",
     "caller",
     "compiling_kernels",
+    "current_stream",
     "is_in_compiled",
     "stacklevel_of_caller",
     "untraced",
@@ -104,3 +109,57 @@ def stacklevel_of_caller() -> int:
     while frame.f_back and str(frame.f_globals.get("__name__")).startswith(ours):
         frame, level = frame.f_back, level + 1
     return level
+
+
+# Streams of a device
+
+
+def current_stream(device: torch.device) -> Any:
+    """Return the current stream of this thread; None on the CPU, which has none."""
+    if device.type == "cpu":
+        return None
+    return torch.get_device_module(device).current_stream(device)
+
+
+class Streams:
+    """The streams on which the current backward makes gradients, until something waits for them.
+
+    Autograd runs a node, and the hook of a gradient, on the stream of the node's forward. It joins
+    all streams when the backward ends. A bucket that is sent before has to wait for the streams of
+    its gradients.
+    """
+
+    def __init__(self) -> None:
+        self._device = torch.device("cpu")
+        self._noted: list[Any] = []
+        self._are_several = False  # whether there ever was more than one
+
+    def note(self, device: torch.device) -> None:
+        """Note that a gradient was made on the current stream."""
+        self._device, stream = device, current_stream(device)
+        if stream is not None and stream not in self._noted:
+            self._noted.append(stream)
+            self._are_several |= len(self._noted) > 1
+
+    def join(self) -> None:
+        """Have the current stream wait for the others, and stand for them."""
+        if not self._noted:
+            return
+        current = current_stream(self._device)
+        for stream in self._noted:
+            if stream != current:
+                current.wait_stream(stream)
+        self._noted = [current]
+
+    def end(self) -> None:
+        """Join them, as at the end of a backward, also of one that has failed; forget them."""
+        self.join()
+        self._noted.clear()
+
+    def hold(self, grad: Tensor) -> None:
+        """Keep the memory of ``grad`` as it is until the current stream has read it.
+
+        It belongs to the stream that it was made on, which would use it again at once.
+        """
+        if self._are_several:
+            grad.record_stream(current_stream(grad.device))
