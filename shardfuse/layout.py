@@ -11,9 +11,9 @@ built for thousands of ranks on a laptop.
 * A flat holds the parameters of one (group, policy, dtype, device, frozen): each kernel call has
   one set of hyper-parameters. Order is the reverse of registration, because gradients become ready
   in that order; it is the same on every rank by construction.
-* A shard is whole blocks. So is a slot under rules of grain "block", which take norms of tensors:
-  every block then belongs to exactly one parameter (or to the tail padding) and to exactly one
-  rank. Under others slots start where the device likes to (SLOT_NBYTES): small tensors pad less.
+* A shard is whole blocks. So is a slot under rules of granularity "block", which take norms of
+  tensors: every block then belongs to exactly one parameter (or to the tail padding) and to exactly
+  one rank. Under others slots start where the device likes to (SLOT_NBYTES): small tensors pad less.
 * A bucket is a range of a flat, not a set of parameters: buckets are equal in size, a large tensor
   is cut, and only the last one carries tail padding.
 """
@@ -188,7 +188,7 @@ def slots_in(flat: Flat, bucket: Bucket) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """All flats of one optimizer over ``world_size`` ranks, for a rule of some ``grain``.
+    """All flats of one optimizer over ``world_size`` ranks, for a rule of some ``granularity``.
 
     There are no flats where somebody else lays the parameters out (optim/backend.py).
 
@@ -199,7 +199,7 @@ class FlatLayout:
 
     world_size: int
     bucket_nbytes: int
-    grain: str
+    granularity: str
     specs: tuple[ParamSpec, ...] = ()
     flats: tuple[Flat, ...] = ()
 
@@ -222,10 +222,10 @@ class FlatLayout:
         *,
         world_size: int,
         bucket_nbytes: int = 25 << 20,
-        grain: str = "block",
+        granularity: str = "block",
     ) -> FlatLayout:
         """Lay out ``specs`` in buckets of at most ``bucket_nbytes`` (at least a block per rank)."""
-        return cls(world_size, bucket_nbytes, grain).extended(specs)
+        return cls(world_size, bucket_nbytes, granularity).extended(specs)
 
     def extended(self, specs: Sequence[ParamSpec]) -> FlatLayout:
         """Return this layout with flats for ``specs`` appended; existing flats do not move."""
@@ -250,7 +250,7 @@ class FlatLayout:
     ) -> Flat:
         spec = specs[members[0]]
         slot_nbytes = SLOT_NBYTES.get(spec.device_type, 512)
-        align = BLOCK if self.grain == "block" else slot_nbytes // ITEMSIZE[spec.dtype]
+        align = BLOCK if self.granularity == "block" else slot_nbytes // ITEMSIZE[spec.dtype]
         slots = []
         used = 0
         for param in reversed(members):
@@ -313,7 +313,7 @@ class FlatLayout:
 
     def digest(self) -> bytes:
         """Return 32 bytes that differ wherever two ranks could not communicate."""
-        blocks = f"block {BLOCK} whole {self.grain == 'block'}"
+        blocks = f"block {BLOCK} whole {self.granularity == 'block'}"
         text = [f"{blocks} world {self.world_size} bucket {self.bucket_nbytes}"]
         text += [spec.describe() for spec in self.specs]
         return hashlib.sha256("\n".join(text).encode()).digest()

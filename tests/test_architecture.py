@@ -38,8 +38,8 @@ ARROWS = read_arrows()
 # Who may import a package that is not torch or of the standard library's plain kind.
 ONLY_IN: dict[str, set[str]] = {
     "torch.distributed": {
-        "comm.process_group",
-        "comm.gloo.pairwise",
+        "comm.native",
+        "comm.gloo",
         "checkpoint.storage",
         "fragments",
         "optim.compat",

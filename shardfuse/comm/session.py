@@ -557,6 +557,7 @@ class GroupState:
     def on_restart(self, method: Callable[[], None]) -> None:
         """Have ``method``, held weakly, called once in every new generation."""
         self.refresh()
+        self._restarts = [reference for reference in self._restarts if reference() is not None]
         self._restarts.append(weakref.WeakMethod(method))
 
     def refresh(self) -> None:
@@ -564,11 +565,8 @@ class GroupState:
         if self._refreshed == self.next_generation:
             return
         self._refreshed = self.next_generation
-        methods = [reference() for reference in self._restarts]
-        self._restarts = [
-            ref for ref, method in zip(self._restarts, methods, strict=True) if method is not None
-        ]
-        for method in methods:
+        for reference in list(self._restarts):
+            method = reference()
             if method is not None:
                 method()
 

@@ -59,7 +59,7 @@ class PartitionShards(ShardProvider):
         self._global_square = global_square
         self._num_params = len(policies)
         self._policies = sorted(set(policies))
-        if rule.grain == "element" and len(self._policies) == 1:
+        if rule.granularity == "element" and len(self._policies) == 1:
             # Nothing depends on where tensors begin.
             slices = [PartitionSlice(0, 0, flat.numel(), policies[0])]
         self._cuts = [cut for own in slices for cut in _cut(own)]

@@ -189,7 +189,7 @@ class Kernels:
         occurs nowhere else, not worth a compilation.
         """
         if self.choice == "compile" and not is_tail:
-            if function is first_pass and self._rule.grain == "block":
+            if function is first_pass and self._rule.granularity == "block":
                 scale = self._per_row(scale, _shape(tile)[0])
             if self._run_compiled(function, flags, h, scale, tile):
                 return

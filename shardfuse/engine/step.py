@@ -1,8 +1,8 @@
 """StepDriver: one update over the shards, by any rule, pass by pass.
 
-A rule of grain "element" has one pass: each unit is updated as soon as its gradient is reduced, and
-its parameters may be gathered at once. Any other rule has two, with one all-reduce of its sums
-between them. Clips by a norm come before: gradients are then reduced first, and kept.
+A rule of granularity "element" has one pass: each unit is updated as soon as its gradient is
+reduced, and its parameters may be gathered at once. Any other rule has two, with one all-reduce of
+its sums between them. Clips by a norm come before: gradients are then reduced first, and kept.
 
 The driver knows neither buffers nor DeepSpeed: it walks over the units of a ShardProvider. A
 Reduction sums over tensors or rows that are cut across units and ranks: the first pass writes into
@@ -464,7 +464,7 @@ def _table(rows: list[list[int]], width: int, *, zero: int, device: torch.device
 
 
 class Reduction(Protocol):
-    """What a grain of rules needs between the passes."""
+    """What a granularity of rules needs between the passes."""
 
     def begin(self) -> None:
         """Start a step: clear the sums."""
@@ -696,12 +696,12 @@ def _add_rows(sums: Tensor, part: Tensor, start: int, stride: int) -> None:
 
 
 def reduction_for(rule: ReducingRule, shards: ShardProvider) -> Reduction:
-    """Return what sums up at the grain of ``rule``."""
-    return REDUCTIONS[rule.grain](rule, shards)  # type: ignore[no-any-return]
+    """Return what sums up at the granularity of ``rule``."""
+    return REDUCTIONS[rule.granularity](rule, shards)  # type: ignore[no-any-return]
 
 
 REDUCTIONS: dict[str, type] = {"block": TensorReduction, "row": RowReduction}
-"""{grain of a rule: its Reduction}"""
+"""{granularity of a rule: its Reduction}"""
 
 
 # Norms of one step

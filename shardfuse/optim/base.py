@@ -134,13 +134,13 @@ class ShardedOptimizer(TorchCompat):
         """
         nbytes = bucket_nbytes(self._config.bucket_cap_mb, self.communicator.async_model)
         alone = self.communicator.world_size == 1
-        if alone and error is None and self._rule.grain != "row":
+        if alone and error is None and self._rule.granularity != "row":
             # Nothing is sent, and no temporary is as large as a bucket: fewer, larger calls.
             nbytes = sys.maxsize
-        grain = "element" if error else self._rule.grain
+        granularity = "element" if error else self._rule.granularity
         if not alone and self._config.grad_sync_bits is not None:
-            grain = "block"  # of one scale: of one parameter
-        self.layout = FlatLayout(self.communicator.world_size, nbytes, grain)
+            granularity = "block"  # of one scale: of one parameter
+        self.layout = FlatLayout(self.communicator.world_size, nbytes, granularity)
         self._params: list[Tensor] = []
         self._flats: list[FlatState] = []
         if error is None and not alone and not is_external_layout():
@@ -268,9 +268,8 @@ class ShardedOptimizer(TorchCompat):
             return False
         try:
             return self._look_for_wrapper()
-        except Exception:
-            with self.communicator.session.region("backward()"):
-                raise
+        except Exception as error:
+            self.communicator.session.fail("backward()", error)
 
     def _look_for_wrapper(self) -> bool:
         """Look once for a wrapper, and for tensors that are not kept equal. Return as above."""

@@ -66,7 +66,7 @@ class CountingCommunicator(SingleRank):
 class OptimizerTraits:
     """Memory and traffic per element of an optimizer class and its configuration."""
 
-    grain: str
+    granularity: str
     """Granularity of reductions, as in FlatLayout."""
 
     param_itemsize: float
@@ -103,7 +103,7 @@ def probe_optimizer(
         calls.append(list(stepped.communicator.all_reduces))
     slopes = [(more - fewer) / 2 for fewer, more in zip(*calls, strict=True)]
     return OptimizerTraits(
-        grain=optimizer.layout.grain,
+        granularity=optimizer.layout.granularity,
         param_itemsize=summary.param_nbytes / padded,
         state_itemsize=summary.state_nbytes * _WORLD_SIZE / padded,
         keeps_reduced=config.stage == 1 and _keeps_more_than_gradients(stepped, dtype),
@@ -341,7 +341,7 @@ class _Costs:
             specs.append(ParamSpec(param, shape, stride, name, device, 0))
         cap = bucket_nbytes(self.config.bucket_cap_mb, self.moves)
         return FlatLayout.build(
-            specs, world_size=self.shards, bucket_nbytes=cap, grain=self.traits.grain
+            specs, world_size=self.shards, bucket_nbytes=cap, granularity=self.traits.granularity
         )
 
     # Memory

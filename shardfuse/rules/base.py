@@ -65,7 +65,7 @@ class Member(NamedTuple):
 class UpdateRule(ABC):
     """Hyper-parameters, states and settings; subclassed by ElementwiseRule and ReducingRule."""
 
-    grain: ClassVar[str]
+    granularity: ClassVar[str]
     """What an update depends on: "element" alone, or sums over "block" (and so tensor) or "row".
 
     One pass over the shards for elements, else two, with an all-reduce of the sums between them.
@@ -151,7 +151,7 @@ class UpdateRule(ABC):
 class ElementwiseRule(UpdateRule):
     """A rule whose new values depend only on the same element of parameter, gradient, states."""
 
-    grain = "element"
+    granularity = "element"
 
     @abstractmethod
     def update(self, flags: Any, h: Any, p: Tensor, g: Tensor, *state: Tensor) -> None:
@@ -196,7 +196,7 @@ class ReducingRule(UpdateRule):
 class NormRule(ReducingRule):
     """A rule whose step is scaled per parameter by a ratio of norms over the whole parameter."""
 
-    grain = "block"
+    granularity = "block"
 
     @abstractmethod
     def ratio(self, sums: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ class Rows(NamedTuple):
 class RowRule(ReducingRule):
     """A rule whose step depends on sums over the rows of parameters of two or more dimensions."""
 
-    grain = "row"
+    granularity = "row"
 
     neutral: ClassVar[tuple[float, ...]]
     """The factors of parameters that have no rows."""

@@ -38,7 +38,7 @@ class Rate(NamedTuple):
 class MatrixRule(ReducingRule):
     """p -= lr * (the orthogonal factor of m), m += g: whole matrices are needed."""
 
-    grain = "tensor"
+    granularity = "tensor"
     num_sums = 1
 
     def check_values(self, group: Group) -> None:
@@ -131,7 +131,7 @@ def train_matrices() -> list[Tensor]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_rule_over_whole_matrices(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A grain is a rule class and an entry of REDUCTIONS; the driver stays as it is."""
+    """A granularity is a rule class and an entry of REDUCTIONS; the driver stays as it is."""
     monkeypatch.setitem(driver.REDUCTIONS, "tensor", WholeMatrices)
     expected = matrices()
     momenta = [torch.zeros_like(param) for param in expected]

@@ -64,7 +64,7 @@ def parts_of(
     named = list(model.named_parameters())
     specs = [ParamSpec(name, tuple(p.shape), p.stride(), "float32", "meta", 0) for name, p in named]
     layout = FlatLayout.build(
-        specs, world_size=world_size, bucket_nbytes=bucket_nbytes, grain="element"
+        specs, world_size=world_size, bucket_nbytes=bucket_nbytes, granularity="element"
     )
     flats = []
     for buffer in CombinedBuffers().add(layout.flats, META):

@@ -43,7 +43,7 @@ def random_layout(seed: int, device: str | None = None) -> FlatLayout:
         random_specs(rng, rng.randrange(1, 12), device),
         world_size=rng.choice([1, 2, 3, 4, 7, 8, 16]),
         bucket_nbytes=rng.choice([1, 1 << 14, 1 << 16, 25 << 20]),
-        grain="block" if rng.random() < 0.5 else "element",
+        granularity="block" if rng.random() < 0.5 else "element",
     )
 
 
@@ -74,7 +74,7 @@ def test_shards_are_whole_blocks_of_one_parameter() -> None:
         layout = random_layout(seed)
         for flat in layout.flats:
             taken: dict[int, int] = {}
-            for slot in flat.slots if layout.grain == "block" else ():
+            for slot in flat.slots if layout.granularity == "block" else ():
                 assert slot.start % BLOCK == 0
                 for block in range(slot.start // BLOCK, slot.stop // BLOCK):
                     assert taken.setdefault(block, slot.param) == slot.param
@@ -90,7 +90,7 @@ def test_slots_follow_one_another() -> None:
         layout = random_layout(seed)
         for flat in layout.flats:
             nbytes = 64 if flat.device == "cpu" else 512
-            align = BLOCK if layout.grain == "block" else nbytes // ITEMSIZE[flat.dtype]
+            align = BLOCK if layout.granularity == "block" else nbytes // ITEMSIZE[flat.dtype]
             assert flat.align == align
             start = 0
             for slot in flat.slots:
