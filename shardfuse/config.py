@@ -125,7 +125,7 @@ class ShardConfig:
     overlap_param_sync: bool | Literal["auto"] = "auto"
     """Let step() return while updated parameters are in flight; reading one waits for it.
 
-    [Note: in flight] in pending_params.py says what counts as reading. auto: as for
+    [Note: in flight] in engine/gather.py lists what counts as a read. auto: as for
     ``overlap_grad_sync``.
     """
 

@@ -12,8 +12,8 @@ built for thousands of ranks on a laptop.
   one set of hyper-parameters. Order is the reverse of registration, because gradients become ready
   in that order; it is the same on every rank by construction.
 * A shard is whole blocks. So is a slot under rules of granularity "block", which take norms of
-  tensors: every block then belongs to exactly one parameter (or to the tail padding) and to exactly
-  one rank. Under others slots start where the device likes to (SLOT_NBYTES): small tensors pad less.
+  tensors: every block then belongs to exactly one parameter (or to the tail padding) and to one
+  rank. Under others slots start at aligned addresses (SLOT_NBYTES): small tensors pad less.
 * A bucket is a range of a flat, not a set of parameters: buckets are equal in size, a large tensor
   is cut, and only the last one carries tail padding.
 """
