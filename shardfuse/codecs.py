@@ -3,7 +3,7 @@
 [Note: lossy parameters] All ranks, including the owner, use the decoded values. With a lossy codec
 every step therefore rounds the parameters; the owner keeps an fp32 master, or the rounding error
 (error feedback). If a parameter was edited, the edit replaces a master that it no longer matches;
-a rounding error is added to whatever the parameter is.
+a rounding error is added to the edited parameter.
 """
 
 from __future__ import annotations
@@ -442,7 +442,7 @@ class DeltaCodec(ParamCodec):
         return value, None
 
     def commit(self, bucket: Bucket) -> None:
-        """Encode the difference, and set this rank's parameters to what the peers will decode."""
+        """Encode the difference, and set this rank's parameters to the decoded values."""
         if self.arena is None:
             return
         value, shard = self.arena.view(bucket), self._shard(bucket)

@@ -392,7 +392,7 @@ class SharedMemoryExchange:
         self.restart(generation)
 
     def restart(self, generation: int) -> None:
-        """Forget what was in flight, and number messages alike on all ranks."""
+        """Forget everything in flight, and restart the numbers of messages, as all ranks do."""
         self._next = (generation << 32) + 1
         self._in_flight.clear()
         self._unread.clear()

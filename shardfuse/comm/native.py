@@ -64,7 +64,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or getattr(
 
 @dataclass(frozen=True, slots=True)
 class BackendTraits:
-    """What a backend allows, beyond SUM and MAX on contiguous tensors that all of them have."""
+    """Properties of a backend, beyond SUM and MAX on contiguous tensors that all backends have."""
 
     in_place_all_gather: bool
     """The input may be a slice of the output."""
@@ -76,7 +76,7 @@ class BackendTraits:
     """The process is ended by a signal where ranks give a collective different sizes."""
 
     mismatch_code: str | None = None
-    """What is in its errors where ranks launch different collectives; None: it does not compare."""
+    """A part of its errors if ranks launch different collectives; None: it does not compare."""
 
     changes_inputs: bool | None = False
     """A reduce-scatter may change its input; None: not known before the first has run."""
@@ -105,7 +105,7 @@ def traits_of(backend: str) -> BackendTraits:
 
 
 class _Shared(NamedTuple):
-    """What the communicators of one process group share."""
+    """State that the communicators of one process group share."""
 
     group: GroupState
     watchdog: Watchdog | None  # None where the backend's waits need none, or cannot be ended
@@ -129,7 +129,7 @@ def _shared_of(group: Any, device: torch.device, backend: str) -> _Shared:
 def _watchdog_of(
     state: GroupState, group: Any, device: torch.device, backend: str
 ) -> Watchdog | None:
-    """Return what ends waits in ``group`` where a peer has reported an error."""
+    """Return the watchdog that ends waits in ``group`` once a peer has reported an error."""
     abort = _ABORTS.get(backend)
     if abort is None:
         return None
@@ -166,7 +166,7 @@ def _close_gloo(group: Any, device: torch.device) -> None:
 
 
 def _abort(group: Any, device: torch.device) -> None:
-    """Abort what a group of NCCL or HCCL has in flight. (Not run on hardware.)"""
+    """Abort the collectives in flight of a group of NCCL or HCCL. (Not run on hardware.)"""
     if group is not None:
         with suppress(RuntimeError, AttributeError):
             backend = group._get_backend(device)
@@ -241,7 +241,7 @@ class ProcessGroupCommunicator:
         return AsyncModel.ORDERED
 
     def _verify_declared(self) -> None:
-        """Have the ranks compare what they declared: messages of backends carry no digest."""
+        """Have the ranks compare their entries: messages of backends carry no digest."""
         if self._watchdog is None:
             return
         if self._traits.aborts_on_mismatch:
@@ -341,7 +341,7 @@ class ProcessGroupCommunicator:
     def post_receive(
         self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0
     ) -> None:
-        """Do nothing: backends make room for what arrives by themselves."""
+        """Do nothing: backends manage their receive buffers."""
 
     def _renew_buffers(self) -> None:
         # A message that was in flight before an error may still arrive in the old ones.

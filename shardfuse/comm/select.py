@@ -54,7 +54,7 @@ def _is_communicator(process_group: Any) -> TypeGuard[Communicator]:
 
 
 def device_for(process_group: Any) -> torch.device:
-    """Return a device on which all ranks can tell each other of an error, whatever else they have.
+    """Return a device on which all ranks can exchange errors.
 
     The accelerator, where there is one and ``process_group`` serves it: HCCL and NCCL serve no CPU.
     """
@@ -150,8 +150,8 @@ def _check_order(mesh: Any, shard: str | int) -> None:
 def _check_launched_alone() -> None:
     """Raise where a launcher says that this process is one of several, which would train apart.
 
-    Of srun and mpirun, which start also what is to be apart, there is a warning. A worker of a
-    DataLoader inherits the launcher's environment, and is no rank.
+    For srun and mpirun there is a warning, because they also start independent processes. A worker
+    of a DataLoader inherits the launcher's environment, and is no rank.
     """
     if torch.utils.data.get_worker_info() is not None:
         return

@@ -102,7 +102,7 @@ class Session(Protocol):
         """Have an error of this rank outside of regions raised on the peers, too, as by fail()."""
 
     def declare(self, entries: Sequence[str], *, is_new: bool = False) -> None:
-        """State what must be equal on all ranks in this region, before it communicates.
+        """State the entries that must be equal on all ranks in this region, before it communicates.
 
         If it is not, the collectives that follow raise PeerError on every rank, naming the first
         entry that differs. ``is_new``: the entries decide which collectives follow, so they are
@@ -110,16 +110,16 @@ class Session(Protocol):
         """
 
     def publish(self, topic: str, text: str) -> None:
-        """Write a text for the peers, who can read it from when this returns.
+        """Write a text for the peers. They can read it from when this returns.
 
         Local, and slow: through the group's store.
         """
 
     def read(self, topic: str) -> list[str | None]:
-        """Return what each rank has published of ``topic`` so far; None where nothing. Local."""
+        """Return the text of each rank for ``topic`` so far; None where there is none. Local."""
 
     def refresh(self) -> None:
-        """Run what on_restart() has registered, if the ranks have restarted since. Local."""
+        """Run the methods of on_restart(), if the ranks have restarted since. Local."""
 
     def on_restart(self, method: Callable[[], None]) -> None:
         """Have a bound ``method`` called once in every new generation, before its first message.
@@ -198,7 +198,7 @@ class GroupSession:
     Args:
         group: shared by all sessions of the process group.
         check_alive: raises if the process group was destroyed; a bound method, held weakly.
-        verify: verifies what was declared, where messages carry no digest; likewise.
+        verify: verifies the entries, where messages carry no digest; likewise.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class Region:
     is_failed: bool = False
 
     def describe(self) -> dict[str, Any]:
-        """Return what peers can read of it."""
+        """Return the description that peers can read."""
         return {
             "number": self.number,
             "name": self.name,
@@ -306,7 +306,7 @@ class Region:
         }
 
     def declare(self, entries: Sequence[str]) -> None:
-        """Add what must be equal on all ranks from here on."""
+        """Add entries that must be equal on all ranks from here on."""
         if entries:
             self.declared = (*self.declared, tuple(entries))
         self.digest = digest("\n".join((str(self.number), self.name, *entries)))
@@ -348,7 +348,7 @@ class _LabelledSends:
             self._num_in_flight -= 1
 
     def describe(self, generation: int) -> dict[str, Any]:
-        """Return what peers can read of it."""
+        """Return the description that peers can read."""
         return {"num_between": self._count(generation), "is_sending": self._num_in_flight > 0}
 
 
@@ -483,7 +483,7 @@ def _first_different_entry(
 
 @dataclass
 class GroupState:
-    """The regions of this rank in one process group, and what it can read of its peers.
+    """The regions of this rank in one process group, and its view of the peers' regions.
 
     Args:
         store: of the process group; the keys of this object have a prefix of their own.
@@ -551,7 +551,7 @@ class GroupState:
 
     @property
     def next_generation(self) -> int:
-        """The generation of what is sent now: from an error on, that of the next region."""
+        """The generation of messages sent now: from an error on, that of the next region."""
         return self.generation + int(self.current.is_failed)
 
     def on_restart(self, method: Callable[[], None]) -> None:
@@ -639,7 +639,7 @@ class GroupState:
             self.is_store_gone = True
 
     def read(self, topic: str) -> list[str | None]:
-        """Return what each rank has published of ``topic``; None where nothing.
+        """Return the text of each rank for ``topic``; None where there is none.
 
         While no rank has published anything, that is one request to the store.
         """

@@ -27,7 +27,7 @@ Scale = float | Tensor | None
 
 
 class Tile(NamedTuple):
-    """Rows of elements that one call reads and writes; None is what it has no need of.
+    """Rows of elements that one call reads and writes; None where it needs none.
 
     ``grad`` are tensors in any dtype that add up to the summed gradient, as they came from the
     ranks: adding them here saves a pass over memory.
@@ -89,7 +89,7 @@ def only_pass(rule: ElementwiseRule, flags: Any, h: Any, scale: Scale, tile: Til
 
 
 def first_pass(rule: ReducingRule, flags: Any, h: Any, scale: Scale, tile: Tile) -> None:
-    """Update the states of a tile, and write what is to be summed, if anything is."""
+    """Update the states of a tile, and write the products to be summed, if there are any."""
     p, sums = tile.p, tile.aux
     assert p is not None
     if tile.low is not None:
@@ -164,14 +164,14 @@ class Kernels:
         self._has_compiled = False  # since tidy()
 
     def choose(self, shard_numel: int) -> None:
-        """Choose how to run on shards of so many elements together; what is compiled is kept."""
+        """Choose how to run on shards of so many elements together; compiled kernels are kept."""
         if self.reason.startswith(_FAILED):
             return
         self.choice, self.reason = _choose(self._kernel, self._device, shard_numel)
         logger.info("kernel=%s on %s: %s", self.choice, self._device, self.reason)
 
     def tidy(self) -> None:
-        """Give back what a compilation has left of freed memory; called when gradients are cleared.
+        """Return memory that a compilation has freed; called when gradients are cleared.
 
         The compiler's small allocations lie between those gradients, so the next do not fit where
         they were: a process then took all gradients' memory once more.
@@ -270,7 +270,7 @@ def _copy(function: Pass) -> Pass:
 
 
 def _shape(tile: Tile) -> tuple[int, int]:
-    """Return (rows, elements per row) of what a pass is run on."""
+    """Return (rows, elements per row) of a tile."""
     tensor = tile.p if tile.p is not None else tile.grad[0]
     num_rows, row = tensor.shape
     return num_rows, row

@@ -89,7 +89,8 @@ class FlatState:
         """Make every parameter a view of the flat buffer, keeping its present values.
 
         Raises:
-            TypeError: a parameter is not what the flat was laid out for; nothing is changed then.
+            TypeError: a parameter has another device, dtype or shape than the flat was laid out
+                for; nothing is changed then.
         """
         change = self.change()
         if change:
@@ -165,12 +166,12 @@ class FlatState:
 
     @property
     def param_nbytes(self) -> int:
-        """Bytes of the parameters, and of what they travel in."""
+        """Bytes of the parameters, and of their send buffers."""
         return self.params_buffer.data.nbytes + self.codec.nbytes
 
     @property
     def state_nbytes(self) -> int:
-        """Bytes of this rank's states, and of what is kept beside parameters that are rounded."""
+        """Bytes of this rank's states, masters and rounding errors."""
         arenas = [*self.states.values(), *([] if self.codec.arena is None else [self.codec.arena])]
         return sum(arena.data.nbytes for arena in arenas)
 
@@ -192,7 +193,7 @@ class FlatState:
         self._step = values.pop() if len(values) == 1 else 0
 
     def step_ranges(self, bucket: Bucket, missing: set[int], idle: set[int]) -> list[StepRange]:
-        """Return what to update in ``bucket``'s shard: runs of fragments at the same step.
+        """Return the ranges to update in ``bucket``'s shard: runs of fragments at the same step.
 
         ``missing`` are parameters with no gradient on this rank; those of them that have none on
         any rank are ``idle`` and left out.
@@ -268,7 +269,7 @@ def check_params(
     flats: Sequence[FlatState],
     prefix: str,
 ) -> None:
-    """Raise if what ``groups`` hold is no longer what the flat buffers hold.
+    """Raise if ``groups`` no longer hold the parameters of the flat buffers.
 
     Args:
         groups: the optimizer's ``param_groups``.
@@ -307,7 +308,7 @@ def check_params(
 def _members_fault(
     groups: Sequence[Mapping[str, Any]], params: Sequence[Tensor], flats: Sequence[FlatState]
 ) -> str:
-    """Return what is wrong with the parameters that ``groups`` have; empty for nothing."""
+    """Return the fault of the parameters in ``groups``; empty if there is none."""
     members = itertools.chain.from_iterable(group["params"] for group in groups)
     num_members = sum(len(group["params"]) for group in groups)
     if num_members != len(params) or not all(map(operator.is_, members, params)):
@@ -431,7 +432,7 @@ class OwnShards(ShardProvider):
         return None
 
     def unscale(self, scaled: ScaledStep, coefficient: Tensor | None) -> Tensor | None:
-        """Return ``coefficient`` with what undoes the loss scale; see [Note: gradient scalers].
+        """Return ``coefficient`` times the inverse loss scale; see [Note: gradient scalers].
 
         Raises:
             RuntimeError: on all ranks, where their loss scales differ and gradients were clipped

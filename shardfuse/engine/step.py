@@ -48,7 +48,7 @@ class StepDriver:
 
     Args:
         rule: the math.
-        shards: what is updated.
+        shards: the units to update.
         comm: the ranks that share them.
         comm_device: where its collectives take tensors; None is where the shards are.
         kernels: how the math is run.
@@ -98,7 +98,7 @@ class StepDriver:
         Args:
             coefficient: () scales the mean gradient, on top of the rule's own clipping.
             max_norm: bound of the norm of the mean gradient so scaled, before that clipping.
-            watch: notes what is done, for one all-reduce more.
+            watch: records norms, at one more all-reduce.
         """
         self._watch = watch
         self._cohorts = {param_set.number: param_set for param_set in self._shards.param_sets}
@@ -265,7 +265,7 @@ def _peers(param_sets: list[ParamSet], own: ParamSet, clip: Clip) -> list[int] |
 
 
 def _factor(clip: Clip, square: Tensor, coefficient: Tensor | None) -> Tensor:
-    """Return what scales a gradient of squared norm ``square``, by ``coefficient`` and ``clip``."""
+    """Return the factor for a gradient of squared norm ``square``, by both arguments."""
     norm = square.sqrt() if coefficient is None else square.sqrt() * coefficient
     own = (clip.max_norm / (norm + clip.eps)).clamp(max=1.0)
     return own if coefficient is None else own * coefficient
@@ -464,7 +464,7 @@ def _table(rows: list[list[int]], width: int, *, zero: int, device: torch.device
 
 
 class Reduction(Protocol):
-    """What a granularity of rules needs between the passes."""
+    """The step between the passes, for the rules of one granularity."""
 
     def begin(self) -> None:
         """Start a step: clear the sums."""
@@ -479,7 +479,7 @@ class Reduction(Protocol):
         """Return this rank's sums (k, n), contiguous, to be added up in place; None for none."""
 
     def finish(self, totals: Tensor) -> Tensor | None:
-        """Make factors of what all ranks' sums add up to; return the ratio per parameter."""
+        """Make factors of the sums over all ranks; return the ratio per parameter."""
 
     def factors(self, unit: UpdateUnit) -> Tensor | None:
         """Return the factors of ``unit``, as its out was; None where there are none."""
@@ -489,7 +489,7 @@ class BlockSums:
     """One fp32 number per block and sum, for all units of some param_sets.
 
     Args:
-        shards: whose blocks.
+        shards: the provider of the blocks.
         param_sets: those that take part, by index.
         num_sums: sums per block.
     """
@@ -536,7 +536,7 @@ class BlockSums:
 class TensorReduction:
     """Sums per tensor, for a NormRule: those of its blocks.
 
-    The param_sets whose ratios are needed may change from step to step, with the weight decay.
+    The sets whose ratios are needed may change from step to step, with the weight decay.
     """
 
     def __init__(self, rule: NormRule, shards: ShardProvider) -> None:
@@ -696,7 +696,7 @@ def _add_rows(sums: Tensor, part: Tensor, start: int, stride: int) -> None:
 
 
 def reduction_for(rule: ReducingRule, shards: ShardProvider) -> Reduction:
-    """Return what sums up at the granularity of ``rule``."""
+    """Return the reduction at the granularity of ``rule``."""
     return REDUCTIONS[rule.granularity](rule, shards)  # type: ignore[no-any-return]
 
 
@@ -748,7 +748,7 @@ class StepNorms:
 
     @property
     def update(self) -> Tensor:
-        """L2 norms of what the step added, learning rate included."""
+        """L2 norms of the change by the step, learning rate included."""
         return self._sums()[_UPDATE].sqrt()
 
     @property
@@ -779,12 +779,12 @@ class StepNorms:
         self._note(_GRAD, unit, grad if mean is None else grad * mean)
 
     def note_clip(self, factor: Tensor) -> None:
-        """Note a factor () from the mean gradient to what the rule is given."""
+        """Record a factor () by which the mean gradient is scaled for the rule."""
         self._clips.append(factor)
 
     @contextmanager
     def noting(self, unit: UpdateUnit) -> Iterator[None]:
-        """Note what is done to an opened unit inside."""
+        """Record the change of a unit inside the context."""
         assert unit.p is not None
         before = unit.p.clone()
         low = None if unit.low is None else unit.low.clone()
@@ -804,7 +804,7 @@ class StepNorms:
             self._parts[kind].setdefault(fragment.param, []).append(squares[start:stop].sum())
 
     def finish(self, total: Callable[[Tensor], Tensor], device: torch.device) -> None:
-        """Add up what the ranks have noted, by ``total``."""
+        """Sum the records over ranks, by ``total``."""
         zero = torch.zeros((), device=device)
         rows = [
             [sum(parts.get(param, []), zero) for param in range(len(self.names))]

@@ -202,7 +202,7 @@ class FullGrads(GradSource):
         self._flats.update({grads.flat.index: grads for grads in added})
 
     def _drain(self) -> None:
-        """Receive and drop what any rank has sent in the present order. Collective."""
+        """Receive and drop all buckets that any rank has sent in the present order. Collective."""
         if not self._overlaps:
             return
         device = self._states[0].grads.buffer.data.device

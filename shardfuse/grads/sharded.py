@@ -161,7 +161,7 @@ class ShardedGrads(GradSource):
                 shard.finish_sum()
 
     def _drain(self) -> None:
-        """Receive what is in flight on any rank, before the order changes. Collective."""
+        """Receive everything in flight on any rank, before the order changes. Collective."""
         self._end_iteration()
         self._agree()
         self._receive_all()

@@ -1,4 +1,4 @@
-"""GradSource: what the optimizer and the driver need of gradients, and what its classes share.
+"""GradSource: the gradients of an optimizer, as its driver sees them.
 
 There are three: FullGrads keeps every gradient in p.grad (stage 1), ShardedGrads keeps this rank's
 shard of the sum (stage 2), ExternalGrads reads p.grad that DistributedDataParallel has averaged.
@@ -71,7 +71,7 @@ class SyncControl:
         return not (is_ordered and self.join_active())
 
     def flush(self, *, is_frozen: bool = False) -> None:
-        """Send what peers may have sent during backward, before any other message of a region.
+        """Send the buckets that peers may have sent during backward, before any other message.
 
         ``is_frozen``: freeze() was called since gradients could change last.
         """
@@ -403,7 +403,7 @@ def memory_of(grads: Iterable[Tensor | None]) -> list[Tensor]:
 
 
 class GradSnapshot:
-    """Which tensors the gradients of some parameters are, and what is in them.
+    """Which tensors the gradients of some parameters are, and their contents.
 
     A gradient has changed if it is another tensor, or its address, version or checksum differs.
     Scalers unscale by an operator that counts as no write, and ``grad.data`` has a version of its
@@ -605,8 +605,8 @@ class ExternalGrads(GradSource):
     def zero(self, set_to_none: bool, *, absent: bool = False) -> None:
         """Clear the gradients, to None or to zero.
 
-        ``absent`` is left to DistributedDataParallel, which knows what was used: a zero is a
-        gradient.
+        ``absent`` has no effect: DistributedDataParallel knows which parameters were used, and sets
+        zeros for gradients.
         """
         self.release()
         for own in self._flats.values():

@@ -130,7 +130,7 @@ class ShardedOptimizer(TorchCompat):
     def _build(self, error: Exception | None, model: nn.Module | None) -> None:
         """Lay out and adopt the parameters, those of ``model`` if one was given.
 
-        ``error`` is what went wrong on this rank before.
+        ``error`` is an earlier error of this rank, raised on all ranks here.
         """
         nbytes = bucket_nbytes(self._config.bucket_cap_mb, self.communicator.async_model)
         alone = self.communicator.world_size == 1
@@ -145,7 +145,7 @@ class ShardedOptimizer(TorchCompat):
         self._flats: list[FlatState] = []
         if error is None and not alone and not is_external_layout():
             try:
-                self._look_at_owners()
+                self._find_owners()
             except Exception as failure:
                 error = failure
         self._buffers = CombinedBuffers()
@@ -190,7 +190,7 @@ class ShardedOptimizer(TorchCompat):
         logger.info("%s: %s\n%s", type(self).__name__, self._config, self.layout.describe())
 
     def _communicator(self) -> Communicator:
-        """Return what moves data between the ranks of the configuration."""
+        """Return the communicator of the configuration."""
         group, how = self._config.process_group, self._config.collectives
         if self._config.mesh is None:
             return communicator_for(group, self._device, how)
@@ -215,13 +215,13 @@ class ShardedOptimizer(TorchCompat):
         grads.before_first = weakref.WeakMethod(self._before_first_gradient)
         return grads
 
-    # Who else has the parameters
+    # Wrappers of the model
 
     _had_modules = False  # whether any module held the parameters, as far as was looked
     _sees_gradients = False
     """Whether wrappers of the model were looked for since autograd has made gradients."""
 
-    def _look_at_owners(self) -> Owners:
+    def _find_owners(self) -> Owners:
         """Find out whether DistributedDataParallel averages the gradients. Local.
 
         Raises:
@@ -260,9 +260,9 @@ class ShardedOptimizer(TorchCompat):
         return self._had_modules and not Owners(self._params).roots()
 
     def _before_first_gradient(self) -> bool:
-        """Take note of the first gradient of autograd; return whether others collect it now.
+        """Search for a wrapper at the first gradient; return whether the source was replaced.
 
-        A wrapper is often built after the optimizer, and has to be by now.
+        A wrapper is often built after the optimizer, but before the first backward.
         """
         if self._sees_gradients:
             return False
@@ -272,11 +272,11 @@ class ShardedOptimizer(TorchCompat):
             self.communicator.session.fail("backward()", error)
 
     def _look_for_wrapper(self) -> bool:
-        """Look once for a wrapper, and for tensors that are not kept equal. Return as above."""
+        """Search once for a wrapper, and for tensors that are not synced. Return as above."""
         self._sees_gradients = True
         if self.communicator.world_size == 1 or self._config.grads_are_reduced is True:
             return False
-        owners = self._look_at_owners()
+        owners = self._find_owners()
         if self._are_reduced:
             self._leave_gradients_to_wrapper()
             return True
@@ -296,7 +296,7 @@ class ShardedOptimizer(TorchCompat):
         return False
 
     def _leave_gradients_to_wrapper(self) -> None:
-        """Take gradients as averaged from now on; nothing was sent yet."""
+        """Read averaged gradients from p.grad from now on; no bucket was sent yet."""
         old, self._grads = self._grads, self._make_grads()
         self._grads.control, old.control.send_rest = old.control, None
         self._grads.num_made = old.num_made
@@ -354,7 +354,7 @@ class ShardedOptimizer(TorchCompat):
             self._module_buffers.add(sources)
 
     def _rank_of_buffers(self) -> int:
-        """Return the rank whose buffers all get: the first, under Join one that still trains."""
+        """Return the source rank of buffers: the first, under Join one that still trains."""
         if not self._notifies_join:
             return 0
         mine = -1 if self._is_shadow else self.communicator.world.rank
@@ -386,7 +386,7 @@ class ShardedOptimizer(TorchCompat):
                 raise
 
     def _read_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return a group as torch and the rule have it. What this raises, all ranks hear of."""
+        """Return a group with torch's and the rule's keys. Errors are raised on all ranks."""
         return group
 
     def _adopt(self, first_group: int, error: Exception | None, lines: Sequence[str] = ()) -> None:
@@ -406,7 +406,7 @@ class ShardedOptimizer(TorchCompat):
                 )
                 entries += lines
                 if first_group > 0 and self._are_reduced:
-                    self._look_at_owners()
+                    self._find_owners()
                 setup.warn(rank, self._rule, self.param_groups, first_group, layout.specs)
         except Exception as failure:
             error = failure
@@ -450,7 +450,7 @@ class ShardedOptimizer(TorchCompat):
         return [int(checksum(state.params_buffer.data)) for state in self._flats[first:]]
 
     def _activate(self, states: list[FlatState]) -> None:
-        """Give flats gradients and states; frozen ones have none until they are unfrozen."""
+        """Allocate gradients and states of flats; frozen ones have none until they are unfrozen."""
         for state in states:
             state.allocate(self._rule.initial_states(self.param_groups[state.flat.group]))
         self._attach(states)  # last: until then they are unfrozen once more
@@ -458,7 +458,7 @@ class ShardedOptimizer(TorchCompat):
         self._kernels.choose(sum(b.shard_numel for state in active for b in state.flat.buckets))
 
     def _attach(self, states: Sequence[FlatState]) -> None:
-        """Have gradients of these flats, too, and the driver see them."""
+        """Attach the gradients of these flats, and rebuild the driver over all."""
         members = [FlatParams(s.flat, s.params, s.specs, s.fragments) for s in states]
         self._grads.attach(members, self._device)
         self._shards = OwnShards(
@@ -570,23 +570,20 @@ class ShardedOptimizer(TorchCompat):
 
     @contextmanager
     def _ends_if_it_fails(self) -> Iterator[None]:
-        """Leave nothing of a step that fails to the next one.
-
-        That would undo the old loss scale, too, or be taken for one under a scaler: torch drops
-        what a scaler has set after other steps only. And where values lie beside parameters, it
-        would go on with them, and not with what was loaded into the parameters since.
-        """
+        """Clean up after a step that fails, so that the next one starts as if it were the first."""
         try:
             yield
         except BaseException:
+            # Masters and errors must match the parameters: the caller may load other values next.
             for state in self._flats:
                 state.codec.rollback()
+            # torch clears these after a successful step only; the next would unscale again.
             self.__dict__.pop("found_inf", None)
             self.__dict__.pop("grad_scale", None)
             raise
 
     def _before_step(self) -> None:
-        """Refuse a graph capture; under Join, take part in what it counts.
+        """Refuse a graph capture; under Join, take part in its all-reduce.
 
         Raises:
             RuntimeError: a CUDA graph is being captured, or a scaler is used under Join.
@@ -608,7 +605,7 @@ class ShardedOptimizer(TorchCompat):
             self._notify_join()
 
     def _check_partitioned(self) -> None:
-        """Refuse what works on p.grad, which has left at stage 2.
+        """Refuse a scaler that reads p.grad, which is empty at stage 2.
 
         Raises:
             RuntimeError: another scaler than ShardedGradScaler.
@@ -690,34 +687,31 @@ class ShardedOptimizer(TorchCompat):
 
     @property
     def _watched(self) -> str:
-        """What the ranks are told of it, to follow "clipped gradients"."""
+        """The end of the entry that all ranks must share."""
         return "" if self._watch is None else ", watched"
 
     def _watching(self, scaled: ScaledStep) -> StepNorms | None:
-        """Return what notes the step that is about to be made."""
+        """Return the recorder of norms for this step, if it is watched."""
         watch, self._watch = self._watch, None
         if watch is not None and scaled.is_equal:
             watch.inverse = scaled.inverse
         return watch
 
     def _after_step(self) -> None:
-        """Consolidate where it is time to, by ``consolidate_every``; else say once that it is not.
-
-        A checkpoint is hours after the start of a run, and so would be the error of state_dict().
-        """
+        """Consolidate if it is due by ``consolidate_every``; else warn once of state_dict()."""
         num_calls = self._num_calls.increment()
         every = self._config.consolidate_every
         if every and num_calls % every == 0:
             self.consolidate_state_dict(to=0)
         alone = self.communicator.world_size == 1 or self.communicator.world.rank != 0
-        # DeepSpeed's engine has a state_dict() of its own put on the instance.
+        # DeepSpeed's engine replaces state_dict() on the instance.
         arranged = self._can_be_saved or every is not None or "state_dict" in self.__dict__
         if not (alone or arranged):
             warn_of_saves_on_one_rank(type(self).__name__)
 
     def _begin(self, *lines: str) -> None:
-        """Check and pack what the next collectives need; ``lines`` are what ranks must agree on."""
-        if not self._sees_gradients:  # no autograd has made them; after a set of tensors by hand
+        """Check parameters, freeze gradients, and declare ``lines`` with all other entries."""
+        if not self._sees_gradients:  # p.grad was set by hand, so no hook has run
             self._look_for_wrapper()
         active, unfrozen = self._check()
         self._grads.freeze()
@@ -730,18 +724,18 @@ class ShardedOptimizer(TorchCompat):
         self._consistency.declare(lines, self.param_groups, active, unfrozen, grads)
         if unfrozen:
             if self._are_reduced:  # by a wrapper that may not know of these
-                self._look_at_owners()
+                self._find_owners()
             self._activate(unfrozen)
             self._grads.freeze()
 
     def _warn_of_replaced_ddp(self) -> None:
-        """Warn of what DistributedDataParallel did, and nothing does now; after note()."""
+        """Warn of unsynced tensors and of edited gradients; after freeze()."""
         self._rest_of_model.warn()
-        if not self._written_grads.is_over:  # unscale_() of a scaler leaves versions as they are
+        if not self._written_grads.is_over:  # unscale_() of a scaler does not change versions
             self._written_grads.note(self._grads.written())
 
     def _check(self) -> tuple[list[FlatState], list[FlatState]]:
-        """Check params, make states; return flats that train, and that begin to. Tells nobody."""
+        """Check params, make states; return flats that train, and flats that begin to. Local."""
         self._gather.wait_all()
         check_params(self.param_groups, self._params, self._flats, self._error_prefix)
         for index, group in enumerate(self.param_groups):  # they may have been edited
