@@ -150,19 +150,16 @@ class CastCodec:
     dtype: torch.dtype
     is_summed: bool = True
 
-    def _factor_before_sum(self, factor: float | None, num_summed: int) -> float | None:
-        # In fp16 gradients are divided before the sum, which would overflow at 65504.
-        if self.dtype != torch.float16:
-            return factor
-        return (1.0 if factor is None else factor) / num_summed
-
     def factor_after_sum(self, num_summed: int) -> float | None:
         return None if num_summed == 1 or self.dtype == torch.float16 else 1.0 / num_summed
 
     def launch(
         self, comm: Communicator, buffers: BufferPool, request: ReduceRequest
     ) -> Completion[PartialSums]:
-        factor = self._factor_before_sum(request.factor, comm.world.world_size)
+        factor = request.factor
+        if self.dtype == torch.float16:
+            # Gradients are divided before the sum, which would overflow at 65504.
+            factor = (1.0 if factor is None else factor) / comm.world.world_size
         send = self._encode(buffers, request, factor)
         into = request.into if self.dtype == torch.float32 else None
         return comm.reduce_scatter(
@@ -284,6 +281,7 @@ class ParamCodec:
         self._params, self._rank = params, rank
         shards = {b.index: params.shard(b, rank) for b in params.flat.buckets}
         self._shards = shards  # of this rank, by bucket
+        self._buckets = {b.index: params.bucket(b) for b in params.flat.buckets}
         self.arena: ShardArena | None = None
         """fp32 shard kept beside the parameters, from allocate() on: masters, or errors."""
         if params.data.dtype != MASTER_DTYPE:
@@ -326,7 +324,7 @@ class ParamCodec:
 
     def send_buffer(self, bucket: Bucket) -> Tensor:
         """Return the tensor that an all-gather of ``bucket`` fills, in rank order."""
-        return self._params.bucket(bucket)
+        return self._buckets[bucket.index]
 
     def own_slice(self, bucket: Bucket) -> Tensor:
         """Return this rank's slice of send_buffer()."""

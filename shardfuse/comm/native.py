@@ -215,20 +215,16 @@ class ProcessGroupCommunicator:
         self._traits = traits_of(self.backend)
         self._changes_inputs = self._traits.changes_inputs
         if parent is None:
-            state, self._watchdog = _shared_of(group, device, self.backend)
+            self._state, self._watchdog = _shared_of(group, device, self.backend)
             self.session = GroupSession(
-                state, check_alive=self._live_group, verify=self._verify_declared
+                self._state, check_alive=self._live_group, verify=self._verify_declared
             )
         else:
-            self.session = parent.session
+            self.session, self._state = parent.session, parent._state
             self._watchdog = _watchdog_of(self._state, group, device, self.backend)
         self._state_ranks = _ranks_in(group if parent is None else parent._live_group(), group)
         self._buffers = BufferPool()
         self.session.on_restart(self._renew_buffers)
-
-    @property
-    def _state(self) -> GroupState:
-        return self.session.group
 
     @property
     def world(self) -> Communicator:

@@ -36,7 +36,7 @@ class ConsistencyCheck:
 
     def __init__(self, comm: Communicator, are_reduced: bool) -> None:
         self._comm = comm
-        self._options = _Options()
+        self.hyper_params = HyperParams()
         self._unfrozen: list[str] = []  # what trains although it was frozen when it was added
         self._loaded: list[str] = []
         self._is_changed = True  # params and states may differ between ranks since the last call
@@ -82,7 +82,7 @@ class ConsistencyCheck:
         self._is_changed = False
         if grads is not None and not self.averaged.is_over:
             is_new, averaged = True, self.averaged.lines(grads())
-        options = self._options.lines(groups)
+        options = self.hyper_params.entries(len(groups))
         held = [*lines, *self._loaded, *options, *sorted(self._unfrozen), *params, *averaged]
         self._comm.session.declare(held, is_new=is_new)
 
@@ -101,29 +101,40 @@ def _sample(state: FlatState) -> str:
     return f"params from {first} to {last}, by a sample with checksum {code:08x}"
 
 
-class _Options:
-    """The hyper-parameters, a line each; made anew on a change."""
+class HyperParams:
+    """The hyper-parameters of all groups: which have changed, and an entry for each.
+
+    A tensor on a device is not read, because the host would wait for it.
+    """
 
     def __init__(self) -> None:
-        self._values: dict[int, dict[str, Any]] = {}
-        self._lines: dict[int, list[str]] = {}
+        self._values: dict[int, dict[str, Any]] = {}  # accepted ones, by group
+        self._entries: dict[int, list[str]] = {}
 
-    def lines(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return a line for every number, text and flag in ``groups``.
+    def changed(self, groups: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the groups with other numbers, texts or flags than were accepted last."""
+        return [i for i, group in enumerate(groups) if self._values.get(i) != _values_of(group)]
 
-        Numbers have six digits: hosts of several kinds may round a schedule differently. What else
-        users keep in groups, functions say, may differ without harm and has no common text.
+    def accept(self, index: int, group: Mapping[str, Any]) -> None:
+        """Keep the values of a group that was checked."""
+        self._values[index] = values = _values_of(group)
+        self._entries[index] = [
+            f"{key} = {_text(value)} in group {index}"
+            for key, value in values.items()
+            if value is not _OTHER
+        ]
+
+    def entries(self, num_groups: int) -> list[str]:
+        """Return an entry for every number, text and flag in the groups.
+
+        Numbers have six digits: hosts of several kinds may round a schedule differently. Other
+        values, such as functions, may differ without harm and have no common text.
         """
-        for index, group in enumerate(groups):
-            values = {key: _plain(group[key]) for key in group if key not in _NOT_COMPARED}
-            if self._values.get(index) != values:
-                self._values[index] = values
-                self._lines[index] = [
-                    f"{key} = {_text(value)} in group {index}"
-                    for key, value in values.items()
-                    if value is not _OTHER
-                ]
-        return [line for index in range(len(groups)) for line in self._lines[index]]
+        return [entry for index in range(num_groups) for entry in self._entries[index]]
+
+
+def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _plain(group[key]) for key in group if key not in _NOT_COMPARED}
 
 
 def _text(value: Any) -> str:

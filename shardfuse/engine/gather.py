@@ -246,7 +246,7 @@ class ParamGatherer:
                 "A parameter was still on its way when this process was forked, and arrives in the "
                 "parent only. Call optimizer.synchronize() there before the fork."
             )
-        if current_stream(self._device) != self._stream:
+        if self._stream is not None and current_stream(self._device) != self._stream:
             self._wait_on_other_stream()
         for index in buckets:
             # It stays in the dict while it is waited for: an interrupt may end the wait, and code

@@ -373,6 +373,7 @@ class OwnShards(ShardProvider):
         self._row = row
         self._active = [state for state in flats if grads.has(state.flat)]
         gather.plan(self._active)
+        self._means = {s.flat.index: grads.mean_factor(s.flat.index) for s in self._active}
         self._buckets: dict[int, Bucket] = {
             bucket.index: bucket for state in self._active for bucket in state.flat.buckets
         }
@@ -426,7 +427,7 @@ class OwnShards(ShardProvider):
         self._grads.keep_all_reduced()
 
     def mean(self, param_set: int) -> float | None:
-        return self._grads.mean_factor(param_set)
+        return self._means[param_set]
 
     def global_square(self) -> Tensor | None:
         return None

@@ -161,9 +161,11 @@ class FullGrads(GradSource):
         self._pending = PendingGrads()
         self._iteration = Counter(comm.session)
         self._names = MessageNames(comm)
-        self._streams = Streams()
+        self._streams: Streams | None = None  # on which gradients are made; None on the CPU
         self._may_overlap = set(overlaps)
         self._overlaps = False
+        self._model = AsyncModel.BLOCKING  # of the communicator, in this iteration
+        self._number = 0  # of this iteration
         self._waits = waits
         self._is_queued = False  # whether autograd calls send_rest() at the end of this backward
         self._num_wasted = 0
@@ -184,6 +186,8 @@ class FullGrads(GradSource):
     def attach(self, members: Sequence[FlatParams], device: torch.device) -> None:
         """Take over the gradients of flats; their buffers are slices of one tensor per dtype."""
         self._drain()  # before anything changes here: another rank may fail meanwhile
+        if device.type != "cpu" and self._streams is None:
+            self._streams = Streams()
         buffers = self._combined.add([member.flat for member in members], device)
         added = []
         for member, buffer in zip(members, buffers, strict=True):
@@ -218,11 +222,13 @@ class FullGrads(GradSource):
         """Begin an iteration for which no receive was posted."""
         self._begin_iteration()
         for index in range(len(self._states)):
-            self._post_receive(index, self._iteration.value)
+            self._post_receive(index, self._number)
 
     def _begin_iteration(self) -> None:
-        enough = len(self._states) > 1 and len(self._may_overlap) > 0
-        self._overlaps = enough and self._comm.async_model in self._may_overlap
+        self._number = self._iteration.value
+        if len(self._states) > 1 and len(self._may_overlap) > 0:
+            self._model = self._comm.async_model
+        self._overlaps = self._model in self._may_overlap
         self._num_sent = 0
         for state in self._states:
             state.reset()
@@ -232,7 +238,8 @@ class FullGrads(GradSource):
         """Wait for the gradients of buckets that were not sent."""
         self._is_queued = False  # also if a backward has failed
         self._pending.restart()
-        self._streams.end()
+        if self._streams is not None:
+            self._streams.end()
 
     def _post_receive(self, index: int, iteration: int) -> None:
         """Post the receive of a bucket of the current iteration, or of the next one."""
@@ -242,9 +249,10 @@ class FullGrads(GradSource):
             grads.codec.post_receive(self._comm, bucket, grads.buffer.data, label, slot)
 
     def _slot(self, index: int, iteration: int) -> int:
+        first = self._names.first_slot
         if self._overlaps:
-            return self._names.slot((index - iteration) % (len(self._states) + 1))
-        return self._names.slot(index % IN_FLIGHT)
+            return first + (index - iteration) % (len(self._states) + 1)
+        return first + index % IN_FLIGHT
 
     # During backward
 
@@ -257,12 +265,13 @@ class FullGrads(GradSource):
         self.num_made += 1
         if not self._overlaps:
             return
-        model = self._comm.async_model
+        model = self._model
         if not self.control.may_send(is_ordered=model is AsyncModel.ORDERED):
             return
         with self._comm.session.reports_errors("backward()"):
-            self._streams.note(grads.buffer.data.device)
-            if not self._pending.mark_ready(grads, position):
+            if self._streams is not None:
+                self._streams.note(grads.buffer.data.device)
+            if not self._pending.mark_ready(flat, position):
                 if self._num_sent:
                     is_own = "nested" not in self._causes and not is_nested_backward()
                     self._causes.add("again" if is_own else "nested")
@@ -285,8 +294,9 @@ class FullGrads(GradSource):
     def _send_early(self, *, is_forced: bool = False, is_frozen: bool = False) -> bool:
         """Send the next bucket as its gradients are now; return whether that was possible."""
         state = self._states[self._num_sent]
-        # Hooks run on the stream of their node's forward: this one waits for the others.
-        self._streams.join()
+        if self._streams is not None:
+            # Hooks run on the stream of their node's forward: this one waits for the others.
+            self._streams.join()
         snapshot = state.grads.fill(state.bucket)
         if snapshot is None and not is_forced:
             return False
@@ -307,7 +317,7 @@ class FullGrads(GradSource):
     @torch.no_grad()
     def _send_rest(self, is_frozen: bool) -> None:
         """Send the rest before any other message, where messages have an order."""
-        is_ordered = self._overlaps and self._comm.async_model is AsyncModel.ORDERED
+        is_ordered = self._overlaps and self._model is AsyncModel.ORDERED
         if not is_ordered or self._num_sent == len(self._states):
             return
         if not is_frozen:
@@ -318,15 +328,14 @@ class FullGrads(GradSource):
     def _launch(self, index: int, *, keep: bool, resend: int = 0) -> Completion[PartialSums]:
         """Launch the reduce-scatter of a bucket as its gradients are now."""
         grads, bucket = self._states[index].grads, self._states[index].bucket
-        iteration = self._iteration.value
-        label = self._names.label(iteration, index, resend) if self._overlaps else None
-        slot = self._names.slot(-1) if resend > 0 else self._slot(index, iteration)
+        label = self._names.label(self._number, index, resend) if self._overlaps else None
+        slot = self._names.first_slot - 1 if resend > 0 else self._slot(index, self._number)
         # Peers may read a bucket until the next one is launched, so that has another buffer.
         send_buffer = index if self._overlaps else index % (IN_FLIGHT + 1)
         with record_function(f"shardfuse::reduce_scatter b{bucket.index}"):
             grads.pack(bucket.start + bucket.numel)
             into = grads.retained.view(bucket) if keep and grads.retained is not None else None
-            whole = grads.buffer.bucket(bucket)
+            whole = grads.bucket_views[bucket.index]
             request = ReduceRequest(whole, self._factor, send_buffer, slot, label, into)
             completion = grads.codec.launch(self._comm, self._buffers, request)
         if self._waits:
@@ -465,7 +474,7 @@ class FullGrads(GradSource):
             for grads in self._flats.values():
                 for bucket in grads.flat.buckets:
                     grads.pack(bucket.start + bucket.numel)
-                    yield bucket, (grads.buffer.bucket(bucket),)
+                    yield bucket, (grads.bucket_views[bucket.index],)
         elif self.phase is GradPhase.REDUCED:
             for grads in self._flats.values():
                 assert grads.retained is not None
@@ -484,7 +493,7 @@ class FullGrads(GradSource):
             ahead = len(self._states) if self._overlaps else IN_FLIGHT
             # The agreement goes ahead of the buckets that are left, unless messages have an order:
             # then peers may have sent their buckets already.
-            is_unordered = self._comm.async_model is AsyncModel.UNORDERED
+            is_unordered = self._overlaps and self._model is AsyncModel.UNORDERED
             question = self._ask_changed() if is_unordered else None
             self._send_until(ahead, keep=keep)
             changed = self._agree_changed(question or self._ask_changed())
@@ -497,7 +506,7 @@ class FullGrads(GradSource):
                         state.completion = self._launch(index, keep=keep, resend=1)
                     assert state.completion is not None
                     parts = state.completion.wait()
-                self._post_receive(index, self._iteration.value + 1)
+                self._post_receive(index, self._number + 1)
                 yield state.bucket, parts
         finally:
             self._iteration.increment()
@@ -574,6 +583,7 @@ class GradBuffer:
     views: list[Tensor] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
     positions: dict[int, list[int]] = field(default_factory=dict)  # of slots, by bucket
+    bucket_views: dict[int, Tensor] = field(default_factory=dict)  # of the buffer, by bucket
     retained: ShardArena | None = None  # reduced shards, when they must outlive one bucket
     no_local_grad: set[int] = field(default_factory=set)  # params without one on this rank
     outside: list[int] = field(default_factory=list)  # positions whose slots pack() is to fill
@@ -593,6 +603,7 @@ class GradBuffer:
         self.addresses = [view.data_ptr() for view in self.views]
         self.starts = [slot.start for slot in self.flat.slots]
         self.positions = {b.index: list(slots_in(self.flat, b)) for b in self.flat.buckets}
+        self.bucket_views = {b.index: self.buffer.bucket(b) for b in self.flat.buckets}
         self.sizes = [view.nbytes for view in self.views]
         self.is_joined = self.buffer.data.device.type == "cpu" and all(
             spec.stride == (1,) and spec.numel <= _SHORT_NUMEL for spec in self.specs
@@ -681,7 +692,7 @@ class GradBuffer:
                 if self.may_be_aliased and has_external_refs(self.views, position):
                     detach_copy(self.views[position])
                 self.buffer.clear(position)
-        return GradSnapshot(params, [self.buffer.bucket(bucket)], grads)
+        return GradSnapshot(params, [self.bucket_views[bucket.index]], grads)
 
     def freeze(self) -> None:
         """Find out which gradients are not in their slots, for pack(), and which do not exist.

@@ -198,7 +198,7 @@ class ShardedGrads(GradSource):
         return f"order {self._num_orders.value}, " + self._names.label(iteration, index)
 
     def _slot(self, number: int) -> int:
-        return self._names.slot(number % self._capacity)
+        return self._names.first_slot + number % self._capacity
 
     def _post_receive(self, number: int) -> None:
         """Post the receive of the ``number``-th bucket."""
@@ -219,7 +219,7 @@ class ShardedGrads(GradSource):
         shard = self._flats[flat]
         with self._comm.session.reports_errors("backward()"):
             self._streams.note(shard.arena.data.device)
-            if self._is_done or not self._pending.mark_ready(shard, position):
+            if self._is_done or not self._pending.mark_ready(flat, position):
                 return
             self._has_ready = True
             if not self._is_queued and not is_nested_backward():
@@ -383,7 +383,7 @@ class ShardedGrads(GradSource):
             self._receive_all()
         for index in indices:
             resend = self._num_resent.increment()
-            label, slot = self._names.label(0, index, resend), self._names.slot(-1)
+            label, slot = self._names.label(0, index, resend), self._names.first_slot - 1
             send_buffer = self._num_send_buffers + resend % 2
             self._launch(self._states[index], send_buffer, label, slot)
             self._add_oldest()

@@ -256,9 +256,9 @@ class PendingGrads:
             for index in self._buckets_of.get(key, ()):
                 self._pending[index] -= 1
 
-    def mark_ready(self, own: HasFlat, position: int) -> bool:
+    def mark_ready(self, flat: int, position: int) -> bool:
         """Take note that autograd has made a gradient; return whether that was expected."""
-        key = (own.flat.index, position)
+        key = flat, position
         if key in self._ready or key not in self._buckets_of:  # no elements: in no bucket
             return False
         self._ready.add(key)
@@ -301,14 +301,12 @@ class MessageNames:
 
     def __init__(self, comm: Communicator) -> None:
         self._number = _num_sources[comm] = _num_sources.get(comm, 0) + 1  # equal on all ranks
+        self.first_slot = self._number * _SLOTS_PER_SOURCE
+        """The first of the communicator's receive buffers for this source."""
 
     def label(self, iteration: int, index: int, resend: int = 0) -> str:
         """Return the label of bucket ``index`` of an iteration."""
         return f"sender {self._number}, round {iteration}, bucket {index}, attempt {resend}"
-
-    def slot(self, index: int) -> int:
-        """Return the communicator's receive buffer for ``index`` of this source."""
-        return self._number * _SLOTS_PER_SOURCE + index
 
 
 def is_nested_backward() -> bool:

@@ -60,10 +60,10 @@ def attach_backend(optimizer: Any, backend: ExternalBackend) -> None:
     It stays the same object, so that learning-rate schedulers made for it go on to work. The
     parameters keep their memory until their new owner moves them.
     """
-    own = ("_view", "_shards", "_engine", "_kernels", "_buffers", "_grads", "_gather", "_overflows")
+    own = ("_view", "_shards", "_driver", "_kernels", "_buffers", "_grads", "_gather", "_overflows")
     for name in own:
         optimizer.__dict__.pop(name, None)
-    optimizer._flats = []
+    optimizer._flats, optimizer._active = [], []
     optimizer.layout = replace(optimizer.layout, flats=())
     for group in optimizer.param_groups:
         group.pop("param_names", None)  # names of what is about to be replaced

@@ -143,6 +143,7 @@ class ShardedOptimizer(TorchCompat):
         self.layout = FlatLayout(self.communicator.world_size, nbytes, granularity)
         self._params: list[Tensor] = []
         self._flats: list[FlatState] = []
+        self._active: list[FlatState] = []  # flats that train
         if error is None and not alone and not is_external_layout():
             try:
                 self._find_owners()
@@ -214,6 +215,21 @@ class ShardedOptimizer(TorchCompat):
         )
         grads.before_first = weakref.WeakMethod(self._before_first_gradient)
         return grads
+
+    @property
+    def _notifies_join(self) -> bool:
+        """Whether each step() takes part in what Join counts: in one, and from then on."""
+        return self._join_config is not None and self._join_config.enable
+
+    @property
+    def _are_reduced(self) -> bool:
+        """Whether p.grad is the mean over ranks."""
+        return self._config.grads_are_reduced is True
+
+    @property
+    def _are_partitioned(self) -> bool:
+        """Whether gradients leave under backward."""
+        return self._config.stage == 2 and self.communicator.world_size > 1
 
     # Wrappers of the model
 
@@ -454,13 +470,14 @@ class ShardedOptimizer(TorchCompat):
         for state in states:
             state.allocate(self._rule.initial_states(self.param_groups[state.flat.group]))
         self._attach(states)  # last: until then they are unfrozen once more
-        active = [state for state in self._flats if self._grads.has(state.flat)]
-        self._kernels.choose(sum(b.shard_numel for state in active for b in state.flat.buckets))
+        numels = [b.shard_numel for state in self._active for b in state.flat.buckets]
+        self._kernels.choose(sum(numels))
 
     def _attach(self, states: Sequence[FlatState]) -> None:
         """Attach the gradients of these flats, and rebuild the driver over all."""
         members = [FlatParams(s.flat, s.params, s.specs, s.fragments) for s in states]
         self._grads.attach(members, self._device)
+        self._active = [state for state in self._flats if self._grads.has(state.flat)]
         self._shards = OwnShards(
             self._rule,
             self.param_groups,
@@ -713,7 +730,7 @@ class ShardedOptimizer(TorchCompat):
         """Check parameters, freeze gradients, and declare ``lines`` with all other entries."""
         if not self._sees_gradients:  # p.grad was set by hand, so no hook has run
             self._look_for_wrapper()
-        active, unfrozen = self._check()
+        unfrozen = self._check()
         self._grads.freeze()
         self._warn_of_replaced_ddp()
         self._grads.control.flush(is_frozen=True)
@@ -721,7 +738,7 @@ class ShardedOptimizer(TorchCompat):
         grads = None if "found_inf" in self.__dict__ else self._shards.named_grads
         averaged = "elsewhere" if self._are_reduced else "here"
         lines = (*lines, f"gradients are averaged {averaged}")
-        self._consistency.declare(lines, self.param_groups, active, unfrozen, grads)
+        self._consistency.declare(lines, self.param_groups, self._active, unfrozen, grads)
         if unfrozen:
             if self._are_reduced:  # by a wrapper that may not know of these
                 self._find_owners()
@@ -734,16 +751,20 @@ class ShardedOptimizer(TorchCompat):
         if not self._written_grads.is_over:  # unscale_() of a scaler does not change versions
             self._written_grads.note(self._grads.written())
 
-    def _check(self) -> tuple[list[FlatState], list[FlatState]]:
-        """Check params, make states; return flats that train, and flats that begin to. Local."""
+    def _check(self) -> list[FlatState]:
+        """Check parameters and hyper-parameters; return flats that begin to train. Local."""
         self._gather.wait_all()
         check_params(self.param_groups, self._params, self._flats, self._error_prefix)
-        for index, group in enumerate(self.param_groups):  # they may have been edited
+        hyper_params = self._consistency.hyper_params
+        for index in hyper_params.changed(self.param_groups):
+            group = self.param_groups[index]
             check_group(self._rule, group, f"{self._on_rank}param_groups[{index}]")
-        active = [state for state in self._flats if self._grads.has(state.flat)]
-        for state in active:
-            values = self._rule.initial_states(self.param_groups[state.flat.group])
-            if state.allocate(values) and not self._rule.counts_steps:
-                # Momentum was set above 0 later: its first update comes now.
-                state.set_steps({slot.param: 0 for slot in state.flat.slots})
-        return active, [s for s in self._flats if s not in active and s.is_trained]
+            hyper_params.accept(index, group)
+            for state in [state for state in self._active if state.flat.group == index]:
+                is_new = state.allocate(self._rule.initial_states(group))
+                if is_new and not self._rule.counts_steps:
+                    # Momentum was set above 0 later: its first update comes now.
+                    state.set_steps({slot.param: 0 for slot in state.flat.slots})
+        if len(self._active) == len(self._flats):
+            return []
+        return [s for s in self._flats if s not in self._active and s.is_trained]

@@ -112,6 +112,9 @@ class TorchCompat(StatefulOptimizer, Joinable):
     _params: list[Tensor]
     _driver: StepDriver
     _watch: StepNorms | None = None
+    _notifies_join: Any  # whether each step() takes part in the all-reduce of Join
+    _are_reduced: Any  # whether p.grad is the mean over ranks
+    _are_partitioned: Any  # whether gradients are sent and freed during backward (stage 2)
     _clip_coefficient: Tensor | None = None  # () scales the mean gradient of the next step
     _has_unscaled = False  # whether a scaler has reached gradients that have left
     _is_shadow = False  # this rank has joined and only takes part in the others' steps
@@ -157,21 +160,6 @@ class TorchCompat(StatefulOptimizer, Joinable):
     def _notify_join(self) -> None:
         """Take part in the all-reduce of Join that begins each step."""
         Join.notify_join_context(self)
-
-    @property
-    def _notifies_join(self) -> bool:
-        """Whether each step() takes part in what Join counts: in one, and from then on."""
-        return self._join_config is not None and self._join_config.enable
-
-    @property
-    def _are_reduced(self) -> bool:
-        """Whether p.grad is the mean over ranks."""
-        return self._config.grads_are_reduced is True
-
-    @property
-    def _are_partitioned(self) -> bool:
-        """Whether gradients leave under backward."""
-        return self._config.stage == 2 and self.communicator.world_size > 1
 
     @torch.no_grad()
     def _unscale_shards(self, inverse: Tensor | None) -> Tensor | None:

@@ -152,13 +152,12 @@ class _NpuFused(ShardedOptimizer):
 
         Not in a call else: what is declared after one would be taken for a part of it.
         """
-        _, unfrozen = self._check()
-        if unfrozen:
+        if self._check():
             with self.communicator.session.region("unfreezing, before gradients are combined"):
                 self._begin()
         self._grads.freeze()
 
-    def _check(self) -> tuple[list[FlatState], list[FlatState]]:
+    def _check(self) -> list[FlatState]:
         if self._padding_is_shared:
             for state in self._flats:
                 state.params_buffer.clear_padding()
