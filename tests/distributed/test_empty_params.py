@@ -59,11 +59,11 @@ def test_no_bucket_waits_for_one_or_leaves_without_another() -> None:
     empty = next(slot.param for slot in flat.slots if not slot.numel)
     for missing in (set[int](), {empty}):
         pending.restart()
-        pending.mark_ready(own, of[700])
-        pending.mark_ready(own, of[0])
+        pending.mark_ready(flat.index, of[700])
+        pending.mark_ready(flat.index, of[0])
         assert not pending.all_ready
         assert not pending.is_ready(0)
-        pending.mark_ready(own, of[600])
+        pending.mark_ready(flat.index, of[600])
         assert pending.all_ready
         assert pending.is_ready(0)
         own.no_local_grad = missing
