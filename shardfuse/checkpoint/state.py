@@ -200,7 +200,7 @@ class TrainingState:
         """
         lacking = set()
         for key, parts in self.parts.items():
-            names = [*parts.errors(), *(master.key for master in parts.masters())]
+            names = [*parts.residuals(), *(master.key for master in parts.masters())]
             lacking |= {f"{key}.{name}" for name in names} - set(saved)
         return {
             key: {name: v for name, v in values.items() if f"{key}.{name}" not in lacking}
@@ -247,9 +247,9 @@ class TrainingState:
     def fill_missing_masters(self, saved: Collection[str]) -> None:
         """Copy params into masters that are not saved; set rounding errors that are not to 0."""
         for key, parts in self.parts.items():
-            for name, error in parts.errors().items():
+            for name, residual in parts.residuals().items():
                 if f"{key}.{name}" not in saved:
-                    error.zero_()
+                    residual.zero_()
             for master in parts.masters():
                 if master.is_kept and f"{key}.{master.key}" not in saved:
                     master.place.copy_(master.own)
@@ -275,7 +275,7 @@ class TrainingState:
         """
         for key, parts in self.parts.items():
             parts.publish()
-            parts.take({**live[key], **staged[key]}, rules.get(key, ""))
+            parts.load({**live[key], **staged[key]}, rules.get(key, ""))
 
     def load_values(self, staged: Mapping[str, Any]) -> dict[str, Any]:
         """Load everything but optimizers; return the values without a method for that. Local.

@@ -433,5 +433,5 @@ def _filled_box(item: Any) -> tuple[Sequence[int], Sequence[int]]:
 def _held_boxes(value: Tensor) -> list[tuple[Sequence[int], Sequence[int]]]:
     """Return (offsets, sizes) in the full tensor that this rank holds."""
     if isinstance(value, FragmentTensor):
-        return [(piece.offsets, piece.data.shape) for piece in value.pieces]
+        return [(chunk.offsets, chunk.data.shape) for chunk in value.pieces]
     return [((0,) * value.dim(), value.shape)]

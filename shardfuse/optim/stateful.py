@@ -20,7 +20,7 @@ from shardfuse.engine.consistency import ConsistencyCheck
 from shardfuse.engine.params import FlatState, rebind
 from shardfuse.engine.sharded_state import LocalCheckpointState
 from shardfuse.engine.torch_state import StateView
-from shardfuse.fragments import FragmentTensor, asked_by_torch, is_stateful_of_torch
+from shardfuse.fragments import FragmentTensor, is_stateful_of_torch, torch_request
 from shardfuse.grads.source import GradSource
 from shardfuse.layout import FlatLayout
 from shardfuse.optim.backend import ExternalBackend
@@ -133,10 +133,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Return what state_dict() does, before its post-hooks."""
         if self._external is not None:
             return self._external.collect()
-        asked = asked_by_torch()
-        if asked is not None:
+        request = torch_request()
+        if request is not None:
             self._can_be_saved = True
-            return torch_state.for_torch(self._optimizer_state(), asked)
+            return torch_state.for_torch(self._optimizer_state(), request)
         if self.communicator.world_size == 1:
             self.consolidate_state_dict(to=0)
         if self._consolidated is None and self._is_fresh:
