@@ -117,7 +117,7 @@ class PartitionShards(ShardProvider):
         return None
 
     def global_square(self) -> Tensor | None:
-        """Return the squared norm () of all groups' gradients, of which this partition has a part."""
+        """Return the squared norm () of all groups' gradients: more than this partition has."""
         clip = self._rule.settings(self._group, self._policies[0], 1).clip
         if self._global_square is None or clip is None or clip.scope != "global":
             return None

@@ -181,7 +181,7 @@ def describe(
             if key not in ("params", "param_names") and not isinstance(value, Tensor)
         }
         lines.append(f"options of group {index}: {options}")
-    # Ranks on different machines may choose different kernels. Process groups and meshes are objects
+    # Ranks on different machines may choose different kernels. A process group or mesh is an object
     # of one process.
     own = ("kernel", "process_group", "mesh")
     shared = [f.name for f in fields(config) if f.name not in own]
