@@ -65,7 +65,7 @@ def consolidate_on_save(accelerator: Any) -> Any:
     skipped, so that its schedulers do not advance.
 
     Returns:
-        A handle whose ``remove()`` undoes this.
+        A handle; its ``remove()`` undoes this.
     """
 
     def consolidate(models: Any, weights: Any, output_dir: Any) -> None:
