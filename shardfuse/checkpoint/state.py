@@ -101,7 +101,7 @@ class TrainingState:
         return [value for value in self.objects.values() if isinstance(value, ShardedOptimizer)]
 
     def to_write(self) -> dict[str, Any]:
-        """Return nested dicts of what this rank writes; tensors alias the live state."""
+        """Return this rank's entries as nested dicts; tensors alias the live state."""
         written = self._param_shards(to_write=True)
         result: dict[str, Any] = {}
         for key, value in self.objects.items():
@@ -267,7 +267,7 @@ class TrainingState:
     def load_optimizers(
         self, staged: Mapping[str, Any], live: Mapping[str, Any], rules: Mapping[str, str]
     ) -> None:
-        """Let the optimizers adopt what was read, and send params to all ranks. Collective.
+        """Load the tensors into the optimizers, and send params to all ranks. Collective.
 
         Args:
             staged, live: results of staged_copies() and live_tensors(), filled.
@@ -344,7 +344,7 @@ def _is_sharded(value: Any) -> bool:
 
 
 def _load_method(value: Any) -> Callable[[Any], Any] | None:
-    """Return the method that loads what state_dict() returned, or None."""
+    """Return the method that loads a result of state_dict(), or None."""
     load = getattr(value, "load_state_dict", None)
     return getattr(value, "set_state_dict", None) if load is None else load  # Paddle's name
 
