@@ -1,4 +1,4 @@
-"""Loss scaling whose overflow decision is the same on every rank.
+"""Loss scaling with the same decision about overflows on every rank.
 
 [Note: gradient scalers] torch.amp.GradScaler sets two attributes of an optimizer that has
 ``_step_supports_amp_scaling``, and then calls step(). ``found_inf``: whether this rank has a

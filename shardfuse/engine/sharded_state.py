@@ -32,7 +32,7 @@ logger = logging.getLogger("shardfuse")
 
 
 def sharded(opt: OptimizerState) -> dict[str, Any]:
-    """Return a flat dict for torch.distributed.checkpoint whose tensors alias this rank's state.
+    """Return a flat dict for torch.distributed.checkpoint; tensors alias this rank's state.
 
     Collective (one small all-reduce). Keys are ``state.<param name>.<state>``; steps are tensors.
     """
