@@ -140,7 +140,7 @@ def commit_staging(target: Path) -> None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove the files of a checkpoint whose name no reader opens any more.
+    """Remove the files of a checkpoint under a name that no reader opens any more.
 
     If the folder has other files, they are kept under another name, with a warning. Errors of the
     file system are logged; the next save tries again.

@@ -1,10 +1,10 @@
 """From DeepSpeed's configuration to an optimizer that its engine can drive.
 
-[Note: where the stage is known] DeepSpeed calls ``getattr(torch.optim, name)(params, **options)``:
-that call does not tell the ZeRO stage, the dtype or gradient_clipping, and later is too late,
-because by then ShardedLamb has moved the parameters into its buffers. The plug-in therefore goes
-around ``DeepSpeedEngine._configure_optimizer``, the one method that has the engine and its whole
-configuration, the optimizer before it is built, and the wrapper after. Nothing else is patched.
+[Note: where the stage is known] DeepSpeed calls ``getattr(torch.optim, name)(params, **options)``.
+The ZeRO stage, the dtype and gradient_clipping are no arguments of that call. After the call it is
+too late, because ShardedLamb has moved the parameters into its buffers. The plug-in therefore wraps
+``DeepSpeedEngine._configure_optimizer``: this method has the engine, its configuration, the
+optimizer before it is built, and the wrapper afterwards. Nothing else is patched.
 """
 
 from __future__ import annotations

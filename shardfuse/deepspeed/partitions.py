@@ -214,7 +214,7 @@ class DeepSpeedBackend:
             self._counts[flat] = entry.get("step", 0)
 
     def refuse(self, what: str) -> NoReturn:
-        """Raise RuntimeError: DeepSpeed does ``what`` itself, or it needs flat buffers."""
+        """Raise RuntimeError: DeepSpeed does ``what`` itself, or ``what`` needs flat buffers."""
         raise RuntimeError(
             f"{what} is not available while DeepSpeed shards (ZeRO stages 1 and 2). Ask the "
             'engine, or set "zero_optimization": {"stage": 0}.'

@@ -262,13 +262,13 @@ class TorchCompat(StatefulOptimizer, Joinable):
 
         Collective; call it after backward and before step(). ``p.grad`` itself is not changed.
         The factor is ``min(1, max_norm / (norm + 1e-6))``, as in torch.nn.utils. Use the function
-        of torch.nn.utils only with ``grads_are_reduced``, because it sees only ``p.grad``. If a
+        of torch.nn.utils only with ``grads_are_reduced``, because it reads only ``p.grad``. If a
         loop cannot call this method, pass ``ShardConfig(clip_grad_norm=)``.
 
         Under a gradient scaler, call ``scaler.unscale_(optimizer)`` before. A change of gradients
         after this call is an error of step(), unscale_() or the next norm; to leave a step out,
         call the optimizer's own zero_grad(). On an accelerator, changes by torch's plain GradScaler
-        or by ``p.grad.data`` are not seen, and step() ignores them.
+        or by ``p.grad.data`` are not detected, and step() ignores them.
 
         Args:
             max_norm: bound of the norm, above 0.

@@ -322,7 +322,7 @@ class Lamb(ShardedOptimizer):
 
     @untraced
     def set_lr_scheduler(self, scheduler: LRScheduler) -> None:
-        """Take the learning rate of the next steps from ``scheduler``, in place of any other.
+        """Read the learning rate of the next steps from ``scheduler``, in place of any other.
 
         Args:
             scheduler: called in every step(); TypeError if it is not callable or has no step().

@@ -177,7 +177,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Bring the full state to rank ``to`` of the group, for state_dict(). Collective.
 
-        The state goes to CPU memory, bucket by bucket. It is valid until the next step.
+        The state is copied to CPU memory, bucket by bucket. It is valid until the next step.
 
         Args:
             to: a rank of the group; None: every rank.
@@ -206,11 +206,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Load torch's ordinary state dict, saved at any world size. Collective.
 
         Loads hyper-parameters, steps and this rank's part of the states, without casting them to
-        the parameters' dtype. Also accepts dicts of the torch optimizer of the same name, and those
-        that torch.distributed.checkpoint.load() of the optimizer itself has filled. As torch's,
-        such a dict does not say which optimizer it is of, and moments of Adam's load into AdamW or
-        LAMB in silence; shardfuse.checkpoint.load() warns of that. Re-allocated parameters are
-        moved back into the buffers first, as by rebind().
+        the parameters' dtype. Also accepts dicts of the torch optimizer of the same name, and dicts
+        that torch.distributed.checkpoint.load() of the optimizer itself has filled. A state dict
+        does not contain the class of its optimizer, as in torch: Adam's moments load into AdamW or
+        LAMB without a warning. shardfuse.checkpoint.load() warns of that. Re-allocated parameters
+        are moved back into the buffers first, as by rebind().
 
         Everything is checked before anything is changed. If a check fails on one rank, all ranks
         raise, and no rank loads anything. Keys of ``state`` may be numbers as text, as in JSON.
@@ -340,7 +340,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Return this rank's state for shardfuse.checkpoint. Local.
 
         Raises:
-            RuntimeError: inside Join; or under DeepSpeed, whose engine saves.
+            RuntimeError: inside Join; or under DeepSpeed, because its engine saves.
         """
         self._refuse_if_external("shardfuse.checkpoint")
         self._refuse_in_join("parts()")
