@@ -1,7 +1,7 @@
-"""Ranks compare what they are about to do, so that a mismatch is an error and not a hang.
+"""Ranks compare their next action, so that a mismatch is an error and not a hang.
 
 Only all_reduce(MAX) on int32 and all_gather are used: every backend has them, HCCL included. MAX of
-a value and of its negative tells whether all ranks hold the same one.
+a value and of its negative shows whether all ranks have the same value.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from shardfuse.comm import Communicator
 
 _TEXT_NBYTES = 768
-_NUM_WORDS = 8
+_NUM_CHECKSUMS = 8
 
 
 def agree(
@@ -25,11 +25,11 @@ def agree(
     *,
     to: str = "build the optimizer",
 ) -> None:
-    """Return if no rank has an error and all ranks hold the same entries; else raise on all ranks.
+    """Return if no rank has an error and all ranks have the same entries; else raise on all ranks.
 
     Every rank of ``comm`` must call it. ``entries`` are short texts, each naming the object that it
-    describes; the first that differs is quoted. ``error`` is what already went wrong on this rank,
-    ``to`` what it failed to do.
+    describes; the first that differs is quoted. ``error`` is an earlier error of this rank, ``to``
+    the action that it failed to do.
 
     Raises:
         Exception: ``error``, on the ranks that have one.
@@ -41,8 +41,9 @@ def agree(
         if error is not None:
             raise error
         return
-    words = _words("\n".join(entries), _NUM_WORDS)
-    failed, *extremes = _maximum(comm, device, [int(error is not None), *_both([len(entries)])])
+    checksums = _checksums("\n".join(entries), _NUM_CHECKSUMS)
+    flags = [int(error is not None), *_with_negatives([len(entries)])]
+    failed, *extremes = _maximum(comm, device, flags)
     if failed:
         texts = gather_errors(comm, device, error)
         if error is not None:
@@ -50,9 +51,9 @@ def agree(
         others = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
         raise RuntimeError(f"Another rank failed to {to}. {others}")
     num_common = -extremes[1]
-    if extremes[0] == num_common and _first_difference(comm, device, words) is None:
+    if extremes[0] == num_common and _first_difference(comm, device, checksums) is None:
         return
-    hashes = [_words(entry, 1)[0] for entry in entries[:num_common]]
+    hashes = [_checksums(entry, 1)[0] for entry in entries[:num_common]]
     first = _first_difference(comm, device, hashes)
     first = num_common if first is None else first
     mine = entries[first] if first < len(entries) else "nothing more"
@@ -64,30 +65,30 @@ def agree(
     )
 
 
-def gather_checksums(comm: Communicator, device: torch.device, word: int) -> list[int]:
-    """Return the number of every rank of ``comm``, by one all-reduce. Each is of 24 bits."""
-    words = [0] * comm.world_size
-    words[comm.rank] = word
-    return _maximum(comm, device, words)
+def gather_checksums(comm: Communicator, device: torch.device, checksum: int) -> list[int]:
+    """Return the checksum, of 24 bits, of every rank of ``comm``. One all-reduce."""
+    checksums = [0] * comm.world_size
+    checksums[comm.rank] = checksum
+    return _maximum(comm, device, checksums)
 
 
 def gather_errors(comm: Communicator, device: torch.device, error: Exception | None) -> list[str]:
-    """Return what went wrong on every rank, empty where nothing did. Collective."""
+    """Return every rank's error as text, empty without an error. Collective."""
     mine = "" if error is None else f"{type(error).__name__}: {error}"
     return _gather_text(comm, device, mine)
 
 
 def on_rank(comm: Communicator) -> str:
-    """Return how an error that only this rank may have begins; empty where there is one rank."""
+    """Return the prefix of an error that only this rank may have; empty for one rank."""
     return "" if comm.world_size == 1 else f"[rank {comm.world.rank}] "
 
 
-def _both(values: list[int]) -> list[int]:
+def _with_negatives(values: list[int]) -> list[int]:
     return values + [-value for value in values]
 
 
-def _words(text: str, count: int) -> list[int]:
-    """Return ``count`` hash words of 24 bits, which are exact in any number format."""
+def _checksums(text: str, count: int) -> list[int]:
+    """Return ``count`` checksums of 24 bits, which are exact in any number format."""
     digest = hashlib.sha256(text.encode()).digest()
     return [int.from_bytes(digest[3 * i : 3 * i + 3], "little") for i in range(count)]
 
@@ -100,8 +101,8 @@ def _maximum(comm: Communicator, device: torch.device, values: list[int]) -> lis
 
 
 def _first_difference(comm: Communicator, device: torch.device, values: list[int]) -> int | None:
-    """Return the first index at which ranks hold different values; None if there is none."""
-    extremes, count = _maximum(comm, device, _both(values)), len(values)
+    """Return the first index at which ranks have different values; None if there is none."""
+    extremes, count = _maximum(comm, device, _with_negatives(values)), len(values)
     return next((i for i in range(count) if extremes[i] != -extremes[count + i]), None)
 
 
@@ -109,7 +110,7 @@ def _gather_text(comm: Communicator, device: torch.device, text: str) -> list[st
     """Return every rank's text, cut to a fixed length."""
     raw = text.encode()[:_TEXT_NBYTES].ljust(_TEXT_NBYTES, b"\0")
     mine = torch.tensor(list(raw), dtype=torch.int32, device=device)
-    everyone = torch.empty(comm.world_size * _TEXT_NBYTES, dtype=torch.int32, device=device)
-    comm.all_gather(everyone, mine).wait()
-    rows = everyone.reshape(comm.world_size, _TEXT_NBYTES).tolist()
+    gathered = torch.empty(comm.world_size * _TEXT_NBYTES, dtype=torch.int32, device=device)
+    comm.all_gather(gathered, mine).wait()
+    rows = gathered.reshape(comm.world_size, _TEXT_NBYTES).tolist()
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]

@@ -35,28 +35,28 @@ _madvise = _find_madvise()
 
 
 def zeros(numel: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Return (numel,) zeros that large ones made before and after do not get in the way of.
+    """Return (numel,) zeros at an address that does not conflict with other large buffers.
 
     A kernel reads and writes several buffers side by side. Where their addresses differ by a large
-    power of two, as those of buffers of 2**k elements do, they compete for the same places in
-    caches (in the way predictor of AMD's, it seems): Adam over 32 Mi elements took 28 ms in place
-    of 17. On the CPU the addresses of large buffers therefore end differently, in 18 bits.
+    power of two, as those of buffers of 2**k elements do, they compete for the same cache entries
+    (in the way predictor of AMD's, it seems): Adam over 32 Mi elements took 28 ms in place of 17.
+    On the CPU the addresses of large buffers therefore differ in their last 18 bits.
 
-    They ask for huge pages, too: other ranks read such memory at 12 GB/s, in place of 5 to 8.
+    Large buffers request huge pages, too: peers read such memory at 12 GB/s, in place of 5 to 8.
     """
     if device.type != "cpu" or numel * dtype.itemsize < _LARGE_NBYTES:
         return torch.zeros(numel, dtype=dtype, device=device)
     period = _NUM_TURNS * _STAGGER_NBYTES
     memory = torch.empty(numel + period // dtype.itemsize, dtype=dtype, device=device)
     _ask_for_huge_pages(memory)
-    # By the address itself: where the allocator begins differs from one call to the next.
+    # From the address itself: the allocator returns other addresses in each call.
     offset = (next(_turns) * _STAGGER_NBYTES - memory.data_ptr()) % period
     start = offset // dtype.itemsize
     return memory.zero_()[start : start + numel]
 
 
 def _ask_for_huge_pages(memory: torch.Tensor) -> None:
-    """Tell the kernel, before ``memory`` is touched; where it has none, nothing changes."""
+    """Advise the kernel before the first access to ``memory``; without effect elsewhere."""
     if _madvise is not None:
         start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         stop = (memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -64,10 +64,11 @@ def _ask_for_huge_pages(memory: torch.Tensor) -> None:
 
 
 def return_freed_memory() -> None:
-    """Have glibc give all pages that are free back to the system; elsewhere nothing happens.
+    """Return all free pages of glibc to the system; without effect elsewhere.
 
-    It keeps what is freed for what is allocated next. Where small allocations were made between
-    large ones, these never fit again: they take new memory, and the old stays resident unused.
+    glibc keeps freed memory for later allocations. If small allocations lie between freed large
+    ones, large allocations do not fit there again: they use new memory, and the old memory stays
+    resident, unused.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
@@ -76,13 +77,13 @@ def return_freed_memory() -> None:
 
 PLAIN_FORMATS = {-1: "UNDEFINED", 0: "NCHW", 1: "NHWC", 2: "ND", 27: "NDHWC", 30: "NCDHW"}
 PLAIN_FORMATS |= {35: "NC", 47: "NCL"}
-"""Of torch_npu.Format: elements lie as sizes and strides say. In others (NZ, ...) they do not."""
+"""Members of torch_npu.Format in which sizes and strides describe the memory; not NZ, ..."""
 
 
 def internal_format(tensor: torch.Tensor) -> int | None:
     """Return the number of the internal format in which an NPU holds ``tensor``, None if plain.
 
-    (Not run on hardware.) Nobody has a tensor on an NPU without torch_npu being imported.
+    (Not run on hardware.) A tensor on an NPU exists only if torch_npu is imported.
     """
     torch_npu = sys.modules.get("torch_npu")
     if tensor.device.type != "npu" or torch_npu is None:
@@ -97,18 +98,18 @@ def are_at(tensors: Iterable[torch.Tensor], addresses: Iterable[int]) -> bool:
 
 
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """Return a dense ``view`` as a tensor of the same memory whose storage is that memory alone.
+    """Return a dense ``view`` as a tensor with a storage of its own, over the same memory.
 
-    What saves a model looks at storages: torch.save() writes the whole storage of every tensor,
+    Code that saves models works on storages: torch.save() writes the full storage of every tensor,
     safetensors and Accelerate refuse tensors that share one, copy.deepcopy() copies it. A storage
-    per parameter over one allocation serves them all, and costs nothing: addresses, and what is
-    read and written through the buffer, stay as they are, and each storage keeps the allocation
-    alive. A hook that clones what a module's state_dict() returns would not do: submodules and
-    plain lists of parameters have no hook, it takes the model's memory once more, and
-    ``model.state_dict()[name].copy_(value)`` would no longer reach the model.
+    per parameter over one allocation works with all of them, and costs nothing. Addresses do not
+    change, reads and writes through the buffer have the same effect, and each storage keeps the
+    allocation alive. Alternative: a hook that clones the tensors of a module's state_dict(). But
+    submodules and lists of parameters have no hook, the clones double the model's memory, and
+    ``model.state_dict()[name].copy_(value)`` would not write to the model.
 
-    Devices out of tree (Ascend) have storages of a class of their own, which a slice of one is not:
-    there the view is returned as it is. So is an empty one, which has no memory.
+    Out-of-tree devices (Ascend) have a storage class of their own, and a slice is of another class:
+    there the view itself is returned. So is an empty one, which has no memory.
     """
     if view.device.type not in ("cpu", "cuda") or view.numel() == 0:
         return view
@@ -119,14 +120,14 @@ def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
 
 @dataclass(eq=False)
 class FlatBuffer:
-    """A 1-D tensor of ``flat.numel`` elements; everything it returns is an alias of it.
+    """A 1-D tensor of ``flat.numel`` elements; all tensors that methods return alias it.
 
     Padding is zero at construction and stays outside every view.
     """
 
     flat: Flat
-    data: torch.Tensor  # (flat.numel,) zeros at first, a slice of a larger tensor or not
-    padding: float = 0.0  # or -0.0: what clear_padding() and join() write there
+    data: torch.Tensor  # (flat.numel,) zeros at first; may be a slice of a larger tensor
+    padding: float = 0.0  # or -0.0: the value that clear_padding() and join() write
 
     def view(self, position: int, spec: ParamSpec) -> torch.Tensor:
         """Return slot ``position`` shaped and strided like its parameter."""
@@ -135,32 +136,32 @@ class FlatBuffer:
         return self.data.as_strided(spec.shape, spec.stride, start)
 
     def own_view(self, position: int, spec: ParamSpec) -> torch.Tensor:
-        """Return view() as a tensor that has a storage to itself, over the same memory."""
+        """Return view() as a tensor with a storage of its own, over the same memory."""
         return _with_own_storage(self.view(position, spec))
 
     def join(self, first: int, tensors: Sequence[torch.Tensor]) -> None:
         """Write 1-D ``tensors`` into the slots from ``first`` on, and the padding between.
 
-        They have their slots' sizes. For thousands of small ones on the CPU this takes two thirds
-        of the time of a copy each, which has to wait for memory anew at every one.
+        They have their slots' sizes. For thousands of small tensors on the CPU, one cat() takes two
+        thirds of the time of single copies, because each of these waits for memory.
         """
         last = self.flat.slots[first + len(tensors) - 1]
-        pieces = [*tensors, *tensors[1:]]
-        pieces[::2] = tensors
-        pieces[1::2] = self._gaps[first : first + len(tensors) - 1]
+        parts = [*tensors, *tensors[1:]]
+        parts[::2] = tensors
+        parts[1::2] = self._gaps[first : first + len(tensors) - 1]
         start = self.flat.slots[first].start
-        torch.cat(pieces, out=self.data[start : last.start + last.numel])
+        torch.cat(parts, out=self.data[start : last.start + last.numel])
 
     @cached_property
     def _gaps(self) -> list[torch.Tensor]:
-        """As much padding as lies between each slot and the next."""
+        """Views of padding values, one for the gap between each slot and the next."""
         numels = [stop - start for start, stop in self._padding()[:-1]]
         longest = self.data.new_full((max(numels, default=0),), self.padding)
         views = {numel: longest[:numel] for numel in set(numels)}
         return [views[numel] for numel in numels]
 
     def _padding(self) -> list[tuple[int, int]]:
-        """Return where the padding behind each slot starts and stops."""
+        """Return the (start, stop) of the padding behind each slot."""
         starts = [slot.start for slot in self.flat.slots[1:]] + [self.flat.numel]
         return [
             (slot.start + slot.numel, stop)
@@ -168,13 +169,13 @@ class FlatBuffer:
         ]
 
     def clear(self, position: int) -> None:
-        """Fill a slot, and what is padded behind it, with what padding is to have."""
+        """Fill a slot, and the padding behind it, with the padding's value."""
         slots = self.flat.slots
         stop = self.flat.numel if position + 1 == len(slots) else slots[position + 1].start
         self.data[slots[position].start : stop].fill_(self.padding)
 
     def clear_padding(self) -> None:
-        """Set everything outside the parameters to zero."""
+        """Set all elements outside the parameters to the padding's value."""
         for start, stop in self._padding():
             if start < stop:
                 self.data[start:stop].fill_(self.padding)
@@ -190,10 +191,10 @@ class FlatBuffer:
 
 
 class CombinedBuffers:
-    """Flat buffers that lie one after another in one 1-D tensor per dtype and call of add().
+    """Flat buffers in consecutive ranges of one 1-D tensor per dtype and call of add().
 
-    ``combined`` lists these tensors: fp32 and fp16 of the first call, each None where there is
-    none; bf16 of the first call, where there is some; then those of later calls.
+    ``combined`` lists these tensors: fp32 and fp16 of the first call, each None if it has no
+    parameters; bf16 of the first call, if it has any; then those of later calls.
     """
 
     def __init__(self) -> None:
@@ -206,7 +207,7 @@ class CombinedBuffers:
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             members = [flat for flat in flats if flat.dtype == str(dtype).removeprefix("torch.")]
             if members:
-                # Frozen flats last: what has gradients lies alike in parameters and gradients.
+                # Frozen flats last: the rest has the same offsets in parameters and in gradients.
                 members.sort(key=lambda flat: flat.frozen)
                 numel = sum(flat.numel for flat in members)
                 base = zeros(numel, device, dtype)

@@ -125,7 +125,7 @@ class ShardConfig:
     overlap_param_sync: bool | Literal["auto"] = "auto"
     """Let step() return while updated parameters are in flight; reading one waits for it.
 
-    [Note: in flight] in engine/gather.py lists what counts as a read. auto: as for
+    [Note: in flight] in engine/gather.py lists the reads. auto: as for
     ``overlap_grad_sync``.
     """
 
@@ -151,8 +151,8 @@ class ShardConfig:
     """Copy the first rank's buffers to all ranks in every step(), in one message.
 
     Of a model that was passed in place of parameters, or to ``broadcast_buffers()``. Under
-    DistributedDataParallel its own option of this name counts. Buffers of other models are left
-    alone, and a warning tells if they differ between ranks.
+    DistributedDataParallel its own option of this name counts. Buffers of other models are not
+    changed, and a warning names those that differ between ranks.
     """
 
     collectives: CollectivesChoice = "auto"

@@ -1,16 +1,17 @@
 """State in (param, element range) coordinates, which do not depend on the world size.
 
-Two forms. `gather` makes ordinary full tensors, bucket by bucket, for torch-format dicts.
-`FragmentTensor` makes nothing: it tells torch.distributed.checkpoint where this rank's fragments
-lie in each parameter, so that saving writes every fragment once and loading reads only what
-overlaps.
+There are two forms. `gather` makes full tensors, bucket by bucket, for state dicts in torch's
+format. `FragmentTensor` copies nothing: torch.distributed.checkpoint reads from it the offsets of
+this rank's fragments in each parameter. So saving writes every fragment once, and loading reads
+only the fragments that overlap.
 
-[Note: whom torch asks] The functions of torch.distributed.checkpoint.state_dict take what
-``optimizer.state_dict()`` returns, and do not say what they were asked for: with
-``full_state_dict`` whole tensors, else this rank's parts. They gather ShardedTensors and DTensors,
-which cannot have the bounds of our fragments. ``asked_by_torch`` therefore looks for their frame on
-the stack, which tells a collective call of theirs from a user's, too. ``is_stateful_of_torch`` does
-the same for ``torch.distributed.checkpoint.save({"optimizer": optimizer})``, and load().
+[Note: calls by torch] The functions of torch.distributed.checkpoint.state_dict call
+``optimizer.state_dict()`` without their options: with ``full_state_dict`` they need full tensors,
+else this rank's fragments. They gather ShardedTensors and DTensors themselves, but these cannot
+have the bounds of our fragments. ``torch_request`` therefore searches the stack for the frame of
+such a function. The frame also distinguishes torch's collective call from a local one by the user.
+``is_stateful_of_torch`` does the same for
+``torch.distributed.checkpoint.save({"optimizer": optimizer})``, and load().
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ def gather(
     if keep:
         full = {slot.param: torch.zeros(slot.numel, dtype=arena.data.dtype) for slot in flat.slots}
     for bucket in flat.buckets:
-        everyone = torch.empty(bucket.numel, dtype=arena.data.dtype, device=arena.data.device)
-        comm.all_gather(everyone, arena.view(bucket)).wait()
+        gathered = torch.empty(bucket.numel, dtype=arena.data.dtype, device=arena.data.device)
+        comm.all_gather(gathered, arena.view(bucket)).wait()
         if not keep:
             continue
         for slot in flat.slots:
             start = max(slot.start, bucket.start)
             stop = min(slot.start + slot.numel, bucket.start + bucket.numel)
             if start < stop:
-                part = everyone[start - bucket.start : stop - bucket.start]
+                part = gathered[start - bucket.start : stop - bucket.start]
                 full[slot.param][start - slot.start : stop - slot.start] = part.cpu()
     return {
         slot.param: full[slot.param].as_strided(spec.shape, spec.stride)
@@ -64,31 +65,31 @@ def gather(
 
 
 def scatter(
-    fragments: Iterable[Fragment], segment: Tensor, full: dict[int, Tensor], specs: dict[int, Any]
+    fragments: Iterable[Fragment], shard: Tensor, full: dict[int, Tensor], specs: dict[int, Any]
 ) -> None:
-    """Copy this rank's fragments of full tensors, {param: tensor}, into an arena's ``segment``."""
+    """Copy this rank's fragments of full tensors, {param: tensor}, into an arena's ``shard``."""
     for fragment in fragments:
         spec = specs[fragment.param]
         ordered = torch.empty(spec.numel, dtype=full[fragment.param].dtype)
         ordered.as_strided(spec.shape, spec.stride).copy_(full[fragment.param])
         start = fragment.param_start
         stop = fragment.shard_start + fragment.numel
-        segment[fragment.shard_start : stop] = ordered[start : start + fragment.numel].to(
-            segment.device
+        shard[fragment.shard_start : stop] = ordered[start : start + fragment.numel].to(
+            shard.device
         )
 
 
-class Asked(NamedTuple):
-    """What torch.distributed.checkpoint.state_dict was asked for; see its StateDictOptions."""
+class StateDictRequest(NamedTuple):
+    """Options of torch.distributed.checkpoint.state_dict; see its StateDictOptions."""
 
     full_state_dict: bool
     cpu_offload: bool
 
 
-def asked_by_torch() -> Asked | None:
-    """Return what torch's get_state_dict() and its like want, None where none of them is calling.
+def torch_request() -> StateDictRequest | None:
+    """Return the options of torch's get_state_dict() and its like; None if none of them calls.
 
-    See [Note: whom torch asks].
+    See [Note: calls by torch].
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -97,7 +98,7 @@ def asked_by_torch() -> Asked | None:
             and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
         ):
             info = frame.f_locals["info"]
-            return Asked(info.full_state_dict, info.cpu_offload)
+            return StateDictRequest(info.full_state_dict, info.cpu_offload)
         frame = frame.f_back
     return None
 
@@ -105,7 +106,7 @@ def asked_by_torch() -> Asked | None:
 def is_stateful_of_torch() -> bool:
     """Return whether the method that calls this was called by torch's save() or load() themselves.
 
-    See [Note: whom torch asks].
+    See [Note: calls by torch].
     """
     asks = ("state_dict_saver", "state_dict_loader")
     asking = caller(2).f_globals.get("__name__")
@@ -138,47 +139,47 @@ def boxes(
             yield (last, *offsets), (1, *sizes)
 
 
-class Piece(NamedTuple):
-    """A box of a parameter's state, from ``offsets`` on."""
+class Chunk(NamedTuple):
+    """A box of a parameter's state at ``offsets``, as in torch.distributed.checkpoint."""
 
     offsets: tuple[int, ...]
     data: Tensor  # of the box's shape; may alias an arena, so that loading fills it in place
 
 
-def flat_pieces(spec: ParamSpec, start: int, data: Tensor) -> list[Piece]:
-    """Return elements from ``start`` on, in storage order, as a piece of a (numel,) tensor."""
-    return [Piece((start,), data)]
+def flat_chunks(spec: ParamSpec, start: int, data: Tensor) -> list[Chunk]:
+    """Return elements from ``start`` on, in storage order, as a chunk of a (numel,) tensor."""
+    return [Chunk((start,), data)]
 
 
-def shaped_pieces(spec: ParamSpec, start: int, data: Tensor) -> list[Piece]:
-    """Return elements from ``start`` on, in storage order, as pieces of the parameter's shape."""
+def shaped_chunks(spec: ParamSpec, start: int, data: Tensor) -> list[Chunk]:
+    """Return elements from ``start`` on, in storage order, as chunks of the parameter's shape."""
     order = sorted(range(len(spec.shape)), key=lambda dim: -spec.stride[dim])
     inverse = sorted(range(len(order)), key=order.__getitem__)
-    pieces = []
+    chunks = []
     used = 0
     for offsets, sizes in boxes([spec.shape[d] for d in order], start, start + data.numel()):
         part = data[used : used + math.prod(sizes)]
         used += part.numel()
         placed = tuple(offsets[position] for position in inverse)
-        pieces.append(Piece(placed, part.view(sizes).permute(inverse)))
-    return pieces
+        chunks.append(Chunk(placed, part.view(sizes).permute(inverse)))
+    return chunks
 
 
 class FragmentTensor(torch.Tensor):
-    """A tensor of which this rank holds only ``pieces``.
+    """A tensor of which this rank has only the chunks in ``pieces``.
 
     It has the three methods by which torch.distributed.checkpoint saves and loads sharded tensors.
-    It can be copied, to other devices too, and overwritten by another of the same pieces, which
-    ``torch.distributed.checkpoint.async_save`` asks for; nothing else is defined on it. It is not
-    pickled, because a file that one rank writes would lack the others' pieces.
+    It can be copied, to other devices too, and overwritten by one with the same chunks, because
+    ``torch.distributed.checkpoint.async_save`` does both. No other operation is defined. It cannot
+    be pickled, because a file that one rank writes would lack the peers' chunks.
     """
 
-    pieces: Sequence[Piece]
-    """What this rank holds: (offsets, tensor) pairs, in storage order."""
+    pieces: Sequence[Chunk]
+    """This rank's chunks: (offsets, tensor) pairs, in storage order."""
 
     @staticmethod
     def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pieces: Sequence[Piece]
+        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pieces: Sequence[Chunk]
     ) -> FragmentTensor:
         self: FragmentTensor = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=device
@@ -187,22 +188,22 @@ class FragmentTensor(torch.Tensor):
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        ranges = [(piece.offsets, tuple(piece.data.shape)) for piece in self.pieces]
+        ranges = [(chunk.offsets, tuple(chunk.data.shape)) for chunk in self.pieces]
         return f"FragmentTensor(shape={tuple(self.shape)}, dtype={self.dtype}, pieces={ranges})"
 
-    def has_pieces_of(self, other: FragmentTensor) -> bool:
-        """Return whether both hold the same pieces of tensors of the same shape."""
+    def has_same_chunks(self, other: FragmentTensor) -> bool:
+        """Return whether both have the same chunks of tensors of the same shape."""
         return self.shape == other.shape and [(p.offsets, p.data.shape) for p in self.pieces] == [
             (p.offsets, p.data.shape) for p in other.pieces
         ]
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> FragmentTensor:
-        """Return one of the same shape with ``function`` applied to every piece."""
-        pieces = [Piece(piece.offsets, function(piece.data)) for piece in self.pieces]
-        # Without a piece its dtype and device still follow from the function.
+        """Return one of the same shape with ``function`` applied to every chunk."""
+        chunks = [Chunk(chunk.offsets, function(chunk.data)) for chunk in self.pieces]
+        # Without a chunk, the dtype and device still follow from the function.
         nothing = torch.empty(0, dtype=self.dtype, device=self.device)
-        sample = pieces[0].data if pieces else function(nothing)
-        return FragmentTensor(self.shape, sample.dtype, sample.device, pieces)
+        sample = chunks[0].data if chunks else function(nothing)
+        return FragmentTensor(self.shape, sample.dtype, sample.device, chunks)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -214,13 +215,13 @@ class FragmentTensor(torch.Tensor):
         if func in _MAPPED:
             return args[0]._mapped(lambda data: func(data, *args[1:], **kwargs))
         if func in _IN_PLACE:
-            for piece in args[0].pieces:
-                func(piece.data, *args[1:], **kwargs)
+            for chunk in args[0].pieces:
+                func(chunk.data, *args[1:], **kwargs)
             return args[0]
         if func is _ATEN.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
             return args[0]._mapped(lambda data: data.new_empty(data.shape, **kwargs))
         if func is _ATEN.copy_.default and all(isinstance(a, FragmentTensor) for a in args[:2]):
-            return _overwrite(*args[:2])
+            return _copy_chunks(*args[:2])
         raise NotImplementedError(
             f"{func} is not defined on a FragmentTensor: it holds only this rank's part of an "
             "optimizer state. For whole tensors call consolidate_state_dict() on all ranks, or "
@@ -243,32 +244,32 @@ class FragmentTensor(torch.Tensor):
         )
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """Return what torch.distributed.checkpoint is to write from this rank."""
+        """Return the write items of this rank's chunks, for torch.distributed.checkpoint."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
         return [
             WriteItem(
-                index=MetadataIndex(fqn, torch.Size(piece.offsets)),
+                index=MetadataIndex(fqn, torch.Size(chunk.offsets)),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=_chunk(piece),
+                    chunk=_chunk_metadata(chunk),
                     properties=TensorProperties(dtype=self.dtype),
                     size=self.size(),
                 ),
             )
-            for piece in self.pieces
+            for chunk in self.pieces
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return the ranges that this rank holds."""
-        return [_chunk(piece) for piece in self.pieces]
+        """Return the ranges of this rank's chunks."""
+        return [_chunk_metadata(chunk) for chunk in self.pieces]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Return the piece that starts at ``index.offset``."""
-        for piece in self.pieces:
-            if index.offset is not None and piece.offsets == tuple(index.offset):
-                return piece.data
+        """Return the data of the chunk that starts at ``index.offset``."""
+        for chunk in self.pieces:
+            if index.offset is not None and chunk.offsets == tuple(index.offset):
+                return chunk.data
         raise ValueError(f"No piece of {index.fqn} starts at {index.offset}.")
 
 
@@ -283,31 +284,31 @@ _MAPPED = (
 _IN_PLACE = (_ATEN.zero_.default, _ATEN.fill_.Scalar)
 
 
-def _overwrite(target: FragmentTensor, source: FragmentTensor) -> FragmentTensor:
-    """Copy every piece of ``source`` into that of ``target``; ValueError if they hold others."""
-    if not target.has_pieces_of(source):
+def _copy_chunks(target: FragmentTensor, source: FragmentTensor) -> FragmentTensor:
+    """Copy the chunks of ``source`` into those of ``target``; ValueError if they differ."""
+    if not target.has_same_chunks(source):
         raise ValueError(
             f"{source} holds other pieces than {target}: it is of another rank, another world size "
             "or another model. Save and load it with torch.distributed.checkpoint, which gives "
             "every rank its pieces."
         )
-    for piece, other in zip(target.pieces, source.pieces, strict=True):
-        if piece.data.data_ptr() != other.data.data_ptr():
-            piece.data.copy_(other.data)
+    for chunk, other in zip(target.pieces, source.pieces, strict=True):
+        if chunk.data.data_ptr() != other.data.data_ptr():
+            chunk.data.copy_(other.data)
     return target
 
 
 def _reduce_between_processes(tensor: FragmentTensor) -> Any:
-    """Pickle a FragmentTensor for another process of this rank, which may write the checkpoint."""
+    """Pickle a FragmentTensor for a process that writes this rank's part of a checkpoint."""
     return FragmentTensor, (tuple(tensor.shape), tensor.dtype, tensor.device, list(tensor.pieces))
 
 
 ForkingPickler.register(FragmentTensor, _reduce_between_processes)
 
 
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
+def _chunk_metadata(chunk: Chunk) -> ChunkStorageMetadata:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return ChunkStorageMetadata(
-        offsets=torch.Size(piece.offsets), sizes=torch.Size(piece.data.shape)
+        offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.data.shape)
     )

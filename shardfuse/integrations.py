@@ -24,8 +24,8 @@ def trainer_callback() -> Any:
 
     Use it for an optimizer under Trainer's DistributedDataParallel; DeepSpeed does not need it. It
     consolidates the state only when a checkpoint is due (``save_strategy`` "steps", "epoch" or
-    "best"). It also tells Trainer which steps are skipped under ``fp16``, so that its schedule does
-    not advance. A callback that itself sets ``control.should_save`` must come before it.
+    "best"). It also reports skipped steps under ``fp16`` to Trainer, so that its schedule does not
+    advance. A callback that itself sets ``control.should_save`` must come before it.
 
     Raises:
         ImportError: transformers is not installed.
@@ -57,15 +57,15 @@ def trainer_callback() -> Any:
 def consolidate_on_save(accelerator: Any) -> Any:
     """Make ``accelerator.save_state()`` save the full states of shardfuse's optimizers.
 
-    Accelerate asks each rank for its states, so each rank holds the full state in CPU memory. On
-    devices where parameters share one storage (Ascend), Accelerate would take them for one tensor
+    Accelerate reads the states on each rank, so each rank holds the full state in CPU memory. On
+    devices where parameters share one storage (Ascend), Accelerate would treat them as one tensor
     and save only the first. There it gets copies in CPU memory.
 
-    After ``accelerator.prepare()``, this also tells Accelerate which steps its gradient scaler has
-    skipped, so that its schedulers do not advance.
+    After ``accelerator.prepare()``, this also reports steps that the gradient scaler has skipped to
+    Accelerate, so that its schedulers do not advance.
 
     Returns:
-        A handle whose ``remove()`` undoes this.
+        A handle; its ``remove()`` undoes this.
     """
 
     def consolidate(models: Any, weights: Any, output_dir: Any) -> None:

@@ -1,6 +1,6 @@
 """Integer geometry of the flat buffers: blocks, buckets, shards, fragments.
 
-Nothing here holds a tensor or talks to another rank; a layout can be printed, hashed, compared, and
+Nothing here has a tensor or communicates. A layout can be printed, hashed, compared, and
 built for thousands of ranks on a laptop.
 
     flat      | p0 ....pad| p1 pad| p2 ..............pad|   tail pad  |
@@ -13,7 +13,7 @@ built for thousands of ranks on a laptop.
   in that order; it is the same on every rank by construction.
 * A shard is whole blocks. So is a slot under rules of granularity "block", which take norms of
   tensors: every block then belongs to exactly one parameter (or to the tail padding) and to one
-  rank. Under others slots start at aligned addresses (SLOT_NBYTES): small tensors pad less.
+  rank. Under other rules slots start at aligned addresses (SLOT_NBYTES): small tensors pad less.
 * A bucket is a range of a flat, not a set of parameters: buckets are equal in size, a large tensor
   is cut, and only the last one carries tail padding.
 """
@@ -34,11 +34,11 @@ BLOCK = 512
 SLOT_NBYTES = {"cpu": 64, "cuda": 512, "npu": 512}
 """Slots that need not be whole blocks start at multiples of so many bytes, by type of device.
 
-On the CPU it is a cache line; all are what torch's allocators start tensors at. Others have 512.
+On the CPU it is a cache line. All are the alignments of torch's allocators. Other types have 512.
 """
 
 PART_NBYTES = 512
-"""What is made for another rank, and is no part of a flat, is of multiples of so many bytes."""
+"""Messages that are no part of a flat are padded to multiples of so many bytes per rank."""
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element of the parameter dtypes that a flat may have."""
@@ -68,7 +68,7 @@ def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """What the layout needs to know of one parameter."""
+    """The properties of a parameter that the layout depends on."""
 
     name: str
     shape: tuple[int, ...]
@@ -95,7 +95,7 @@ class ParamSpec:
         return (self.group, self.policy, self.dtype, self.device, self.frozen)
 
     def describe(self) -> str:
-        """Return one line that tells this parameter from another, the same on all ranks."""
+        """Return one line that identifies this parameter, the same on all ranks."""
         text = f"{self.name} {self.shape} {self.dtype} on {self.device_type} in group {self.group}"
         if self.policy:
             text += f" policy {self.policy}"
@@ -190,7 +190,7 @@ def slots_in(flat: Flat, bucket: Bucket) -> Iterator[int]:
 class FlatLayout:
     """All flats of one optimizer over ``world_size`` ranks, for a rule of some ``granularity``.
 
-    There are no flats where somebody else lays the parameters out (optim/backend.py).
+    There are no flats under an external layout (optim/backend.py).
 
     Raises:
         ValueError: a number out of range, slots that overlap, buckets that do not cover their flat

@@ -1,12 +1,12 @@
-"""Loss scaling whose overflow decision is the same on every rank.
+"""Loss scaling with the same decision about overflows on every rank.
 
-[Note: gradient scalers] torch.amp.GradScaler hands an optimizer with ``_step_supports_amp_scaling``
-two attributes and leaves the rest to its step(): ``found_inf``, whether this rank saw a non-finite
-gradient, and ``grad_scale``, what the gradients still have to be divided by (None after unscale_).
-The ranks agree on both in one all-reduce: a step is skipped by all or by none. Equal scales are
-undone in the kernel, after the sum; scales may differ where each rank runs a plain scaler, which
-lowers its own scale only, and are then undone before the sum. Frameworks read the same attribute,
-[Note: who unscales] in optim/compat.py.
+[Note: gradient scalers] torch.amp.GradScaler sets two attributes of an optimizer that has
+``_step_supports_amp_scaling``, and then calls step(). ``found_inf``: whether this rank has a
+non-finite gradient. ``grad_scale``: the remaining divisor of the gradients (None after unscale_).
+The ranks agree on both in one all-reduce, so all of them skip a step or none does. The kernel
+undoes equal scales, after the sum. Scales may differ if each rank has a plain scaler, which lowers
+only its own scale. Such scales are undone before the sum. Frameworks read the same attribute, see
+[Note: unscaling] in optim/compat.py.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ logger = logging.getLogger("shardfuse")
 
 
 class ScaledStep(NamedTuple):
-    """What the ranks agreed to do in a step under a gradient scaler."""
+    """The decision of all ranks about a step under a gradient scaler."""
 
     skip: bool
-    inverse: Tensor | None  # () fp32, 1 / grad_scale; None where there is nothing to undo
+    inverse: Tensor | None  # () fp32, 1 / grad_scale; None: gradients are unscaled already
     is_equal: bool  # whether all ranks have the same scale
 
 
 UNSCALED = ScaledStep(skip=False, inverse=None, is_equal=True)
-"""A step without a gradient scaler, over which the ranks need not agree."""
+"""A step without a gradient scaler, which needs no agreement."""
 
 
 def agree_on_step(comm: Communicator, found_inf: Tensor, grad_scale: Tensor | None) -> ScaledStep:
-    """Return what all ranks do in a step under a scaler. Collective; waits for the device.
+    """Return the decision of all ranks about a scaled step. Collective; waits for the device.
 
     Args:
         found_inf: 0 if this rank's gradients are finite.
-        grad_scale: what they still have to be divided by; None for nothing.
+        grad_scale: the remaining divisor of the gradients; None: they are unscaled.
     """
     scale = torch.ones_like(found_inf) if grad_scale is None else grad_scale
     flags = torch.stack([found_inf.reshape(()), scale.reshape(()), -scale.reshape(())]).float()
@@ -54,39 +54,39 @@ def agree_on_step(comm: Communicator, found_inf: Tensor, grad_scale: Tensor | No
 
 
 class Overflow(NamedTuple):
-    """Where a skipped step had its first non-finite gradient."""
+    """The first non-finite gradient of a skipped step."""
 
-    name: str  # of the first such parameter, in order of registration
-    rank: int  # the lowest with a non-finite gradient of that parameter
+    name: str  # of the first parameter with one, in order of registration
+    rank: int  # the lowest rank with a non-finite gradient of that parameter
 
 
 @dataclass
 class OverflowReport:
-    """Finds out which gradient made the ranks skip a step, logs it and keeps it."""
+    """Finds the gradient that made the ranks skip a step, logs it, and stores it."""
 
     comm: Communicator  # the ranks that skip together
-    enabled: bool  # if not, nothing is looked at or communicated; equal on all ranks
+    enabled: bool  # if not, nothing is read or communicated; equal on all ranks
     last: Overflow | None = None  # of the last step that was skipped
 
     def note(self, grads: Sequence[tuple[str, Tensor | None]], device: torch.device) -> None:
-        """Look for the overflow in ``grads``, (name, gradient of this rank) of every parameter.
+        """Search ``grads``, (name, gradient of this rank) of every parameter, for the overflow.
 
-        Collective, for all ranks know that they skip: one all-reduce of one number on ``device``,
-        also by a rank that has no gradient.
+        Collective: all ranks skip the step, and all launch one all-reduce of one number on
+        ``device``, also a rank without gradients.
         """
         if not self.enabled:
             return
-        everyone = self.comm.world
+        world = self.comm.world
         present = [(index, grad) for index, (_, grad) in enumerate(grads) if grad is not None]
         first = len(grads)
         if present:
             bad = torch.stack([~torch.isfinite(grad).all() for _, grad in present]).tolist()
             first = next((present[i][0] for i, is_bad in enumerate(bad) if is_bad), first)
-        # The smallest is that of the first parameter, and of the lowest rank that it is bad on.
-        code = -(first * everyone.world_size + everyone.rank)
+        # The smallest code is that of the first parameter, on the lowest rank with a bad gradient.
+        code = -(first * world.world_size + world.rank)
         key = torch.tensor([code], dtype=torch.int32, device=device)
-        everyone.all_reduce(key, "max").wait()
-        param, rank = divmod(-int(key), everyone.world_size)
+        world.all_reduce(key, "max").wait()
+        param, rank = divmod(-int(key), world.world_size)
         self.last = Overflow(grads[param][0], rank) if param < len(grads) else None
         if self.last is None:
             logger.warning(
@@ -103,7 +103,7 @@ class OverflowReport:
 
 
 class ShardedGradScaler(GradScaler):
-    """A torch.amp.GradScaler whose scale and skipped steps are the same on all ranks.
+    """A torch.amp.GradScaler with the same scale and skipped steps on all ranks.
 
     Gradients are local until ``step()``, so ranks see different overflows. If one rank has a
     non-finite gradient, all ranks skip the step and lower their scales.
@@ -129,7 +129,7 @@ class ShardedGradScaler(GradScaler):
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
         self._process_group = process_group
-        self._agreed: Tensor | None = None  # (2,): the smallest scale and age on any rank
+        self._agreed: Tensor | None = None  # (2,): the smallest scale and age of all ranks
 
     @untraced
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -157,7 +157,7 @@ class ShardedGradScaler(GradScaler):
         Args:
             outputs: tensors of any shape, or nested iterables of them.
         """
-        self._take_agreed()
+        self._apply_agreed()
         return super().scale(outputs)
 
     @untraced
@@ -167,7 +167,7 @@ class ShardedGradScaler(GradScaler):
         Args:
             new_scale: the next scale; None: torch's rule makes it.
         """
-        self._take_agreed()
+        self._apply_agreed()
         super().update(new_scale)
 
     @untraced
@@ -180,10 +180,10 @@ class ShardedGradScaler(GradScaler):
         self._agreed = None
         super().load_state_dict(state_dict)
 
-    def _take_agreed(self) -> None:
-        """Have the scale and age that the ranks agreed on when they looked at gradients last.
+    def _apply_agreed(self) -> None:
+        """Set the scale and age that the ranks agreed on in the last unscaling.
 
-        They differ where a step failed on some ranks only, after which these did not update theirs.
+        They differ between ranks if a step failed on some of them, which then did not update them.
         """
         agreed, self._agreed = self._agreed, None
         if agreed is not None:
@@ -192,9 +192,9 @@ class ShardedGradScaler(GradScaler):
             age.copy_(agreed[1])
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        """Return the scale and its age, also of a rank that has not scaled any loss yet.
+        """Return the scale and its age, also on a rank that has not scaled a loss yet.
 
-        The others wait for it in the step; torch's scaler would end it by an assertion.
+        torch's scaler would raise an AssertionError there, while the peers wait in the step.
         """
         if self._scale is None:
             where = torch.empty(0, device=self._device).device
@@ -212,21 +212,21 @@ class ShardedGradScaler(GradScaler):
 
         torch's own sharded scaler overrides the same method: unscale_() and step() both pass here.
         """
-        # torch allows fp16 where it only looks, and leaves the scale to step(). Shards come first:
-        # they take a gradient that is still in p.grad, as of a param that has just been unfrozen,
-        # and torch would unscale it there a first time.
+        # With allow_fp16 torch only searches for overflows, and step() undoes the scale. Shards are
+        # unscaled first: they consume a gradient that is still in p.grad, as that of a param that
+        # was just unfrozen. Otherwise torch would unscale it in p.grad, and the shard once more.
         reach = getattr(optimizer, "_unscale_shards", None)
         of_shards = None if reach is None else reach(None if allow_fp16 else inv_scale)
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         device = found_inf.device
-        # A rank without any gradient has found nothing, and must take part all the same.
+        # A rank without gradients has found nothing, and launches the all-reduce, too.
         total = torch.zeros(1, dtype=torch.float32, device=device)
         for value in [*found.values(), *([] if of_shards is None else [of_shards])]:
             total += value.to(device)
         own = self._check_scale_growth_tracker("step")
-        told = torch.cat([total, *(-value.float().reshape(1).to(device) for value in own)])
+        reduced = torch.cat([total, *(-value.float().reshape(1).to(device) for value in own)])
         comm = communicator_for(self._process_group, device, "native")
         with comm.session.region("unscaling by ShardedGradScaler"):
-            comm.all_reduce(told, "max").wait()
-        self._agreed = -told[1:]
-        return {device: told[0].clamp(max=1.0)}
+            comm.all_reduce(reduced, "max").wait()
+        self._agreed = -reduced[1:]
+        return {device: reduced[0].clamp(max=1.0)}

@@ -92,7 +92,7 @@ class CheckpointGroup:
 
 
 def _as_checkpoint_error(error: Exception | None) -> Exception | None:
-    """Return an error whose text is complete without the name of its class."""
+    """Return ``error`` as a CheckpointError, with a text that is complete without a class name."""
     if error is None or isinstance(error, CheckpointError):
         return error
     if isinstance(error, OSError):

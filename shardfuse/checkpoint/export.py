@@ -44,7 +44,7 @@ def read_model(folder: str | Path, key: str = "model") -> dict[str, Tensor]:
         key: key of the module in the saved state.
 
     Raises:
-        DamagedCheckpoint: files differ from what was written.
+        DamagedCheckpoint: files differ from the saved ones.
         CheckpointError: there is no checkpoint, or it has no such key.
     """
     with open_checkpoint(Path(folder).absolute()) as files:
@@ -80,7 +80,7 @@ def read_optimizer(folder: str | Path, key: str = "optimizer") -> dict[str, Any]
         key: key of the optimizer in the saved state.
 
     Raises:
-        DamagedCheckpoint: files differ from what was written.
+        DamagedCheckpoint: files differ from the saved ones.
         CheckpointError: there is no checkpoint, or it has no such optimizer.
     """
     with open_checkpoint(Path(folder).absolute()) as files:

@@ -39,10 +39,10 @@ _MAX_ATTEMPTS = 10
 class Checkpoints:
     """The checkpoints of one run, in ``folder/step-N``; load_latest() loads the newest intact one.
 
-    A file ``latest`` names the newest, for people and scripts. It also shows that a run has begun
-    whose checkpoints are gone; it has no other effect. The constructor touches no file, and loading
-    writes none: another process may load while one saves. Other files in a checkpoint's folder stay
-    when the checkpoint is removed. If ``step-N`` is a link, only the link is removed.
+    A file ``latest`` names the newest, for people and scripts. It also shows that a run has begun,
+    if its checkpoints are missing; it has no other effect. The constructor touches no file, and
+    loading writes none: another process may load while one saves. Other files in a checkpoint's
+    folder stay when the checkpoint is removed. If ``step-N`` is a link, only the link is removed.
 
     Args:
         folder: folder of this run only, in a file system that all ranks see.

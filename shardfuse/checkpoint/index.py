@@ -1,7 +1,7 @@
 """The files of a checkpoint: their format, how they are read, and how damage is found.
 
 FOLDER/
-    __3_0.distcp     what rank 3 wrote, in the format of torch.distributed.checkpoint
+    __3_0.distcp     data of rank 3, in the format of torch.distributed.checkpoint
     part-3.json      index of this file: key, offsets in the tensor, range in the file, digest
     .metadata        all indices, pickled, for torch.distributed.checkpoint.load()
     manifest.json    digests of .metadata and of every part-*.json; written last
@@ -39,11 +39,11 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """Files of a checkpoint differ from what was written.
+    """Files of a checkpoint differ from the saved ones.
 
     Args:
         faults: descriptions of the damage, each with file, key and place.
-        advice: what to do, such as the name of an intact checkpoint.
+        advice: the remedy, such as the name of an intact checkpoint.
     """
 
     def __init__(self, faults: Sequence[str], advice: str = "") -> None:
@@ -587,7 +587,7 @@ def file_ends(entries: Iterable[IndexEntry]) -> dict[str, int]:
 
 
 def coverage_faults(indices: Iterable[ShardIndex]) -> list[str]:
-    """Return the tensors that are incomplete, or whose dtype or shape differs between ranks."""
+    """Return the tensors that are incomplete, or differ in dtype or shape between ranks."""
     tensors: dict[str, TensorMeta] = {}
     boxes: dict[str, list[tuple[Sequence[int], Sequence[int]]]] = {}
     faults = []

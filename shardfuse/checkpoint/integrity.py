@@ -24,7 +24,7 @@ from shardfuse.files import describe_os_error
 def list_steps(folder: Path) -> list[int]:
     """Return the steps of a run's checkpoints, intact or not, newest first. Local.
 
-    This includes a checkpoint whose name is missing because a process was killed between two
+    This includes a checkpoint without its name, because a process was killed between two
     renames; see replacement.py.
     """
     try:

@@ -71,7 +71,7 @@ def load(
             To find it, all ranks verify those checkpoints, each its share.
 
     Raises:
-        DamagedCheckpoint: files differ from what was written; the error names files and contents.
+        DamagedCheckpoint: files differ from the saved ones; the error names files and contents.
         CheckpointError: there is no checkpoint, or it does not fit ``state``.
     """
     check_state(state)
@@ -314,7 +314,7 @@ def ranks_overlapping(
 def ranks_to_read(
     layouts: Mapping[str, Any], saved_by: int, parts: Mapping[str, LocalCheckpointState], rank: int
 ) -> set[int]:
-    """Return the ranks whose indices this rank reads, among them its share for verification.
+    """Return the ranks that wrote the indices for this rank to read: needed, or to verify.
 
     The first rank's index has everything that is not sharded.
     """

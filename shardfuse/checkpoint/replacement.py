@@ -1,4 +1,4 @@
-"""Replacement of a checkpoint on disk: the names that take part, and what is removed.
+"""Replacement of a checkpoint on disk: the names in use, and the files to remove.
 
     ck              the checkpoint
     .ck.unfinished  staging: the next checkpoint while it is written; after both have exchanged
@@ -8,8 +8,8 @@
 At each moment one of these names is a complete checkpoint, the old or the new one. Only a saving
 process renames or removes. A reader opens the first complete one of them (open_checkpoint()).
 
-[Note: what is removed] A save removes only files that the checkpoint's own manifest lists. If the
-manifest is damaged, it removes files whose names are those of a checkpoint. Any other file is an
+[Note: removed files] A save removes only files that the checkpoint's own manifest lists. If the
+manifest is damaged, it removes files with the names of a checkpoint's files. Any other file is an
 error before anything is written. Files that another process adds later are kept, under another
 name.
 """
@@ -140,7 +140,7 @@ def commit_staging(target: Path) -> None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove the files of a checkpoint whose name no reader opens any more.
+    """Remove the files of a checkpoint under a name that no reader opens any more.
 
     If the folder has other files, they are kept under another name, with a warning. Errors of the
     file system are logged; the next save tries again.
@@ -165,7 +165,7 @@ def _keep_under_other_name(path: Path) -> None:
 
 
 def recover_interrupted(folder: Path) -> None:
-    """Finish or remove what killed processes have left in a run's folder. Saving process only."""
+    """Finish or remove unfinished saves of killed processes. Called only by saving processes."""
     for name in sorted(os.listdir(folder)):
         base, _, ending = name.removeprefix(".").rpartition(".")
         is_left = name.startswith(".") and ending in ("unfinished", "replaced", "discarded")
@@ -191,7 +191,7 @@ def remove_checkpoint_files(path: Path) -> None:
 
 
 def unrelated_names(path: Path, *, is_ours: bool = False) -> list[str]:
-    """Return the names in a folder that are not a checkpoint's. See [Note: what is removed].
+    """Return the names in a folder that are not a checkpoint's. See [Note: removed files].
 
     Args:
         path: the folder; if it does not exist, the result is empty.

@@ -116,14 +116,14 @@ class _SaveOperation:
             folder.write_atomically(index.name, index.to_bytes())
 
     def commit(self, checksums: list[int], on_complete: Callable[[], None]) -> Exception | None:
-        """Commit what all ranks wrote, by checksums; return an error or None. First rank only."""
+        """Commit all ranks' shards, by checksums; return an error or None. First rank only."""
         manifest = Manifest(len(checksums), [], self._info, self._params, self._layouts)
         manifest.rules = self._rules
         error = catch(lambda: _commit(self.target, checksums, manifest))[1]
         return catch(on_complete)[1] if error is None else error
 
     def discard(self) -> None:
-        """Remove what was written and will not be committed."""
+        """Remove the written files, which will not be committed."""
         if is_folder(self._staging):
             remove_checkpoint(self._staging)
 
@@ -352,7 +352,7 @@ class AsyncSave:
 
 
 def _parse_checksum(text: str, key: str) -> int:
-    """Parse what a rank published; raise PeerError if no rank can have written it."""
+    """Parse the entry of a rank; raise PeerError if no rank can have published it."""
     with suppress(ValueError, TypeError, RecursionError):
         checksum, reason = json.loads(text)
         if type(checksum) is int and 0 <= checksum < 1 << 24 and isinstance(reason, str):
@@ -441,7 +441,7 @@ def register_running_save(optimizer: ShardedOptimizer, save: AsyncSave) -> None:
 
 
 def notify_before_load(optimizers: Sequence[ShardedOptimizer]) -> None:
-    """Let running saves of ``optimizers`` copy what a load is about to overwrite. Local."""
+    """Let running saves of ``optimizers`` copy the state that a load will overwrite. Local."""
     for optimizer in optimizers:
         _before_load(optimizer)
 

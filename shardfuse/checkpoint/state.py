@@ -101,7 +101,7 @@ class TrainingState:
         return [value for value in self.objects.values() if isinstance(value, ShardedOptimizer)]
 
     def to_write(self) -> dict[str, Any]:
-        """Return nested dicts of what this rank writes; tensors alias the live state."""
+        """Return this rank's entries as nested dicts; tensors alias the live state."""
         written = self._param_shards(to_write=True)
         result: dict[str, Any] = {}
         for key, value in self.objects.items():
@@ -200,7 +200,7 @@ class TrainingState:
         """
         lacking = set()
         for key, parts in self.parts.items():
-            names = [*parts.errors(), *(master.key for master in parts.masters())]
+            names = [*parts.residuals(), *(master.key for master in parts.masters())]
             lacking |= {f"{key}.{name}" for name in names} - set(saved)
         return {
             key: {name: v for name, v in values.items() if f"{key}.{name}" not in lacking}
@@ -247,9 +247,9 @@ class TrainingState:
     def fill_missing_masters(self, saved: Collection[str]) -> None:
         """Copy params into masters that are not saved; set rounding errors that are not to 0."""
         for key, parts in self.parts.items():
-            for name, error in parts.errors().items():
+            for name, residual in parts.residuals().items():
                 if f"{key}.{name}" not in saved:
-                    error.zero_()
+                    residual.zero_()
             for master in parts.masters():
                 if master.is_kept and f"{key}.{master.key}" not in saved:
                     master.place.copy_(master.own)
@@ -267,7 +267,7 @@ class TrainingState:
     def load_optimizers(
         self, staged: Mapping[str, Any], live: Mapping[str, Any], rules: Mapping[str, str]
     ) -> None:
-        """Let the optimizers adopt what was read, and send params to all ranks. Collective.
+        """Load the tensors into the optimizers, and send params to all ranks. Collective.
 
         Args:
             staged, live: results of staged_copies() and live_tensors(), filled.
@@ -275,7 +275,7 @@ class TrainingState:
         """
         for key, parts in self.parts.items():
             parts.publish()
-            parts.take({**live[key], **staged[key]}, rules.get(key, ""))
+            parts.load({**live[key], **staged[key]}, rules.get(key, ""))
 
     def load_values(self, staged: Mapping[str, Any]) -> dict[str, Any]:
         """Load everything but optimizers; return the values without a method for that. Local.
@@ -344,7 +344,7 @@ def _is_sharded(value: Any) -> bool:
 
 
 def _load_method(value: Any) -> Callable[[Any], Any] | None:
-    """Return the method that loads what state_dict() returned, or None."""
+    """Return the method that loads a result of state_dict(), or None."""
     load = getattr(value, "load_state_dict", None)
     return getattr(value, "set_state_dict", None) if load is None else load  # Paddle's name
 

@@ -3,7 +3,7 @@
 [Note: no planning collective] DCP's own planners gather the plans of all ranks, to remove
 duplicates and to learn where everything is. Here there are no duplicates by construction:
 fragments do not overlap, and the first rank writes everything that is equal on all ranks. So each
-rank plans alone, by the same SavePlanner and StorageWriter, and lists what it wrote in an index
+rank plans alone, by the same SavePlanner and StorageWriter, and lists its entries in an index
 file of its own. DCP plans a load alone, too, once the metadata is known.
 """
 
@@ -88,7 +88,7 @@ class _FolderFileSystem(FileSystem):
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Plans what this rank writes, without the others; see [Note: no planning collective]."""
+    """Plans the writes of this rank, without its peers; see [Note: no planning collective]."""
 
     def __init__(self, rank: int, copies: DeferredCopies | None, own: Iterable[str]) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class _FileSystemWriter(FileSystemWriter):
 class DeferredCopies:
     """Copies of fragments, made one by one as they are written, or at once before they change.
 
-    [Note: what may change] States and a rank's shards of the params do not change between two calls
+    [Note: live state] States and a rank's shards of the params do not change between two calls
     of step(). So a save need not copy them when it begins. The writing thread copies each fragment
     just before it writes it, and the next step() first copies the fragments that are still pending.
     """
@@ -206,7 +206,7 @@ class ShardWriter:
         state: nested dicts of live values.
         copies: collects copies of fragments. With it, write() may run while training continues, and
             the constructor copies everything else. None: write() reads the live tensors.
-        own: keys whose values each rank writes although they are no fragments.
+        own: keys of values that each rank writes although they are no fragments.
 
     Raises:
         CheckpointError: a value cannot be saved.
@@ -270,7 +270,7 @@ class ShardWriter:
 
 
 def _with_digests(folder: FolderHandle, entries: list[IndexEntry]) -> list[IndexEntry]:
-    """Return the entries of one file with the digests of what has been written."""
+    """Return the entries of one file with the digests of their written bytes."""
     if not entries:
         return []
     ranges = [(entry.start, entry.length) for entry in entries]
@@ -433,5 +433,5 @@ def _filled_box(item: Any) -> tuple[Sequence[int], Sequence[int]]:
 def _held_boxes(value: Tensor) -> list[tuple[Sequence[int], Sequence[int]]]:
     """Return (offsets, sizes) in the full tensor that this rank holds."""
     if isinstance(value, FragmentTensor):
-        return [(piece.offsets, piece.data.shape) for piece in value.pieces]
+        return [(chunk.offsets, chunk.data.shape) for chunk in value.pieces]
     return [((0,) * value.dim(), value.shape)]

@@ -1,11 +1,11 @@
-"""Stage 0: what DeepSpeed's engine asks of an optimizer that shards by itself.
+"""Stage 0: DeepSpeed's engine drives an optimizer that shards by itself.
 
-The engine finds what it needs by name on the optimizer, or on itself, so that both get attributes:
+The engine reads attributes of the optimizer and of itself by name, so the bridge sets them on both:
 
     get_grads_for_reduction()       gradients the engine is to all-reduce: none
     overflow                        whether all ranks skipped the last step
     _global_grad_norm               before clipping, of the last step
-    checkpoint_event_*, state_dict  on all ranks; one writes what rank 0 returned
+    checkpoint_event_*, state_dict  on all ranks; one rank writes the result of rank 0
     load_state_dict                 on all ranks, with that dict
     save_checkpoint, load_checkpoint    the engine's own; a checkpoint that fails ends, too
 """
@@ -25,7 +25,7 @@ from shardfuse.scaling import ShardedGradScaler
 
 
 class EngineBridge:
-    """Connects one engine and one optimizer; holds neither alive.
+    """Connects one engine and one optimizer; keeps neither alive.
 
     Raises:
         ValueError: the optimizer is driven by another engine.
@@ -41,10 +41,10 @@ class EngineBridge:
         self._optimizer = weakref.ref(optimizer)
         self._in_checkpoint = False
         self._is_gathered = False
-        self._skips = False  # whether the step under way leaves its gradients out
+        self._skips = False  # whether all ranks skip the current step
 
     def attach(self) -> None:
-        """Put the attributes where the engine looks for them."""
+        """Set the attributes that the engine reads."""
         engine, optimizer = self._engine(), self._optimizer()
         assert engine is not None
         assert optimizer is not None
@@ -69,7 +69,7 @@ class EngineBridge:
             engine.__dict__[name] = functools.partial(self._in_full, name)
         scaler = engine.torch_autocast_z0_gradscaler
         if scaler is not None:
-            # The plain scaler of each rank would see the overflows of that rank alone.
+            # The plain scaler of a rank would find only the overflows of that rank.
             device = optimizer._device.type
             engine.torch_autocast_z0_gradscaler = ShardedGradScaler(
                 device,
@@ -78,7 +78,7 @@ class EngineBridge:
             )
 
     def _accumulates(self) -> bool:
-        """Return whether the backward under way is not the last one before the next step."""
+        """Return whether another backward follows the current one before the next step."""
         engine = self._engine()
         return engine is not None and not engine.is_gradient_accumulation_boundary()
 
@@ -90,19 +90,19 @@ class EngineBridge:
         if engine is None:
             return
         max_norm = float(engine.gradient_clipping())
-        # As the wrapper does that the bf16 block has at other stages.
+        # The wrapper of the bf16 block does so at other stages.
         checks = engine.bfloat16_enabled() and engine._config.bfloat16_config.check_grad_overflow
-        # With clipping on, the engine has undone a loss scale before it comes here.
+        # With clipping on, the engine has undone the loss scale before it calls step().
         if max_norm > 0 or checks:
             norm = optimizer.clip_grad_norm(max_norm if max_norm > 0 else math.inf)
             optimizer._global_grad_norm = norm
             self._skips = checks and not bool(torch.isfinite(norm))
-        if self._skips:  # on all ranks, which have the same norm
+        if self._skips:  # on all ranks: they have the same norm
             optimizer.found_inf = torch.ones((), device=norm.device)
             optimizer._has_unscaled = True
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Note whether the step was skipped; the sharded scaler gave all ranks the same answer."""
+        """Record whether the step was skipped; the sharded scaler decides for all ranks."""
         found = optimizer.__dict__.get("found_inf")
         optimizer.overflow = found is not None and bool(found > 0)
         if optimizer.overflow:
@@ -111,7 +111,7 @@ class EngineBridge:
             del optimizer.found_inf
 
     def _in_full(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the engine that begins a checkpoint, and end that, also if it fails."""
+        """Call a method of the engine that begins a checkpoint; end the checkpoint if it raises."""
         engine = self._engine()
         assert engine is not None
         try:
@@ -128,7 +128,7 @@ class EngineBridge:
         self._in_checkpoint = False
         optimizer = self._optimizer()
         if optimizer is not None:
-            optimizer._consolidated = None  # a full copy of the states, written by now
+            optimizer._consolidated = None  # frees a full copy of the states, which is written
 
     def _state_dict(self) -> dict[str, Any]:
         """Return torch's state dict; collective while the engine saves a checkpoint.
@@ -141,7 +141,7 @@ class EngineBridge:
         kind = type(optimizer)
         if not self._in_checkpoint or engine is None:
             return kind.state_dict(optimizer)
-        if not self._is_gathered:  # not by what this rank holds, on which ranks may differ
+        if not self._is_gathered:  # not `_consolidated is None`: ranks may differ in that
             everywhere = bool(engine.use_node_local_storage())
             optimizer.consolidate_state_dict(to=None if everywhere else 0)
             self._is_gathered = True
@@ -152,7 +152,7 @@ class EngineBridge:
     def _load_state_dict(
         self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True
     ) -> None:
-        """Load what _state_dict() gave on rank 0, at any world size."""
+        """Load a result of _state_dict() on rank 0, at any world size."""
         optimizer = self._optimizer()
         assert optimizer is not None
         if not load_optimizer_states:

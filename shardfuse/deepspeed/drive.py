@@ -1,10 +1,10 @@
 """From DeepSpeed's configuration to an optimizer that its engine can drive.
 
-[Note: where the stage is known] DeepSpeed calls ``getattr(torch.optim, name)(params, **options)``:
-that call does not tell the ZeRO stage, the dtype or gradient_clipping, and later is too late,
-because by then ShardedLamb has moved the parameters into its buffers. The plug-in therefore goes
-around ``DeepSpeedEngine._configure_optimizer``, the one method that has the engine and its whole
-configuration, the optimizer before it is built, and the wrapper after. Nothing else is patched.
+[Note: where the stage is known] DeepSpeed calls ``getattr(torch.optim, name)(params, **options)``.
+The ZeRO stage, the dtype and gradient_clipping are no arguments of that call. After the call it is
+too late, because ShardedLamb has moved the parameters into its buffers. The plug-in therefore wraps
+``DeepSpeedEngine._configure_optimizer``: this method has the engine, its configuration, the
+optimizer before it is built, and the wrapper afterwards. Nothing else is patched.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardfuse.optim.backend import external_layout
 
 @dataclass
 class Registration:
-    """What register() was told, and what it put where, so that it can be taken back."""
+    """Arguments of register(), and the objects that unregister() restores."""
 
     engine: Any  # DeepSpeedEngine
     original: Callable[[Any, Any, Any], None]  # its _configure_optimizer
@@ -39,11 +39,11 @@ def configure(active: Registration, engine: Any, client_optimizer: Any, params: 
 
     Raises:
         ValueError: the configuration cannot work with shardfuse's optimizer.
-        RuntimeError: DeepSpeed's insides are not those expected.
+        RuntimeError: DeepSpeed's internals differ from those expected.
     """
     client = client_optimizer
     if client is not None and not isinstance(client, torch.optim.Optimizer):
-        # As DeepSpeed would do. An optimizer and the callable that gave it are handled alike.
+        # As DeepSpeed would do. A callable is treated like the optimizer that it returns.
         client = client(params)
     if active.replace_lamb and client is not None and peer.is_fused_lamb(client):
         if getattr(engine.client_lr_scheduler, "optimizer", None) is client:
@@ -58,7 +58,7 @@ def configure(active: Registration, engine: Any, client_optimizer: Any, params: 
     elif client is None and (found := _by_name(active, engine)) is not None:
         plan = _Plan(engine, found[0], params, found[1])
     else:
-        # A callable that gave the optimizer is not called again.
+        # The callable that returned the optimizer is not called again.
         given = client if client is None or client_optimizer is client else lambda params: client
         active.original(engine, given, params)
         return
@@ -97,9 +97,9 @@ class _Plan:
 
     engine: Any  # configured as far as its optimizer
     cls: type[ShardedOptimizer]
-    params: Any  # parameters or group dicts, as given to DeepSpeed
-    options: Mapping[str, Any]  # arguments of ``cls`` besides
-    instance: ShardedOptimizer | None = None  # the optimizer itself, where the user has built it
+    params: Any  # parameters or group dicts, as passed to DeepSpeed
+    options: Mapping[str, Any]  # the other arguments of ``cls``
+    instance: ShardedOptimizer | None = None  # the optimizer, if the user has built it
 
     def __post_init__(self) -> None:
         if self.instance is not None:
@@ -112,7 +112,7 @@ class _Plan:
             optimizer = self._build()
         else:
             _rebind(optimizer)
-        # No wrapper: those of the bf16 block would hand out copies of the parameters.
+        # No wrapper: that of the bf16 block would pass copies of the parameters.
         overrides = {
             "_configure_basic_optimizer": lambda params: optimizer,
             "_do_optimizer_sanity_check": lambda basic: None,
@@ -157,7 +157,7 @@ class _Plan:
 
 
 def _groups(params: Any) -> list[dict[str, Any]]:
-    """Return group dicts without empty ones, which DeepSpeed would take out later."""
+    """Return group dicts without empty ones, which DeepSpeed would remove later."""
     entries = list(params)
     if not entries or not isinstance(entries[0], dict):
         entries = [{"params": entries}]
@@ -182,7 +182,7 @@ def _named(
 
 
 def _rebind(optimizer: ShardedOptimizer) -> None:
-    """Take back parameters that the engine has moved since the user built ``optimizer``.
+    """Rebind parameters that the engine has moved since the user built ``optimizer``.
 
     Raises:
         ValueError: they have another dtype or device now, or a group is empty.

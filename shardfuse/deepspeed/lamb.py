@@ -1,4 +1,4 @@
-"""DeepSpeed's FusedLamb as ShardedLamb: the same formula, with norms of whole tensors."""
+"""DeepSpeed's FusedLamb as ShardedLamb: the same formula, with norms of full tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def from_lamb_options(options: Mapping[str, Any]) -> dict[str, Any]:
         )
     if given.pop("max_grad_norm", 0):
         raise ValueError('"max_grad_norm" in the params of "Lamb": write "gradient_clipping".')
-    # FusedLamb's bias correction is in the step size, which is what this variant has.
+    # FusedLamb corrects the bias in the step size, as this variant does.
     if given.pop("bias_correction", True) is False:
         given["bias_correction"] = False
     given.setdefault("eps", 1e-8)

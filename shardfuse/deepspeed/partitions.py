@@ -1,8 +1,8 @@
 """ZeRO stages 1 and 2: our optimizers over partitions that DeepSpeed makes.
 
-DeepSpeed gives the optimizer it wraps one flat fp32 partition per group in place of the group's
-parameters, and calls step() once per group. States lie in ``optimizer.state`` as torch keeps them,
-each of the partition's shape: DeepSpeed's checkpoints, universal ones too, find what they expect.
+DeepSpeed replaces each group's parameters by one flat fp32 partition, and calls step() once per
+group. ``optimizer.state`` has the states in torch's format, each in the partition's shape, as
+DeepSpeed's checkpoints expect them, also universal ones.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ class _Partition(NamedTuple):
     positions: list[int]  # of the group's parameters in the optimizer's layout
 
 
-_OF_OUR_WIRES = (
+_COMMUNICATION_OPTIONS = (
     "grad_sync_dtype",
     "grad_sync_bits",
     "param_sync_dtype",
     "param_sync_bits",
     "mesh",
 )
-"""Options of what travels between which ranks, which is DeepSpeed's there."""
+"""Options of the communication, which DeepSpeed does at these stages."""
 
 
 class DeepSpeedBackend:
-    """What an optimizer works on in place of flat buffers of its own; see Foreign.
+    """The ExternalBackend of an optimizer over DeepSpeed's partitions.
 
-    A parameter that had no gradient counts as one of gradient zero: DeepSpeed fills it in.
+    A parameter without a gradient counts as one with gradient zero, which DeepSpeed fills in.
 
     Args:
-        optimizer: has read its parameters, and gets ``self`` as its Foreign.
+        optimizer: has read its parameters; this constructor attaches ``self`` to it.
 
     Raises:
-        ValueError: it was stepped, is over partitions already, is watched, clips by itself, or has
-            options of what DeepSpeed sends.
+        ValueError: it was stepped, has partitions already, is watched, clips by itself, or has
+            options of the communication, which DeepSpeed does.
     """
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
@@ -73,7 +73,9 @@ class DeepSpeedBackend:
                 'sharding={"clip_grad_norm": ...} is for loops without DeepSpeed, whose engine '
                 'clips at ZeRO stages 1 and 2: write "gradient_clipping" in its configuration.'
             )
-        sent = [name for name in _OF_OUR_WIRES if getattr(optimizer._config, name) is not None]
+        sent = [
+            name for name in _COMMUNICATION_OPTIONS if getattr(optimizer._config, name) is not None
+        ]
         sent += ["stage"] if optimizer._config.stage != 1 else []
         if sent:
             raise ValueError(
@@ -94,17 +96,18 @@ class DeepSpeedBackend:
             )
         self._optimizer = weakref.ref(optimizer)
         self._partitions: dict[int, _Partition] = {}
-        self._counts: dict[Tensor, int] = {}  # updates; more where DeepSpeed has loaded states
+        # Updates by step(). The ``step`` of a state differs once DeepSpeed has loaded it.
+        self._counts: dict[Tensor, int] = {}
         self.state: Any = defaultdict(dict)
         self.ratio: Tensor | None = None
         self._num_params = len(optimizer.layout.specs)
         attach_backend(optimizer, self)
 
     def step(self) -> None:
-        """Update the partitions that are in the groups. Collective where norms are needed.
+        """Update the partitions in the groups. Collective if the rule needs norms.
 
         Raises:
-            RuntimeError: a group holds what no partition was made of.
+            RuntimeError: the tensor in a group is no partition of bind().
         """
         optimizer = self._optimizer()
         assert optimizer is not None
@@ -134,7 +137,7 @@ class DeepSpeedBackend:
                     )
                 state[name] = torch.full_like(flat, value, requires_grad=False)
                 if not rule.counts_steps:
-                    state["step"] = 0  # momentum was set above 0 later: its first update comes now
+                    state["step"] = 0  # the user has set a momentum: this is its first update
         step = int(state.get("step", 0)) + 1
         own.driver.ratio = None
         own.shards.set_step(group, [state[name] for name in rule.state_names(group)], step)
@@ -147,7 +150,7 @@ class DeepSpeedBackend:
         self.ratio[own.positions] = 1.0 if own.driver.ratio is None else own.driver.ratio
 
     def collect(self) -> dict[str, Any]:
-        """Return this rank's partitions of the states, as torch keeps them. Local."""
+        """Return this rank's partitions of the states, in torch's format. Local."""
         optimizer = self._optimizer()
         assert optimizer is not None
         flats = [flat for group in optimizer.param_groups for flat in group["params"]]
@@ -155,12 +158,12 @@ class DeepSpeedBackend:
         return {"state": state, "param_groups": packed_groups(optimizer.param_groups)}
 
     def prepared(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
-        """Check all of what collect() gave on this rank; return what loads it. Local.
+        """Check a result of collect() on this rank; return the function that loads it. Local.
 
         Raises:
             ValueError: a hyper-parameter out of range, no step, or states of another partition's
                 size.
-            TypeError: something is of another kind.
+            TypeError: an entry has another type.
         """
         optimizer = self._optimizer()
         assert optimizer is not None
@@ -171,7 +174,7 @@ class DeepSpeedBackend:
         entries = [*torch_state.saved_entries(state_dict, saved, names).values()]
         for name, group, new, own, entry in zip(names, groups, merged, saved, entries, strict=True):
             torch_state.check_known(rule, name, entry, {*rule.state_names(new)})
-            _check_sizes(entry, group["params"][0])
+            _check_shapes(entry, group["params"][0])
             for key in entry.keys() - {"step"}:
                 if entry[key] is None:
                     del entry[key]
@@ -198,7 +201,7 @@ class DeepSpeedBackend:
         merged: list[dict[str, Any]],
         entries: list[dict[str, Any]],
     ) -> None:
-        """Do what prepared() has checked."""
+        """Load a state dict that prepared() has checked."""
         for group, new, entry in zip(groups, merged, entries, strict=True):
             group.update(new)
             flat = group["params"][0]
@@ -211,14 +214,14 @@ class DeepSpeedBackend:
             self._counts[flat] = entry.get("step", 0)
 
     def refuse(self, what: str) -> NoReturn:
-        """Raise RuntimeError: ``what`` is DeepSpeed's, or of buffers that are not there."""
+        """Raise RuntimeError: DeepSpeed does ``what`` itself, or ``what`` needs flat buffers."""
         raise RuntimeError(
             f"{what} is not available while DeepSpeed shards (ZeRO stages 1 and 2). Ask the "
             'engine, or set "zero_optimization": {"stage": 0}.'
         )
 
 
-def _check_sizes(entry: Mapping[str, Any], flat: Tensor) -> None:
+def _check_shapes(entry: Mapping[str, Any], flat: Tensor) -> None:
     """Raise ValueError unless all states of ``entry`` have the shape of the partition ``flat``."""
     for name, value in entry.items():
         if isinstance(value, Tensor) and name != "step" and value.shape != flat.shape:
@@ -230,13 +233,13 @@ def _check_sizes(entry: Mapping[str, Any], flat: Tensor) -> None:
 
 
 def bind(zero: Any, optimizer: ShardedOptimizer, own: DeepSpeedBackend) -> None:
-    """Tell ``own`` of every partition that ``zero`` has put in the groups of ``optimizer``.
+    """Register with ``own`` every partition that ``zero`` has put in the groups of ``optimizer``.
 
     Args:
         zero: DeepSpeed's optimizer of stage 1 or 2, which wraps ``optimizer``.
 
     Raises:
-        RuntimeError: the partitions are not what zero's tables say.
+        RuntimeError: the partitions contradict zero's tables.
     """
     rule = optimizer._rule
     index_of = {param: index for index, param in enumerate(optimizer._params)}
@@ -248,21 +251,21 @@ def bind(zero: Any, optimizer: ShardedOptimizer, own: DeepSpeedBackend) -> None:
         whole = zero.bit16_groups_flat[number]
         group, collectives = zero.real_dp_process_group[number], optimizer._config.collectives
         comm = communicator_for(group, whole.device, collectives)
-        slices = _segments(zero, number, comm.rank, policies)
+        slices = _slices(zero, number, comm.rank, policies)
         shards = PartitionShards(rule, flat, slices, policies=policies, global_square=square)
         kernels = Kernels(rule, optimizer._config.kernel, flat.device)
         kernels.choose(flat.numel())
         engine = StepDriver(rule, shards, comm=comm, kernels=kernels, comm_device=whole.device)
         own._partitions[id(flat)] = _Partition(comm, shards, engine, positions)
-        _check_map(members, slices, number)
-    optimizer._params = []  # the optimizer is to hold nothing but its partitions
-    _undo_the_scale_of_backward(zero)
+        _warn_of_other_map(members, slices, number)
+    optimizer._params = []  # keep no parameter alive: DeepSpeed has replaced them
+    _unscale_by_scale_of_backward(zero)
 
 
-def _undo_the_scale_of_backward(zero: Any) -> None:
-    """Have ``zero`` divide gradients by the loss scale that they were multiplied by.
+def _unscale_by_scale_of_backward(zero: Any) -> None:
+    """Make ``zero`` divide gradients by the loss scale of their backward.
 
-    In 0.19.8 a step in which a dynamic scale grows divides by the new one: its gradient is halved.
+    In 0.19.8, a step in which a dynamic scale grows divides by the new scale: half the gradient.
     """
     cls, zero_ref = type(zero), weakref.ref(zero)
     scale = zero.loss_scale
@@ -287,8 +290,8 @@ def _undo_the_scale_of_backward(zero: Any) -> None:
     zero.unscale_and_clip_grads = unscale_and_clip_grads
 
 
-def _segments(zero: Any, number: int, rank: int, policies: list[str]) -> list[PartitionSlice]:
-    """Return the slices of rank's partition of group ``number``."""
+def _slices(zero: Any, number: int, rank: int, policies: list[str]) -> list[PartitionSlice]:
+    """Return the slices of ``rank``'s partition of group ``number``."""
     whole, size = zero.bit16_groups_flat[number], zero.partition_size[number]
     flat = zero.single_partition_of_fp32_groups[number]
     if flat.dtype != torch.float32 or flat.numel() != size or not flat.is_contiguous():
@@ -301,7 +304,7 @@ def _segments(zero: Any, number: int, rank: int, policies: list[str]) -> list[Pa
     slices = []
     end = 0
     for position, param in enumerate(zero.round_robin_bit16_groups[number]):
-        # DeepSpeed has made them views of the flat.
+        # DeepSpeed has made the parameters views of the flat.
         nbytes = param.data_ptr() - whole.data_ptr()
         offset = nbytes // whole.element_size() if param.numel() else end
         if offset < end or offset + param.numel() > whole.numel():
@@ -317,10 +320,10 @@ def _segments(zero: Any, number: int, rank: int, policies: list[str]) -> list[Pa
     return slices
 
 
-def _check_map(members: list[Tensor], slices: list[PartitionSlice], number: int) -> None:
-    """Say where DeepSpeed's own map of tensors, used for universal checkpoints, is another.
+def _warn_of_other_map(members: list[Tensor], slices: list[PartitionSlice], number: int) -> None:
+    """Warn if DeepSpeed's map of tensors, for universal checkpoints, differs from ``slices``.
 
-    In 0.19.8 it is, under round_robin_gradients: the map goes by the order of registration.
+    In 0.19.8 it does under round_robin_gradients: the map has the order of registration.
     """
     for segment in slices:
         mapping = getattr(members[segment.param], "_hp_mapping", None)
@@ -336,7 +339,7 @@ def _check_map(members: list[Tensor], slices: list[PartitionSlice], number: int)
 
 
 def _global_square(zero_ref: weakref.ref[Any]) -> Tensor:
-    """Return the squared norm () of all gradients as they are in step(): DeepSpeed has clipped."""
+    """Return the squared norm () of all gradients in step(), which DeepSpeed has clipped."""
     zero = zero_ref()
     assert zero is not None
     norm = torch.as_tensor(zero._global_grad_norm, dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""The only importer of DeepSpeed, and the list of its private parts that the plug-in leans on.
+"""The only importer of DeepSpeed, and the list of its private names that the plug-in uses.
 
-Each name below was read in the sources of the releases in CHECKED_VERSIONS and is looked for before
-it is used: where one is missing, the error says so, and nothing runs half connected.
+The names below are those in the sources of the releases in CHECKED_VERSIONS. Each is probed before
+its use. If one is missing, probe() raises, and nothing is attached.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ def version() -> str | None:
 
 
 def engine_class() -> Any:
-    """Return DeepSpeedEngine, after looking for every method of ENGINE_METHODS.
+    """Return DeepSpeedEngine, after a probe of every method of ENGINE_METHODS.
 
     Raises:
-        RuntimeError: this DeepSpeed is too old, or has other insides.
+        RuntimeError: this DeepSpeed is too old, or has other internals.
     """
     from packaging.version import InvalidVersion, Version
 
@@ -112,7 +112,7 @@ def zero_class() -> Any:
 
 
 def supported_optimizers() -> list[type]:
-    """Return the list of classes that ZeRO takes without zero_allow_untested_optimizer."""
+    """Return the list of classes that ZeRO accepts without zero_allow_untested_optimizer."""
     utils = import_module("deepspeed.runtime.zero.utils")
     probe(utils, "deepspeed.runtime.zero.utils", ["ZERO_SUPPORTED_OPTIMIZERS"])
     found: list[type] = utils.ZERO_SUPPORTED_OPTIMIZERS
@@ -125,7 +125,7 @@ def is_fused_lamb(optimizer: Any) -> bool:
 
 
 def probe(owner: Any, name: str, attributes: Iterable[str]) -> None:
-    """Raise RuntimeError unless ``owner`` has all ``attributes``: it has other insides then."""
+    """Raise RuntimeError unless ``owner`` has all ``attributes``."""
     missing = [attribute for attribute in attributes if not hasattr(owner, attribute)]
     if missing:
         raise RuntimeError(

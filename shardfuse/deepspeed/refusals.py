@@ -1,4 +1,4 @@
-"""What a DeepSpeed configuration may not ask for, and the line of it to change."""
+"""Unsupported settings of a DeepSpeed configuration, each with the line to change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from shardfuse.rules import NormRule, RowRule
 
 Refusal = tuple[bool, str, str]
-"""Whether it holds, the reason, and the remedy."""
+"""Whether the refusal applies, the reason, and the remedy."""
 
 
 def check(engine: Any, name: str) -> None:
@@ -19,7 +19,7 @@ def check(engine: Any, name: str) -> None:
     The configuration is the same on all ranks, and so is the error.
 
     Raises:
-        ValueError: it does not; the text says why and what to change.
+        ValueError: it does not; the text has the reason and the remedy.
     """
     stage = engine.zero_optimization_stage()
     at_stage = _at_stage_0(engine) if stage == 0 else _on_partitions(engine)
@@ -154,10 +154,10 @@ def check_rule(rule: Any, engine: Any, name: str) -> None:
 
 
 def check_scheduler(optimizer: Any, engine: Any, name: str) -> None:
-    """Raise where the scheduler that ``optimizer`` reads its learning rate from cannot work.
+    """Raise if ``optimizer`` reads its learning rate from a scheduler that cannot work here.
 
     Raises:
-        ValueError: DeepSpeed would write the rate too, or leave the scheduler out of checkpoints.
+        ValueError: DeepSpeed would write the rate too, or save checkpoints without the scheduler.
     """
     if getattr(optimizer, "_scheduler", None) is None:
         return
@@ -178,10 +178,10 @@ def check_scheduler(optimizer: Any, engine: Any, name: str) -> None:
 
 
 def check_ranks(optimizer: Any, engine: Any, name: str) -> None:
-    """Raise where the engine is to leave gradients to ``optimizer``, and that has other ranks.
+    """Raise if ``optimizer`` is to reduce the engine's gradients, and has other ranks.
 
     Raises:
-        ValueError: some ranks would train apart.
+        ValueError: some ranks would train different parameters.
     """
     num_ranks = optimizer.communicator.world.world_size
     if num_ranks != engine.dp_world_size and optimizer._config.grads_are_reduced is not True:

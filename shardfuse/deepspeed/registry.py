@@ -1,4 +1,4 @@
-"""Names that DeepSpeed finds, and the one method of its engine that the plug-in goes around."""
+"""Registers optimizers by name for DeepSpeed, and wraps one method of its engine."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _private_stdout() -> Iterator[TextIO]:
-    """Yield standard output; what libraries write to it goes to standard error meanwhile.
+    """Yield standard output, and redirect output of libraries to standard error meanwhile.
 
     gloo of torch 2.9 prints there, which would break --json.
     """

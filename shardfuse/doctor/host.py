@@ -1,4 +1,4 @@
-"""What a host shows without other ranks: findings on versions and on environment variables.
+"""Findings on one host, without other ranks: versions and environment variables.
 
 Versions of torch, torch_npu, CANN and the driver must match. Sources: torch_npu's release notes and
 its compatibility table (TorchNPU 26.1.1 and 26.0.0, and the packages 2.13.0 and 2.14.0), as of
@@ -32,7 +32,7 @@ class Finding:
         name: name of the check.
         verdict: "failed": training would be wrong, or would not start.
         text: description.
-        remedy: what to do; empty if nothing.
+        remedy: the action to take; empty if none.
         values: measured values.
     """
 
@@ -216,7 +216,7 @@ def check_environment(
     interfaces: Sequence[str] | None = None,
     find: Callable[[str], str | None] = installed_version,
 ) -> list[Finding]:
-    """Return what is wrong with the environment variables of this rank. Local.
+    """Return findings on the environment variables of this rank. Local.
 
     Args:
         interfaces: names of this host's network interfaces; None: query them.

@@ -1,1 +1,1 @@
-"""What a step is made of: shards and their states, kernels, reductions, and the driver."""
+"""The parts of a step: parameters, states, gathers, kernels, reductions, and the driver."""

@@ -1,12 +1,12 @@
 """ConsistencyCheck: entries that must be equal on all ranks; and steps without gradients.
 
-The hyper-parameters, the trained parameters, and the step of a loaded state are compared whole. Two
-things are compared by samples, so that nothing large is read or sent:
+The hyper-parameters, the names of trained parameters, and the step of a loaded state are compared
+completely. Two things are compared by samples, so that a rank reads and sends little:
 
 * the parameters, by 64 elements of each flat buffer: on the CPU in every region, elsewhere (where
   reading them waits for the device) in the first region and after a state was loaded;
-* gradients that DistributedDataParallel is said to have averaged, in the first two steps, by sums
-  of a few of them: these are equal on all ranks if they are averaged, and hardly ever otherwise.
+* gradients of the first two steps with grads_are_reduced, by sums of a few of them: the sums are
+  equal on all ranks if DistributedDataParallel has averaged the gradients, and hardly ever else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardfuse.runtime import stacklevel_of_caller
 
 
 class ConsistencyCheck:
-    """Declares them to the communicator, which sees to it that all ranks have the same.
+    """Declares entries to the session, which verifies that they are equal on all ranks.
 
     Args:
         comm: the ranks.
@@ -37,14 +37,14 @@ class ConsistencyCheck:
     def __init__(self, comm: Communicator, are_reduced: bool) -> None:
         self._comm = comm
         self.hyper_params = HyperParams()
-        self._unfrozen: list[str] = []  # what trains although it was frozen when it was added
+        self._unfrozen: list[str] = []  # flats that were frozen when they were added
         self._loaded: list[str] = []
         self._is_changed = True  # params and states may differ between ranks since the last call
         self.averaged = DdpCheck(comm, are_reduced)
         comm.session.on_restart(self._restart)
 
     def _restart(self) -> None:
-        # Before the error, some ranks may have declared, and others not.
+        # Before the error, some ranks may have declared their entries, and their peers not.
         self._is_changed = True
         self.averaged.restart()
 
@@ -56,15 +56,15 @@ class ConsistencyCheck:
         unfrozen: Sequence[FlatState],
         grads: Callable[[], Sequence[tuple[str, Tensor | None]]] | None,
     ) -> None:
-        """Declare ``lines`` of the call itself, and all else.
+        """Declare ``lines`` of this region, and the entries that every region has.
 
         Args:
-            lines: what this call is done with.
+            lines: the arguments of this region.
             groups: the optimizer's ``param_groups``.
-            flats: what is trained up to now.
-            unfrozen: flats that begin to train in it.
-            grads: gives (name, gradient on this rank) of every parameter; None under a scaler,
-                which skips the step where they overflow on one rank.
+            flats: the flats that train already.
+            unfrozen: flats that begin to train in this region.
+            grads: returns (name, gradient on this rank) of every parameter; None under a scaler,
+                because all ranks skip the step if the gradients of one overflow.
         """
         if self._comm.world_size == 1:
             return
@@ -72,10 +72,10 @@ class ConsistencyCheck:
             names = [spec.name for spec in reversed(state.specs)]
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             line = f"unfrozen {', '.join(names[:3])}{more}"
-            if line not in self._unfrozen:  # once more, where the call before has failed
+            if line not in self._unfrozen:  # it is, if the previous region failed
                 self._unfrozen.append(line)
         is_new, averaged = bool(unfrozen) or self._is_changed, []
-        # In the order of the layout: after an error, what begins here may train elsewhere already.
+        # In layout order: after an error, a flat that is unfrozen here may be in a peer's `flats`.
         trained = sorted([*flats, *unfrozen], key=lambda state: state.flat.index)
         sampled = self._is_changed or any(s.device.type == "cpu" for s in trained)
         params = [_sample(state) for state in trained] if sampled else []
@@ -83,17 +83,17 @@ class ConsistencyCheck:
         if grads is not None and not self.averaged.is_over:
             is_new, averaged = True, self.averaged.lines(grads())
         options = self.hyper_params.entries(len(groups))
-        held = [*lines, *self._loaded, *options, *sorted(self._unfrozen), *params, *averaged]
-        self._comm.session.declare(held, is_new=is_new)
+        entries = [*lines, *self._loaded, *options, *sorted(self._unfrozen), *params, *averaged]
+        self._comm.session.declare(entries, is_new=is_new)
 
     def loaded(self, step: int) -> None:
-        """Note that this rank has loaded a state, whose params were updated ``step`` times."""
+        """Record that this rank has loaded a state after ``step`` updates."""
         self._loaded = [f"loaded a state of step {step}"]
         self._is_changed = True
 
 
 def _sample(state: FlatState) -> str:
-    """Return a line that tells the params of a flat buffer from others, by a few of them."""
+    """Return a line with the checksum of a sample of a flat buffer's params."""
     data = state.params_buffer.data
     step = max(1, data.numel() // 64)
     code = zlib.crc32(repr(data[::step].tolist()).encode())
@@ -119,9 +119,9 @@ class HyperParams:
         """Keep the values of a group that was checked."""
         self._values[index] = values = _values_of(group)
         self._entries[index] = [
-            f"{key} = {_text(value)} in group {index}"
+            f"{key} = {_formatted(value)} in group {index}"
             for key, value in values.items()
-            if value is not _OTHER
+            if value is not _NOT_COMPARABLE
         ]
 
     def entries(self, num_groups: int) -> list[str]:
@@ -134,21 +134,23 @@ class HyperParams:
 
 
 def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _plain(group[key]) for key in group if key not in _NOT_COMPARED}
+    return {key: _comparable(group[key]) for key in group if key not in _NOT_COMPARED}
 
 
-def _text(value: Any) -> str:
+def _formatted(value: Any) -> str:
     if isinstance(value, tuple):
-        return "(" + ", ".join(_text(item) for item in value if item is not _OTHER) + ")"
+        return (
+            "(" + ", ".join(_formatted(item) for item in value if item is not _NOT_COMPARABLE) + ")"
+        )
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 _NOT_COMPARED = ("params", "param_names")
-_OTHER = object()
+_NOT_COMPARABLE = object()
 
 
-def _plain(value: Any) -> Any:
-    """Return a hyper-parameter as numbers, texts, flags and tuples of them; else _OTHER."""
+def _comparable(value: Any) -> Any:
+    """Return a value as numbers, texts, flags and tuples of them; else _NOT_COMPARABLE."""
     if isinstance(value, bool | int | str) or value is None:
         return value
     if isinstance(value, Real):
@@ -156,8 +158,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
         return float(value)
     if isinstance(value, tuple | list):
-        return tuple(_plain(item) for item in value)
-    return _OTHER
+        return tuple(_comparable(item) for item in value)
+    return _NOT_COMPARABLE
 
 
 # Gradients that are averaged elsewhere
@@ -168,23 +170,23 @@ _NUM_SAMPLES = 8
 
 @dataclass
 class DdpCheck:
-    """Compares gradients of the first steps between ranks, if they are the mean already."""
+    """Compares the gradients of the first steps between ranks, with grads_are_reduced."""
 
     comm: Communicator  # the ranks that share the optimizer
-    are_reduced: bool  # whether something else averages the gradients
+    are_reduced: bool  # by DistributedDataParallel or the like
     _num_seen: int = 0
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing more to look at."""
+        """Whether the remaining steps need no comparison."""
         return not self.are_reduced or self._num_seen > 1 or self.comm.world_size == 1
 
     def restart(self) -> None:
-        """Look once more: an error may have kept some ranks from having looked."""
+        """Compare again: some ranks may not have compared before an error."""
         self._num_seen = 0
 
     def lines(self, grads: Sequence[tuple[str, Tensor | None]]) -> list[str]:
-        """Return what ranks must have in common in the first step, if gradients are reduced.
+        """Return the entries of this step that must be equal on all ranks.
 
         Args:
             grads: (name, gradient on this rank) of every parameter.
@@ -215,13 +217,14 @@ _TOPIC = "a step without gradients"
 
 
 class GradlessSteps:
-    """Warns, once and on every rank, in the third such step in a row.
+    """Warns, once and on every rank, in the third step in a row without gradients.
 
-    torch allows steps without gradients, and one or two have good reasons: a step that lets a
-    scheduler begin, a batch without a loss. A model that holds other parameters has them for ever.
-    What a rank knows by itself is whether it has a gradient, and whether any came to its shard. In
-    the second such step in a row it tells the others, and in the third it hears of them: by then
-    the step's own messages have come from every rank. A step with a gradient tells nothing.
+    torch allows such steps, and one or two have good reasons: a scheduler wants a step before its
+    first rate, a batch has no loss. They never end if the model has other Parameter objects than
+    the optimizer. A rank knows only whether it has a gradient itself, and whether its shard got
+    one. In the second such step in a row the rank publishes that. In the third it reads its peers'
+    entries: they were published before the messages of the third step, which it has received. In a
+    step with a gradient it publishes nothing.
 
     Args:
         comm: the ranks that share the optimizer.
@@ -229,11 +232,11 @@ class GradlessSteps:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm.world
-        self._num_idle = 0  # steps in a row
+        self._num_gradless = 0  # steps in a row
         self._num_made = 0  # gradients that autograd had made by the last step
         self._published = ""
         self._was_warned = False
-        self._has_asked = False
+        self._has_searched = False
 
     def note(
         self,
@@ -245,27 +248,27 @@ class GradlessSteps:
         name: str,
         are_in_no_module: Callable[[], bool],
     ) -> None:
-        """Take note of a step, and warn if it is time to. Local.
+        """Record a step; warn if no rank had a gradient in three steps. Local.
 
         Args:
-            params: all of the optimizer.
-            num_made: gradients that autograd has made in all; if more than before, the parameters
-                are in use, and the caller has cleared the gradients.
-            call: of step(), alike on all ranks.
+            params: all parameters of the optimizer.
+            num_made: gradients that autograd has made so far. If the number has grown, the model
+                uses the parameters, and the caller has cleared the gradients.
+            call: number of the step() call, equal on all ranks.
             has_updated: whether a parameter had a gradient, as far as this rank knows.
             name: of the optimizer's class.
-            are_in_no_module: tells whether modules held the parameters once, and none does now; it
-                is asked once, as it looks at all objects of this process.
+            are_in_no_module: returns whether modules had the parameters once, and none has them
+                now. Called once, because it searches all objects of this process.
         """
         is_used, self._num_made = num_made != self._num_made, num_made
         if has_updated or is_used or self._was_warned:
-            self._num_idle = 0
+            self._num_gradless = 0
             return
-        if not any(param.requires_grad for param in params):  # frozen: that is what was meant
+        if not any(param.requires_grad for param in params):  # all are frozen: intended
             return
-        self._num_idle += 1
-        if not self._has_asked:
-            self._has_asked = True
+        self._num_gradless += 1
+        if not self._has_searched:
+            self._has_searched = True
             if are_in_no_module():
                 self._was_warned = True
                 warnings.warn(
@@ -277,7 +280,7 @@ class GradlessSteps:
                     stacklevel=stacklevel_of_caller(),
                 )
                 return
-        if self._num_idle > 2 and self._have_all_published():
+        if self._num_gradless > 2 and self._have_all_published():
             self._was_warned = True
             warnings.warn(
                 f"No parameter of this {name} had a gradient in 3 steps in a row, on any rank: "
@@ -289,18 +292,18 @@ class GradlessSteps:
                 UserWarning,
                 stacklevel=stacklevel_of_caller(),
             )
-        elif self._num_idle > 1:
+        elif self._num_gradless > 1:
             self._published = f"{self._comm.session.generation}/{call}"
             self._comm.session.publish(_TOPIC, self._published)
 
     def _have_all_published(self) -> bool:
-        """Return whether the step before was without gradients on every rank."""
+        """Return whether the previous step was without gradients on every rank."""
         if self._comm.world_size == 1:
             return True
         return all(text == self._published for text in self._comm.session.read(_TOPIC))
 
 
-# Warnings where a DistributedDataParallel was dropped
+# Warnings for scripts that no longer use DistributedDataParallel
 
 
 _NUM_SAMPLES = 64
@@ -309,8 +312,8 @@ _NUM_SAMPLES = 64
 _MAX_TENSORS = 500
 """Tensors that are compared: the text of a rank stays below 20 KB."""
 
-_MAX_LOOKS = 3
-"""Steps in which a rank looks whether others have written to gradients, too."""
+_MAX_CHECKS = 3
+"""Steps in which a rank checks whether its peers have written to gradients, too."""
 
 
 class UnsyncedTensorsWarning:
@@ -322,13 +325,13 @@ class UnsyncedTensorsWarning:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._names: list[str] = []  # of the tensors that this rank has told of
-        self._others_have_told = False
+        self._names: list[str] = []  # of the tensors in the last published text
+        self._have_peers_published = False
 
     def tell(self, roots: Sequence[nn.Module], params: Sequence[Tensor]) -> None:
-        """Tell the others of the tensors of ``roots`` that are not among ``params``.
+        """Publish checksums of the tensors of ``roots`` that are not among ``params``.
 
-        ``params`` are the tensors that any optimizer of ours keeps equal.
+        ``params`` are the tensors that an optimizer of this process keeps equal on all ranks.
         """
         own = set(map(id, params))
         rest: dict[str, Tensor] = {}
@@ -339,32 +342,34 @@ class UnsyncedTensorsWarning:
         dense = [(n, t) for n, t in dense if t.device.type != "meta" and not t.is_quantized]
         dense = [(n, t) for n, t in dense if not hasattr(t, "device_mesh")][:_MAX_TENSORS]
         if dense:
-            self._others_have_told = False
+            self._have_peers_published = False
             self._names = [name for name, _ in dense]
-            codes = [zlib.crc32(_bytes(tensor)) for _, tensor in dense]
+            checksums = [zlib.crc32(_bytes(tensor)) for _, tensor in dense]
             self._comm.session.publish(
-                "rest of the model", " ".join(f"{code:08x}" for code in codes)
+                "rest of the model", " ".join(f"{code:08x}" for code in checksums)
             )
 
     def warn(self) -> None:
-        """Compare what the ranks have told, in the second call after tell(); the first rank warns.
+        """Compare the checksums, in the second call after tell(); the first rank warns.
 
-        After the first one the ranks communicate, so that all have told.
+        The ranks communicate after the first call, so all of them have published by the second.
         """
-        if not self._names or not self._others_have_told:
-            self._others_have_told = True
+        if not self._names or not self._have_peers_published:
+            self._have_peers_published = True
             return
         names, self._names = self._names, []
         if self._comm.world.rank != 0:
             return
-        told = [
+        published = [
             text.split()
             for text in self._comm.session.read("rest of the model")
             if text is not None
         ]
-        if any(len(codes) != len(names) for codes in told):
+        if any(len(checksums) != len(names) for checksums in published):
             return
-        differ = [n for n, *codes in zip(names, *told, strict=True) if len(set(codes)) > 1]
+        differ = [
+            n for n, *checksums in zip(names, *published, strict=True) if len(set(checksums)) > 1
+        ]
         if differ:
             more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
             warnings.warn(
@@ -380,7 +385,7 @@ class UnsyncedTensorsWarning:
 
 
 class EditedGradsWarning:
-    """Warns once, on every rank that does so, if several ranks write to p.grad after backward().
+    """Warns once, on each rank concerned, if several ranks write to p.grad after backward().
 
     Args:
         comm: the ranks that share the optimizer.
@@ -388,26 +393,26 @@ class EditedGradsWarning:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._num_looks = 0
+        self._num_checks = 0
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing more to look at."""
-        return self._num_looks > _MAX_LOOKS or self._comm.world_size == 1
+        """Whether the remaining steps need no check."""
+        return self._num_checks > _MAX_CHECKS or self._comm.world_size == 1
 
     def note(self, names: Sequence[str]) -> None:
-        """Take note of the parameters whose gradients were written to before this step."""
+        """Record the parameters with gradients that the user wrote to before this step."""
         if not names:
             return
-        self._num_looks += 1
-        if self._num_looks == 1:
+        self._num_checks += 1
+        if self._num_checks == 1:
             self._comm.session.publish("written gradients", names[0])
             return
-        told = self._comm.session.read("written gradients")
-        ranks = [rank for rank, name in enumerate(told) if name is not None]
+        published = self._comm.session.read("written gradients")
+        ranks = [rank for rank, name in enumerate(published) if name is not None]
         if len(ranks) < 2:
             return
-        self._num_looks = _MAX_LOOKS + 1
+        self._num_checks = _MAX_CHECKS + 1
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         warnings.warn(
             f"p.grad of {names[0]}{more} was written to between backward() and step(), on ranks "

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel does for a model, if it wraps it, and what is done if it does not.
+"""Models in DistributedDataParallel, and the duties of that wrapper for models without it.
 
 [Note: search for modules] A parameter does not refer to its module, nor to a wrapper of that. A
 script that passes parameters may still have the model in DistributedDataParallel, which averages
@@ -7,8 +7,8 @@ of sharded ones. Owners finds the modules among the objects that Python's garbag
 twice per optimizer: when it is built, and when it gets its first gradient.
 
 [Note: buffers] DistributedDataParallel broadcasts the first rank's buffers before a forward in
-training, if a gradient was reduced since the last one. Here step() does so, and the next forward
-finds them. The two are the same if a step has one forward, or several of which all but the last run
+training, if a gradient was reduced since the last one. Here step() broadcasts them for the next
+forward. The two are the same if a step has one forward, or several of which all but the last run
 inside no_sync(). No forward communicates, so one rank alone may run the model for an evaluation.
 """
 
@@ -31,12 +31,12 @@ from shardfuse.layout import round_up
 
 
 class Owners:
-    """The modules alive that hold any of ``params``, as found when this is built.
+    """The modules that have any of ``params``, found when this object is built.
 
-    It refers to them, so it should be short-lived.
+    The object keeps them alive, so it should be short-lived.
 
     Args:
-        params: of an optimizer.
+        params: parameters of an optimizer.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -45,7 +45,7 @@ class Owners:
         dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
         found = _instances(nn.Module, *([] if dtensor is None else [dtensor]))
         self._dtensors = [one for one in found if dtensor is not None and isinstance(one, dtensor)]
-        # A module whose constructor has not finished has no such attributes yet.
+        # Before its constructor has finished, a module may lack these attributes.
         modules: list[nn.Module] = [
             one
             for one in found
@@ -59,7 +59,7 @@ class Owners:
         """Return whether DistributedDataParallel averages the gradients of the parameters.
 
         Raises:
-            ValueError: of some, but not of all that are trained.
+            ValueError: it averages those of some trained parameters, but not of all.
         """
         averaged: set[int] = set()
         own = list(map(id, self._params))
@@ -88,9 +88,9 @@ class Owners:
         return any(covered)
 
     def sharded_by(self) -> tuple[int, str] | None:
-        """Return the position of a parameter that is a part of a sharded one, and whose; or None.
+        """Return (position, sharding API) of a parameter that is a part of a sharded one, or None.
 
-        Of a DTensor by its memory: to_local() and detach() give other tensors that share it.
+        A part of a DTensor is found by its memory: to_local() and detach() return new tensors.
         """
         wrapped = {id(param) for module in self._fsdps for param in module.parameters()}
         storages = {_address(getattr(d, "_local_tensor", None)) for d in self._dtensors} - {None}
@@ -124,24 +124,24 @@ class Owners:
 
 
 def _num_averaged(ddp: DistributedDataParallel) -> float:
-    """Return of how many parameters ``ddp`` averages gradients: those trained when it was built."""
+    """Return the number of parameters that ``ddp`` averages: those that were trained at first."""
     look = getattr(ddp, "_get_ddp_logging_data", None)
     data = {} if look is None else look()
     return float(data.get("num_parameter_tensors", "inf"))
 
 
 def _address(tensor: Any) -> int | None:
-    """Return where the memory of ``tensor`` begins; None where it has none of its own."""
+    """Return the address of the storage of ``tensor``; None if it has no storage of its own."""
     if not isinstance(tensor, Tensor) or tensor.numel() == 0:
         return None
     try:
         return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # of a wrapper subclass; of a sparse tensor
+    except (RuntimeError, NotImplementedError):  # a wrapper subclass; a sparse tensor
         return None
 
 
 def _instances(*bases: type) -> list[Any]:
-    """Return all objects of ``bases`` and their subclasses that the garbage collector knows."""
+    """Return all objects of ``bases`` and their subclasses that the garbage collector tracks."""
     kinds: set[type] = set()
     new: list[type] = [*bases]
     while new:
@@ -149,21 +149,21 @@ def _instances(*bases: type) -> list[Any]:
         if kind not in kinds:
             kinds.add(kind)
             new += type.__subclasses__(kind)
-    # A list of all objects would have one more reference to each. If another thread is making one
-    # of these, a tuple, that is fatal there (SystemError), as the documentation of
-    # gc.get_referrers() warns. So one call of a C function, in which no other thread runs, finds
-    # the types of all objects, and another one the few objects that refer to those of interest.
-    # By type(), not isinstance(), which asks an object for its class: some are lazy, and would
-    # import or compute something.
+    # A list of all objects would add a reference to each of them. A thread that is still building
+    # one of them, a tuple, would fail because of that reference (SystemError), as the documentation
+    # of gc.get_referrers() warns. So one call of a C function, during which no other thread runs,
+    # collects the types of all objects, and a second call the few objects of the types of interest.
+    # type() in place of isinstance(): that reads __class__, and a lazy object would import or
+    # compute something.
     once = islice(iter(gc.get_objects, None), 1)
-    # By the id of a type: its hash may be a function of Python's, during which threads change.
+    # By id of a type: its hash may be a Python function, during which another thread may run.
     types = set(map(id, map(type, chain.from_iterable(once))))
     present = [kind for kind in kinds if id(kind) in types]
     return [found for found in gc.get_referrers(*present) if type(found) in kinds]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return what DistributedDataParallel and torch.compile have wrapped: names are those of it."""
+    """Return the module inside DistributedDataParallel and torch.compile, which has the names."""
     while True:
         inner = model._modules.get("_orig_mod")
         if isinstance(model, DistributedDataParallel):
@@ -177,11 +177,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 _ALIGN = 16
-"""Bytes at whose multiples a dtype begins in the message: the largest element, complex128."""
+"""The buffers of a dtype begin at multiples of so many bytes: the size of complex128."""
 
 
-class Source(NamedTuple):
-    """Where a buffer is found: modules may replace the tensor."""
+class BufferRef(NamedTuple):
+    """A buffer by module and key: the module may replace the tensor."""
 
     name: str
     module: nn.Module
@@ -193,8 +193,8 @@ _live: weakref.WeakSet[ModuleBuffers] = weakref.WeakSet()
 
 def buffers_of_all() -> list[Tensor]:
     """Return the buffers that any optimizer of this process keeps equal on all ranks."""
-    sources = [source for buffers in list(_live) for source in buffers._sources]
-    found = [source.module._buffers.get(source.key) for source in sources]
+    refs = [ref for buffers in list(_live) for ref in buffers._refs]
+    found = [ref.module._buffers.get(ref.key) for ref in refs]
     return [buffer for buffer in found if buffer is not None]
 
 
@@ -209,25 +209,25 @@ class ModuleBuffers:
     def __init__(self, comm: Communicator, device: torch.device) -> None:
         self._comm = comm
         self._device = device
-        self._sources: list[Source] = []
-        self._tensors: list[Tensor] = []  # the buffers that the views below were made for
-        self._addresses: list[int] = []  # of their memory, which may be set, too
+        self._refs: list[BufferRef] = []
+        self._tensors: list[Tensor] = []  # the buffers that _runs refers to
+        self._addresses: list[int] = []  # of their memory; a script may assign buffer.data
         self._runs: list[tuple[list[Tensor], list[Tensor]]] = []  # by dtype: buffers, their copies
         self._message: Tensor | None = None
         self._in_flight: Completion[None] | None = None
         self._src = 0
 
-    def add(self, sources: Iterable[Source]) -> None:
+    def add(self, refs: Iterable[BufferRef]) -> None:
         """Broadcast these, too, from now on."""
         _live.add(self)
-        held = {(id(source.module), source.key) for source in self._sources}
-        self._sources += [s for s in sources if (id(s.module), s.key) not in held]
+        held = {(id(ref.module), ref.key) for ref in self._refs}
+        self._refs += [s for s in refs if (id(s.module), s.key) not in held]
 
     def launch(self, src: int = 0) -> None:
         """Launch the broadcast from group rank ``src``, if there are any buffers. Collective."""
-        if not self._sources:
+        if not self._refs:
             return
-        found = [source.module._buffers.get(source.key) for source in self._sources]
+        found = [ref.module._buffers.get(ref.key) for ref in self._refs]
         tensors = [buffer for buffer in found if buffer is not None and buffer.numel() > 0]
         if not tensors:
             return
@@ -235,7 +235,7 @@ class ModuleBuffers:
             map(operator.is_, tensors, self._tensors)
         )
         addresses = list(map(Tensor.data_ptr, tensors))
-        # A message that failed may still arrive, so its memory is not used again.
+        # gloo may still write to the message of a failed broadcast, so it is not reused.
         if not is_same or addresses != self._addresses or self._in_flight is not None:
             self._lay_out(tensors)
             self._addresses = addresses
@@ -247,7 +247,7 @@ class ModuleBuffers:
         self._in_flight = self._comm.broadcast(self._message, src)
 
     def wait(self) -> None:
-        """Write the buffers that launch() has sent, on the ranks that have received them."""
+        """Wait for the broadcast; copy the message into the buffers of the receiving ranks."""
         if self._in_flight is None:
             return
         self._in_flight.wait()
@@ -257,7 +257,7 @@ class ModuleBuffers:
                 torch._foreach_copy_(buffers, copies)
 
     def _lay_out(self, tensors: list[Tensor]) -> None:
-        """Give every buffer a place in a new message, those of a dtype side by side."""
+        """Allocate a message with a range for every buffer, grouped by dtype."""
         self._tensors, self._runs = tensors, []
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
@@ -267,32 +267,32 @@ class ModuleBuffers:
         message = self._message = torch.zeros(total, dtype=torch.uint8, device=self._device)
         start = 0
         for dtype, buffers in by_dtype.items():
-            whole = message[start : start + sizes[dtype]].view(dtype)
-            pieces = torch.split(whole, [buffer.numel() for buffer in buffers])
-            copies = [piece.view(b.shape) for piece, b in zip(pieces, buffers, strict=True)]
+            section = message[start : start + sizes[dtype]].view(dtype)
+            parts = torch.split(section, [buffer.numel() for buffer in buffers])
+            copies = [part.view(b.shape) for part, b in zip(parts, buffers, strict=True)]
             self._runs.append((buffers, copies))
             start += round_up(sizes[dtype], _ALIGN)
 
 
-def buffers_of(model: nn.Module) -> list[Source]:
-    """Return where the buffers of ``model`` are, each tensor once.
+def buffers_of(model: nn.Module) -> list[BufferRef]:
+    """Return references to the buffers of ``model``, each tensor once.
 
-    Those that the model names for DistributedDataParallel to ignore are left out.
+    Buffers that the model names for DistributedDataParallel to ignore are excluded.
 
     Raises:
         TypeError: one is not a dense tensor with values.
     """
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    sources = [source for source in _walk(model) if source.name not in ignored]
-    for source in sources:
-        buffer = source.module._buffers[source.key]
+    refs = [ref for ref in _walk(model) if ref.name not in ignored]
+    for ref in refs:
+        buffer = ref.module._buffers[ref.key]
         if buffer is None:
             continue
-        _check(f"Buffer {source.name}", buffer)
-    return sources
+        _check_sendable(f"Buffer {ref.name}", buffer)
+    return refs
 
 
-def _check(name: str, tensor: Tensor) -> None:
+def _check_sendable(name: str, tensor: Tensor) -> None:
     """Raise TypeError if ``tensor`` cannot be sent as it is."""
     why = "a DTensor" if hasattr(tensor, "device_mesh") else None
     if tensor.layout != torch.strided or tensor.is_quantized:
@@ -307,7 +307,7 @@ def _check(name: str, tensor: Tensor) -> None:
 
 
 def params_of(model: nn.Module, *, without: Sequence[Tensor]) -> Sequence[tuple[str, Tensor]]:
-    """Return (name, parameter) of those of ``model`` that are not among ``without``.
+    """Return (name, parameter) of the parameters of ``model`` that are not among ``without``.
 
     Raises:
         TypeError: one is not a dense tensor with values.
@@ -317,13 +317,13 @@ def params_of(model: nn.Module, *, without: Sequence[Tensor]) -> Sequence[tuple[
     named = [(name, param) for name, param in model.named_parameters() if id(param) not in own]
     named = [(name, param) for name, param in named if name not in ignored]
     for name, param in named:
-        _check(f"Parameter {name}", param)
+        _check_sendable(f"Parameter {name}", param)
     return named
 
 
-def describe(sources: Sequence[Source], params: Sequence[tuple[str, Tensor]]) -> list[str]:
+def describe(refs: Sequence[BufferRef], params: Sequence[tuple[str, Tensor]]) -> list[str]:
     """Return lines that must be equal on all ranks, one per buffer and parameter."""
-    buffers = [(source.name, source.module._buffers[source.key]) for source in sources]
+    buffers = [(ref.name, ref.module._buffers[ref.key]) for ref in refs]
     named = [(f"buffer {name}", buffer) for name, buffer in buffers if buffer is not None]
     named += [(f"parameter {name}", param) for name, param in params]
     return [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named]
@@ -331,7 +331,7 @@ def describe(sources: Sequence[Source], params: Sequence[tuple[str, Tensor]]) ->
 
 @torch.no_grad()
 def broadcast(comm: Communicator, tensors: Sequence[Tensor]) -> None:
-    """Overwrite tensors by the first rank's, one after the other. Collective."""
+    """Overwrite tensors by the first rank's, one broadcast each. Collective."""
     for tensor in tensors:
         flat = tensor.detach().contiguous().view(-1)
         comm.broadcast(flat).wait()
@@ -339,14 +339,14 @@ def broadcast(comm: Communicator, tensors: Sequence[Tensor]) -> None:
             tensor.copy_(flat.view(tensor.shape))
 
 
-def _walk(model: nn.Module) -> Iterator[Source]:
-    """Yield where the buffers of ``model`` and its submodules are, each tensor once."""
+def _walk(model: nn.Module) -> Iterator[BufferRef]:
+    """Yield references to the buffers of ``model`` and its submodules, each tensor once."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if id(buffer) not in seen or buffer is None:
                 seen.add(id(buffer))
-                yield Source(f"{prefix}.{key}" if prefix else key, module, key)
+                yield BufferRef(f"{prefix}.{key}" if prefix else key, module, key)
 
 
 def _without_repeats(buffer: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""PartitionShards: one flat partition that somebody else has laid out, as the driver sees it.
+"""PartitionShards: a shard provider over one flat partition with an external layout.
 
-Such a partition cuts tensors anywhere, so that the blocks of shardfuse's own layout do not exist in
-it. A slice is the part of one tensor in the partition. It is run as rows of BLOCK elements and one
-shorter row, its tail.
+DeepSpeed, say, cuts tensors at any element, so the partition has no blocks of shardfuse's layout. A
+slice is the part of one tensor in the partition. The driver runs it as rows of BLOCK elements and
+one shorter row, its tail.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PartitionSlice:
 
     @property
     def elements(self) -> slice:
-        """Which of the partition's they are."""
+        """Their range in the partition."""
         return slice(self.start, self.start + self.numel)
 
 
@@ -42,7 +42,7 @@ class PartitionShards(ShardProvider):
         flat: the partition, (numel,) fp32 or fp64; its ``grad`` is the mean gradient.
         slices: the tensors in it, in order; padding is in none.
         policies: the policy of every parameter of the group, on this rank or not.
-        global_square: returns the squared norm () of the gradients of all groups, as they are now.
+        global_square: returns the current squared norm () of the gradients of all groups.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class PartitionShards(ShardProvider):
         if rule.granularity == "element" and len(self._policies) == 1:
             # Nothing depends on where tensors begin.
             slices = [PartitionSlice(0, 0, flat.numel(), policies[0])]
-        self._cuts = [cut for own in slices for cut in _cut(own)]
+        self._cuts = [cut for whole in slices for cut in _cut(whole)]
         self._group: Mapping[str, Any] = {}
         self._states: Sequence[Tensor] = ()
         self._step = 0
 
     def set_step(self, group: Mapping[str, Any], states: Sequence[Tensor], step: int) -> None:
-        """Set what the next update is made with.
+        """Set the inputs of the next update.
 
         Args:
             group: hyper-parameters.
@@ -102,22 +102,22 @@ class PartitionShards(ShardProvider):
         unit.step_ranges = [StepRange(0, unit.numel, self._step)]
 
     def commit(self, unit: UpdateUnit) -> None:
-        """Do nothing: who owns the partition gathers it."""
+        """Do nothing: the external backend gathers the partition."""
 
     def increment_step(self) -> None:
-        """Do nothing: who owns the partition counts."""
+        """Do nothing: the external backend counts the steps."""
 
     def keep_reduced(self) -> None:
-        """Do nothing: gradients stay."""
+        """Do nothing: the gradients stay in ``flat.grad``."""
 
     def keep_all_reduced(self) -> None:
-        """Do nothing: gradients stay."""
+        """Do nothing: the gradients stay in ``flat.grad``."""
 
     def mean(self, param_set: int) -> float | None:
         return None
 
     def global_square(self) -> Tensor | None:
-        """Return the squared norm () of all groups' gradients; one partition has but its own."""
+        """Return the squared norm () of all groups' gradients: more than this partition has."""
         clip = self._rule.settings(self._group, self._policies[0], 1).clip
         if self._global_square is None or clip is None or clip.scope != "global":
             return None
@@ -137,14 +137,14 @@ class PartitionShards(ShardProvider):
         return BlockMap(owners, extents, num_blocks, self._num_params)
 
     def params(self, param_set: int) -> Sequence[tuple[int, ParamSpec]]:
-        """Raise NotImplementedError: which rows a own has parts of is not known."""
+        """Raise NotImplementedError: the rows of a slice are not known."""
         raise NotImplementedError("Sums over rows are not supported over foreign partitions.")
 
 
-def _cut(own: PartitionSlice) -> Iterator[PartitionSlice]:
-    """Yield the whole blocks of a own, and the one shorter row after them."""
-    tail = own.numel % BLOCK
-    if own.numel > tail:
-        yield replace(own, numel=own.numel - tail)
+def _cut(whole: PartitionSlice) -> Iterator[PartitionSlice]:
+    """Yield the full blocks of a slice, and its tail."""
+    tail = whole.numel % BLOCK
+    if whole.numel > tail:
+        yield replace(whole, numel=whole.numel - tail)
     if tail:
-        yield replace(own, start=own.start + own.numel - tail, numel=tail)
+        yield replace(whole, start=whole.start + whole.numel - tail, numel=tail)

@@ -1,4 +1,4 @@
-"""From the user's parameters to specs: what is accepted, under which name, in which order."""
+"""Checks the user's parameters and groups, and makes specs of them: names, order, policies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 def as_list(params: Any) -> list[Any]:
-    """Return what an optimizer was given as ``params``, as a list; of a module its parameters.
+    """Return the ``params`` of an optimizer as a list; for a module, its named parameters.
 
     Raises:
         TypeError: a state dict or one tensor, in place of parameters; or a set.
@@ -57,7 +57,7 @@ def as_list(params: Any) -> list[Any]:
 
 
 def ordered(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group dict; TypeError if its parameters are a set, which each rank orders anew."""
+    """Return ``group``; TypeError if its parameters are a set, which has another order per rank."""
     if isinstance(group, Mapping) and isinstance(group.get("params"), set | frozenset):
         raise TypeError(
             "optimizer parameters need to be organized in ordered collections, but are a set: each "
@@ -70,8 +70,8 @@ def common_device(groups: Groups) -> torch.device:
     """Return the device of all parameters; the CPU where there are none.
 
     Raises:
-        TypeError: a parameter is on the meta device, which no collective serves.
-        ValueError: parameters live on several devices.
+        TypeError: a parameter is on the meta device, which no collective supports.
+        ValueError: parameters are on several devices.
     """
     device = None
     for index, group in enumerate(groups):
@@ -104,7 +104,7 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
     """Return (parameter, spec) of every parameter of the groups from ``first_group`` on.
 
     Raises:
-        ValueError: a hyper-parameter is out of range, parameters share memory, or live on several
+        ValueError: a hyper-parameter is out of range, parameters share memory, or are on several
             devices.
         TypeError: a parameter is not a dense fp32, fp16 or bf16 tensor, or in an internal format.
     """
@@ -120,7 +120,7 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
         rule.check(group)
         for position, param in enumerate(group["params"]):
             name = _name(group, index, position)
-            _check(param, name)
+            _check_supported(param, name)
             if name in names:
                 raise ValueError(
                     f"The parameter name {name} is given twice. Checkpoints and error messages use "
@@ -139,17 +139,18 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
                 frozen=not param.requires_grad and param.grad is None,
             )
             added.append((param, spec))
-    _check_memory([pair for pair in added if pair[1].stride == pair[0].stride()])
+    _check_no_overlap([pair for pair in added if pair[1].stride == pair[0].stride()])
     return added
 
 
 def warn(
     rank: int, rule: UpdateRule, groups: Groups, first_group: int, specs: Sequence[ParamSpec]
 ) -> None:
-    """Warn of what is legal but hardly meant, once per optimizer and by the first rank alone.
+    """Warn of settings that are valid but unlikely to be intended. The first rank warns, once.
 
-    ``specs`` are those of all ``groups``; what held before ``first_group`` was said before. Where
-    warnings are errors, this raises: call it where errors still reach the other ranks.
+    ``specs`` are those of all ``groups``. Warnings that applied without the groups from
+    ``first_group`` on are not repeated. If a filter turns warnings into errors, this raises: call
+    it where the peers learn of an error.
     """
     if rank != 0:
         return
@@ -171,7 +172,7 @@ def describe(
     config: ShardConfig,
     added: Sequence[tuple[Tensor, ParamSpec]],
 ) -> list[str]:
-    """Return what ranks must hold in common, a line per parameter and per group."""
+    """Return the lines that must be equal on all ranks, one per parameter and per group."""
     lines = [spec.describe() for _, spec in added]
     for index in range(first_group, len(groups)):
         options = {
@@ -180,7 +181,8 @@ def describe(
             if key not in ("params", "param_names") and not isinstance(value, Tensor)
         }
         lines.append(f"options of group {index}: {options}")
-    # Kernels may differ, as machines do; a process group is an object of its process.
+    # Ranks on different machines may choose different kernels. A process group or mesh is an object
+    # of one process.
     own = ("kernel", "process_group", "mesh")
     shared = [f.name for f in fields(config) if f.name not in own]
     chosen = " ".join(f"{name}={getattr(config, name)}" for name in shared)
@@ -189,10 +191,10 @@ def describe(
 
 
 def construction_label(config: ShardConfig, error: Exception | None) -> str:
-    """Return the name of the call that builds an optimizer; ``error`` is why options are not known.
+    """Return the name of the region that builds an optimizer; ``error``: why it has no options.
 
-    It says what decides which collectives are made: ranks that differ in it learn so from the
-    names, before any collective that only some of them make.
+    The name has the options that decide which collectives follow. Ranks with different options
+    fail when they compare names, before one of them launches a collective that its peers do not.
     """
     if error is not None:
         return f"building an optimizer, which fails: {type(error).__name__}: {error}"
@@ -211,7 +213,7 @@ def _name(group: Mapping[str, Any], index: int, position: int) -> str:
     return names[position] if names else f"param_groups[{index}][{position}]"
 
 
-def _check(param: Tensor, name: str) -> None:
+def _check_supported(param: Tensor, name: str) -> None:
     if hasattr(param, "device_mesh"):
         raise TypeError(
             f"Parameter {name} is a DTensor, which is sharded already (FSDP2, or tensor "
@@ -241,19 +243,19 @@ def _check(param: Tensor, name: str) -> None:
 
 
 def _dtype_remedy(param: Tensor) -> str:
-    """Return what to do with a parameter of a dtype that is not accepted."""
-    if param.is_complex():  # which model.float() leaves as it is
+    """Return the remedy for a parameter of an unsupported dtype."""
+    if param.is_complex():  # model.float() does not convert it
         return (
             "Keep it as a real parameter, torch.nn.Parameter(torch.view_as_real(w)), and use "
             "torch.view_as_complex() of that in forward."
         )
-    if not param.is_floating_point():  # so are these
+    if not param.is_floating_point():  # nor integers
         return "It cannot have a gradient: leave it out, and make it a buffer of the model."
     return "Convert the model, e.g. with model.float()."
 
 
-def _check_memory(added: Sequence[tuple[Tensor, ParamSpec]]) -> None:
-    """Raise if two parameters overlap: moving them apart would silently untie them."""
+def _check_no_overlap(added: Sequence[tuple[Tensor, ParamSpec]]) -> None:
+    """Raise ValueError if two parameters overlap: slots of their own would silently untie them."""
     extents = sorted(
         (param.data_ptr(), param.data_ptr() + param.nbytes, spec.name)
         for param, spec in added

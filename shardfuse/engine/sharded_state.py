@@ -1,4 +1,4 @@
-"""The state of one rank as fragments: for torch.distributed.checkpoint, and for our checkpoints."""
+"""One rank's state as fragments, for torch.distributed.checkpoint and shardfuse.checkpoint."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from shardfuse.engine.torch_state import (
     saved_groups,
     set_groups,
 )
-from shardfuse.fragments import FragmentTensor, Piece, flat_pieces, shaped_pieces
+from shardfuse.fragments import Chunk, FragmentTensor, flat_chunks, shaped_chunks
 from shardfuse.layout import Bucket, ParamSpec
 
 logger = logging.getLogger("shardfuse")
 
 
 def sharded(opt: OptimizerState) -> dict[str, Any]:
-    """Return a flat dict for torch.distributed.checkpoint whose tensors alias this rank's state.
+    """Return a flat dict for torch.distributed.checkpoint; tensors alias this rank's state.
 
     Collective (one small all-reduce). Keys are ``state.<param name>.<state>``; steps are tensors.
     """
@@ -44,62 +44,62 @@ def sharded(opt: OptimizerState) -> dict[str, Any]:
 
 
 def groups_to_save(opt: OptimizerState) -> Groups:
-    """Return the groups as they are saved: of tensors with one element, and of numpy, the number.
+    """Return the groups to save, with Python numbers for one-element tensors and numpy scalars.
 
-    torch.distributed.checkpoint does not load a number where a tensor was saved, and numpy's are
+    torch.distributed.checkpoint does not load a number where a tensor was saved. numpy scalars are
     not plain data.
     """
     return [
-        {key: _number(value) for key, value in group.items()}
+        {key: _as_number(value) for key, value in group.items()}
         for group in counted_groups(opt.groups, opt.rule)
     ]
 
 
-def _number(value: Any) -> Any:
+def _as_number(value: Any) -> Any:
     if isinstance(value, tuple):
-        return tuple(map(_number, value))  # betas
+        return tuple(map(_as_number, value))  # betas
     is_one = isinstance(value, Tensor) and value.numel() == 1
     return value.item() if is_one else plain_number(value)
 
 
 def plain_number(value: Any) -> Any:
-    """Return one of numpy's numbers as Python's, which is loaded without trust; else ``value``."""
+    """Return a numpy scalar as Python's number, which a safe unpickler loads; else ``value``."""
     is_numpy = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
     return value.item() if is_numpy else value
 
 
-def _as_held(new: Any, opt: Any) -> Any:
-    """Return ``new`` as a tensor like ``held``, if that is one with one element."""
-    is_tensor = isinstance(opt, Tensor) and opt.numel() == 1
-    return torch.full_like(opt, _number(new)) if is_tensor else new
+def _like(new: Any, old: Any) -> Any:
+    """Return ``new`` as a tensor like ``old``, if ``old`` is a tensor with one element."""
+    is_tensor = isinstance(old, Tensor) and old.numel() == 1
+    return torch.full_like(old, _as_number(new)) if is_tensor else new
 
 
 def aliases(
     flats: Sequence[FlatState], has: Callable[[Bucket], bool] = lambda bucket: True
 ) -> Iterator[tuple[str, FragmentTensor]]:
-    """Yield (key in sharded(), this rank's state itself)."""
+    """Yield (key in sharded(), tensor that aliases this rank's state)."""
     for state in flats:
         for name, arena in arenas_of(state).items():
-            tensors = fragment_tensors(state, arena.view, flat_pieces, has=has)
+            tensors = fragment_tensors(state, arena.view, flat_chunks, has=has)
             for spec, tensor in zip(state.specs, tensors, strict=True):
                 if spec.numel:
                     yield f"state.{spec.name}.{name}", tensor
 
 
 def load_sharded(opt: OptimizerState, state_dict: Mapping[str, Any]) -> None:
-    """Take over steps, hyper-parameters, and tensors that were not filled in place when loaded.
+    """Load steps, hyper-parameters, and the tensors that the reader did not fill in place.
 
     Raises:
         ValueError: groups that do not fit; states of parameters that are frozen here; a state is
-            missing or is not of this rank's fragments. Nothing is loaded then, beyond what was
-            filled in place.
+            missing or is not of this rank's fragments. Then nothing is loaded, except for the
+            tensors that the reader filled in place.
     """
     flats = opt.flats
     merged, counts = check(opt, state_dict)
     own = dict(aliases(flats))
     for key, tensor in own.items():
         saved = state_dict.get(key)
-        if not isinstance(saved, FragmentTensor) or not tensor.has_pieces_of(saved):
+        if not isinstance(saved, FragmentTensor) or not tensor.has_same_chunks(saved):
             raise ValueError(
                 f"{key} is missing, or is not of this rank's sharded_state_dict(). Load into the "
                 "dict that this optimizer returns, with torch.distributed.checkpoint.load()."
@@ -112,36 +112,36 @@ def load_sharded(opt: OptimizerState, state_dict: Mapping[str, Any]) -> None:
 
 
 def check(opt: OptimizerState, state_dict: Mapping[str, Any]) -> tuple[Groups, dict[int, int]]:
-    """Return the merged groups, and the steps, of a state dict of whose tensors only steps count.
+    """Check groups and steps of a state dict, and no states; return merged groups and steps.
 
     Raises:
         ValueError: groups that do not fit, or have other parameters; states of parameters that are
             frozen here.
     """
     saved = saved_groups(state_dict)
-    _check_members(opt.groups, saved)
+    _check_groups_match(opt.groups, saved)
     specs = enumerate(opt.layout.specs)
     merged = [
-        {key: _as_held(value, group.get(key)) for key, value in new.items()}
+        {key: _like(value, group.get(key)) for key, value in new.items()}
         for new, group in zip(
             merged_groups(opt.groups, saved, opt.rule),
             opt.groups,
             strict=True,
         )
     ]
-    counts = {param: _count(state_dict, spec.name) for param, spec in specs}
-    _check_room(opt, merged, counts)
+    counts = {param: _step_count(state_dict, spec.name) for param, spec in specs}
+    _check_has_arenas(opt, merged, counts)
     return merged, counts
 
 
-def _count(state_dict: Mapping[str, Any], name: str) -> int:
+def _step_count(state_dict: Mapping[str, Any], name: str) -> int:
     key = f"state.{name}.step"
     if key not in state_dict:
         raise ValueError(f"The loaded state dict has no {key}. Load what sharded_state_dict() has.")
     return as_count(state_dict[key], key)
 
 
-def _check_members(groups: Groups, saved: Sequence[Mapping[str, Any]]) -> None:
+def _check_groups_match(groups: Groups, saved: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError if a parameter would get the hyper-parameters of another group.
 
     States are saved by name, groups by number.
@@ -156,11 +156,11 @@ def _check_members(groups: Groups, saved: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _check_room(opt: OptimizerState, groups: Groups, steps: Mapping[int, int]) -> None:
+def _check_has_arenas(opt: OptimizerState, groups: Groups, steps: Mapping[int, int]) -> None:
     """Raise ValueError if an updated parameter has elements and lacks a state or master here.
 
-    What the optimizer has no place for was not read from the checkpoint. ``groups`` are as they
-    will be once it is loaded.
+    A reader fills only the arenas that exist, so it has skipped such a state. ``groups`` are the
+    merged ones, which the load will set.
     """
     for state in opt.flats:
         names = opt.rule.state_names(groups[state.flat.group])
@@ -185,55 +185,56 @@ def _check_room(opt: OptimizerState, groups: Groups, steps: Mapping[int, int]) -
 # For shardfuse.checkpoint
 
 
-class Master(NamedTuple):
-    """Where this rank has its part of a parameter in fp32."""
+class MasterRef(NamedTuple):
+    """This rank's fp32 values of a parameter: in the master's arena, or the parameter itself."""
 
     param: Tensor
-    key: str  # of a master in to_fill()
-    is_kept: bool  # beside the parameter, which is or travels in low precision
-    place: FragmentTensor  # of the parameter's shape where it is kept, else (numel,)
-    own: FragmentTensor  # this rank's part of the parameter itself
+    key: str  # of the master in to_fill()
+    is_kept: bool  # True: in an arena, because the parameter is kept or sent in low precision
+    place: FragmentTensor  # of the parameter's shape if it is an arena's, else (numel,)
+    own: FragmentTensor  # this rank's fragments of the parameter itself
 
 
 class LocalCheckpointState:
-    """An optimizer's state as shardfuse.checkpoint has it; its tensors alias the state.
+    """This rank's state of an optimizer, for shardfuse.checkpoint; its tensors alias the state.
 
-    Keys are those of sharded_state_dict(). But every value is on one rank alone: each fragment on
-    its owner, and the step of a parameter on the owner of its first fragment, because who updates a
-    part of a parameter has counted its updates. Of several copies, in a mesh, one has each bucket.
+    The keys are those of sharded_state_dict(). But only one rank writes a value: the owner of a
+    fragment writes the fragment, and the owner of a parameter's first fragment writes its step,
+    because a rank counts the updates of the fragments that it owns. Over a mesh, the replicas of a
+    shard share its buckets: each bucket is written by one of them.
 
     Args:
         opt: the optimizer.
-        take: its load_sharded_state_dict().
+        load: its load_sharded_state_dict().
     """
 
-    def __init__(self, opt: OptimizerState, take: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(self, opt: OptimizerState, load: Callable[[Mapping[str, Any]], None]) -> None:
         self._optimizer_state = opt
-        self._take = take
+        self._load = load
 
     @property
     def comm(self) -> Communicator:
-        """All ranks that share the optimizer, copies included."""
+        """All ranks that share the optimizer, replicas included."""
         return self._optimizer_state.comm.world
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         flats = self._optimizer_state.flats
         return flats[0].device if flats else torch.device("cpu")
 
     @property
     def specs(self) -> Sequence[ParamSpec]:
-        """All parameters in the order of their numbers."""
+        """The specs of all parameters, in the order of their numbers."""
         return self._optimizer_state.layout.specs
 
     @property
     def rule(self) -> str:
-        """By which rule the states are updated."""
+        """The description of the rule that updates the states."""
         return self._optimizer_state.rule.describe()
 
     def to_write(self) -> dict[str, Any]:
-        """Return what this rank writes of the optimizer. Local."""
+        """Return the state dict that this rank writes. Local."""
         opt = self._optimizer_state
         result: dict[str, Any] = dict(aliases(opt.flats, self._writes))
         for state in opt.flats:
@@ -243,14 +244,14 @@ class LocalCheckpointState:
             for slot in state.flat.slots:
                 is_mine = slot.param in first or (not slot.numel and self.comm.rank == 0)
                 step = torch.tensor(state.step_of(slot.param))
-                pieces = [Piece((), step)] if is_mine else []
+                chunks = [Chunk((), step)] if is_mine else []
                 key = f"state.{opt.layout.specs[slot.param].name}.step"
-                result[key] = FragmentTensor((), step.dtype, step.device, pieces)
+                result[key] = FragmentTensor((), step.dtype, step.device, chunks)
         result["param_groups"] = groups_to_save(opt)
         return result
 
     def to_fill(self) -> dict[str, Any]:
-        """Return what take() takes once it is filled. Local."""
+        """Return the state dict that a reader fills for load(). Local."""
         result: dict[str, Any] = dict(aliases(self._optimizer_state.flats))
         for spec in self._optimizer_state.layout.specs:
             result[f"state.{spec.name}.step"] = torch.tensor(0)
@@ -258,33 +259,33 @@ class LocalCheckpointState:
         return result
 
     def params(self, *, to_write: bool) -> list[tuple[Tensor, FragmentTensor]]:
-        """Return (parameter, this rank's part of it), empty parameters left out. Local.
+        """Return (parameter, this rank's fragments of it), without empty parameters. Local.
 
-        What is to be written is on one rank alone; what is to be filled is all of this rank's part,
-        and reaches the others by publish().
+        Fragments to write are on one rank each. Fragments to fill are this rank's whole shard, and
+        publish() sends them to the peers.
         """
         has = self._writes if to_write else _always
         return [pair for state in self._optimizer_state.flats for pair in _param_parts(state, has)]
 
-    def masters(self) -> list[Master]:
-        """Return where parameters are in fp32, empty ones and frozen low precision left out."""
+    def masters(self) -> list[MasterRef]:
+        """Return the fp32 values of all parameters that have elements and are kept in fp32."""
         found = []
         for state in self._optimizer_state.flats:
             arena = arenas_of(state).get(MASTER)
             if arena is not None:
-                places = fragment_tensors(state, arena.view, shaped_pieces)
+                places = fragment_tensors(state, arena.view, shaped_chunks)
             elif state.params_buffer.data.dtype == MASTER_DTYPE:
-                places = fragment_tensors(state, functools.partial(_shard, state), flat_pieces)
+                places = fragment_tensors(state, functools.partial(_shard, state), flat_chunks)
             else:
                 continue
             names = [f"state.{spec.name}.{MASTER}" for spec in state.specs if spec.numel]
             kept = [place for place in places if place.numel()]
             for name, place, pair in zip(names, kept, _param_parts(state, _always), strict=True):
-                found.append(Master(pair[0], name, arena is not None, place, pair[1]))
+                found.append(MasterRef(pair[0], name, arena is not None, place, pair[1]))
         return found
 
     def geometry(self) -> list[dict[str, Any]]:
-        """Return by which integers all ranks' parts are cut, flat by flat. Local.
+        """Return the integers that define the shards of all ranks, flat by flat. Local.
 
         {"slots": {parameter: start}, "buckets": [(start, elements of a shard, shards)]}.
         """
@@ -301,7 +302,7 @@ class LocalCheckpointState:
         ]
 
     def ranges(self) -> list[tuple[str, int, int]]:
-        """Return (parameter, first element, elements) of all that is this rank's. Local."""
+        """Return (parameter, first element, number of elements) of this rank's fragments. Local."""
         specs = self._optimizer_state.layout.specs
         return [
             (specs[f.param].name, f.param_start, f.numel)
@@ -310,22 +311,23 @@ class LocalCheckpointState:
             for f in state.fragments[bucket.index]
         ]
 
-    def errors(self) -> dict[str, FragmentTensor]:
-        """Return what parameters lack of their values, by its key in to_fill()."""
+    def residuals(self) -> dict[str, FragmentTensor]:
+        """Return the rounding residuals of parameters, by key in to_fill()."""
         pairs = aliases(self._optimizer_state.flats)
         return {key: tensor for key, tensor in pairs if key.rpartition(".")[2] == ERROR}
 
     def check(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise ValueError if take() would, for what to_fill() has that is not a FragmentTensor."""
+        """Raise ValueError if load() would, because of an entry that is no FragmentTensor."""
         check(self._optimizer_state, state_dict)
 
-    def take(self, state_dict: Mapping[str, Any], saved: str) -> None:
-        """Take over what to_fill() returned, filled. Local.
+    def load(self, state_dict: Mapping[str, Any], saved: str) -> None:
+        """Load the filled result of to_fill(). Local.
 
-        Warns on the first rank if it was ``saved`` by another rule; empty: that is unknown. States
-        of the same names and hyper-parameters mean the same, as those of Adam and AdamW.
+        Warns on the first rank if ``saved`` is another rule; empty: the rule is unknown. It is only
+        a warning, because states with the same names and hyper-parameters mean the same under both
+        rules, as those of Adam and AdamW.
         """
-        self._take(state_dict)
+        self._load(state_dict)
         if saved not in ("", self.rule) and self.comm.rank == 0:
             logger.warning(
                 "The loaded states are of %s, and go on under %s. Updates will differ from those "
@@ -335,12 +337,12 @@ class LocalCheckpointState:
             )
 
     def publish(self) -> None:
-        """Bring every rank's part of the parameters to all. Collective: one gather a bucket."""
+        """All-gather the parameters, bucket by bucket. Collective."""
         for state in self._optimizer_state.flats:
             for bucket in state.flat.buckets:
-                whole = state.params_buffer.bucket(bucket)
-                part = state.params_buffer.shard(bucket, state.rank)
-                self._optimizer_state.comm.all_gather(whole, part).wait()
+                output = state.params_buffer.bucket(bucket)
+                shard = state.params_buffer.shard(bucket, state.rank)
+                self._optimizer_state.comm.all_gather(output, shard).wait()
 
     def _writes(self, bucket: Bucket) -> bool:
         copies = getattr(self._optimizer_state.comm, "replicate", None)
@@ -359,6 +361,6 @@ def _param_parts(
     state: FlatState, has: Callable[[Bucket], bool]
 ) -> list[tuple[Tensor, FragmentTensor]]:
     segment = functools.partial(_shard, state)
-    tensors = fragment_tensors(state, segment, shaped_pieces, has=has)
+    tensors = fragment_tensors(state, segment, shaped_chunks, has=has)
     pairs = zip(state.params, tensors, strict=True)
     return [(param, tensor) for param, tensor in pairs if param.numel()]

@@ -1,8 +1,8 @@
-"""State dicts as of torch.optim: consolidated, checked, restored, and viewed.
+"""State dicts in torch.optim's format: consolidated, checked, loaded, and viewed.
 
-A state dict may have been edited by hand, or have gone through JSON. Kinds, numbers, entries and
-values are checked before any of it is loaded. An error names the first fault, so that nothing is
-loaded partly, and nothing is ignored without an error.
+A user may have edited a state dict, or stored it as JSON. So types, numbers, entries and values are
+checked before any of them is loaded. An error names the first fault: a state dict is never loaded
+in part, and no entry is ignored without an error.
 """
 
 from __future__ import annotations
@@ -22,22 +22,29 @@ from shardfuse.buffers import ShardArena
 from shardfuse.codecs import ERROR, MASTER
 from shardfuse.comm import Communicator
 from shardfuse.engine.params import FlatState
-from shardfuse.fragments import Asked, FragmentTensor, Piece, gather, scatter, shaped_pieces
+from shardfuse.fragments import (
+    Chunk,
+    FragmentTensor,
+    StateDictRequest,
+    gather,
+    scatter,
+    shaped_chunks,
+)
 from shardfuse.layout import Bucket, FlatLayout, ParamSpec
 from shardfuse.rules import UpdateRule
 from shardfuse.rules.base import check_group
 
 logger = logging.getLogger("shardfuse")
 
-_BESIDE = {MASTER, ERROR}
-"""Keys of what is kept beside parameters; no states of a rule's."""
+_AUXILIARY = {MASTER, ERROR}
+"""State keys of the codec's arena: fp32 master, rounding residual. No rule has such states."""
 
 Groups = list[dict[str, Any]]
-Cut = Callable[[ParamSpec, int, Tensor], list[Piece]]
+Cut = Callable[[ParamSpec, int, Tensor], list[Chunk]]
 
 
 class OptimizerState(NamedTuple):
-    """What state dicts are made of, and loaded into."""
+    """The objects that state dicts are made from, and loaded into."""
 
     comm: Communicator
     layout: FlatLayout
@@ -47,9 +54,10 @@ class OptimizerState(NamedTuple):
 
 
 def arenas_of(state: FlatState) -> dict[str, ShardArena]:
-    """Return {state key: this rank's part}, what is kept beside parameters last."""
+    """Return {state key: this rank's arena}; the codec's arena comes last."""
     arenas = dict(state.states)
     if state.codec.arena is not None and state.codec.key is not None:
+        # A step that failed may have left the sum of parameter and residual in the arena.
         state.codec.rollback()
         arenas[state.codec.key] = state.codec.arena
     return arenas
@@ -63,31 +71,31 @@ def fragment_tensors(
     *,
     has: Callable[[Bucket], bool] = lambda bucket: True,
 ) -> list[FragmentTensor]:
-    """Return what this rank has of one state of a flat, a tensor per parameter in slot order.
+    """Return this rank's fragments of one state of a flat, a tensor per parameter in slot order.
 
     Args:
         state: the flat.
-        segment: gives this rank's part of a bucket, which the pieces alias.
-        cut: makes pieces of a run of elements: flat_pieces or shaped_pieces.
-        position: of the one parameter that is wanted; None: all of them.
-        has: whether pieces in a bucket are wanted.
+        segment: returns this rank's shard of a bucket; the chunks alias it.
+        cut: makes chunks of a run of elements: flat_chunks or shaped_chunks.
+        position: slot of the only parameter to return; None: all parameters.
+        has: returns whether to include the fragments of a bucket.
     """
     wanted = range(len(state.specs)) if position is None else [position]
     specs = {state.flat.slots[at].param: state.specs[at] for at in wanted}
-    pieces: dict[int, list[Piece]] = {param: [] for param in specs}
+    chunks: dict[int, list[Chunk]] = {param: [] for param in specs}
     sample = state.params_buffer.data
     for bucket in state.flat.buckets:
         sample = segment(bucket)
         for f in state.fragments[bucket.index] if has(bucket) else ():
             if f.param in specs:
                 data = sample[f.shard_start : f.shard_start + f.numel]
-                pieces[f.param] += cut(specs[f.param], f.param_start, data)
+                chunks[f.param] += cut(specs[f.param], f.param_start, data)
     return [
         FragmentTensor(
-            spec.shape if cut is shaped_pieces else (spec.numel,),
+            spec.shape if cut is shaped_chunks else (spec.numel,),
             sample.dtype,
             sample.device,
-            pieces[param],
+            chunks[param],
         )
         for param, spec in specs.items()
     ]
@@ -96,8 +104,8 @@ def fragment_tensors(
 def agreed_steps(opt: OptimizerState) -> list[int]:
     """Return the update count of every parameter. Collective.
 
-    A rank that neither has a gradient of a parameter nor owns a fragment of it cannot count its
-    updates; the others can, hence the maximum.
+    A rank with neither a gradient nor a fragment of a parameter cannot count the parameter's
+    updates. Its peers can, so the count is the maximum over ranks.
     """
     steps = torch.zeros(len(opt.layout.specs), dtype=torch.int32)
     for state in opt.flats:
@@ -111,7 +119,7 @@ def agreed_steps(opt: OptimizerState) -> list[int]:
 
 
 def packed_groups(groups: Groups) -> list[dict[str, Any]]:
-    """Return the groups with parameters replaced by their running number, as torch does."""
+    """Return the groups with consecutive numbers in place of parameters, as torch packs them."""
     packed = []
     start = 0
     for group in groups:
@@ -123,10 +131,10 @@ def packed_groups(groups: Groups) -> list[dict[str, Any]]:
 
 
 def counted_groups(groups: Groups, rule: UpdateRule) -> list[dict[str, Any]]:
-    """Return packed_groups(), with a step in every group where the rule counts in groups.
+    """Return packed_groups(), with a ``step`` in every group if the rule counts in groups.
 
-    A live group has none before the first step. torch.distributed.checkpoint and its flattened form
-    load only keys that both sides have.
+    A live group has no ``step`` before the first one. torch.distributed.checkpoint loads only keys
+    that both sides have, also of flattened state dicts.
     """
     packed = packed_groups(groups)
     for group in packed if rule.counts_in_groups else ():
@@ -139,9 +147,10 @@ def consolidate(opt: OptimizerState, to: int | None) -> dict[int, dict[str, Any]
     rule, keep = opt.rule, to is None or opt.comm.world.rank == to
     steps = agreed_steps(opt)
     state: dict[int, dict[str, Any]] = {}
-    for param, name, tensor in _whole(opt, keep):
-        # Where updates are not counted, a master may have been updated before a momentum was set.
-        # That of an fp32 parameter has digits of its own before any update.
+    for param, name, tensor in _full_tensors(opt, keep):
+        # A count of 0 does not exclude a master that differs from the parameter. A rule that counts
+        # no steps may have updated it before the user set a momentum. The master of an fp32
+        # parameter has more digits than the parameter even before the first update.
         is_fp32 = opt.layout.specs[param].dtype == "float32"
         if steps[param] > 0 or (name == MASTER and (is_fp32 or not rule.counts_steps)):
             entry = state.setdefault(param, {"step": steps[param]} if rule.counts_steps else {})
@@ -149,7 +158,7 @@ def consolidate(opt: OptimizerState, to: int | None) -> dict[int, dict[str, Any]
     return dict(sorted(state.items())) if keep else None
 
 
-def _whole(opt: OptimizerState, keep: bool) -> Iterator[tuple[int, str, Tensor]]:
+def _full_tensors(opt: OptimizerState, keep: bool) -> Iterator[tuple[int, str, Tensor]]:
     """Yield (parameter, state key, full CPU tensor) where ``keep`` is True. Collective."""
     for flat_state in opt.flats:
         for name, arena in arenas_of(flat_state).items():
@@ -158,14 +167,13 @@ def _whole(opt: OptimizerState, keep: bool) -> Iterator[tuple[int, str, Tensor]]
                 yield param, name, tensor
 
 
-def for_torch(opt: OptimizerState, asked: Asked) -> dict[str, Any]:
-    """Return what torch.distributed.checkpoint.state_dict makes its results of. Collective.
+def for_torch(opt: OptimizerState, request: StateDictRequest) -> dict[str, Any]:
+    """Return the state dict for the functions of torch.distributed.checkpoint.state_dict.
 
-    It has an entry for every parameter that is trained, updated or not, because torch loads only
-    what is there to be overwritten; steps are fp32 tensors, as torch.optim's. Tensors are copies,
-    and have the parameter's shape: whole with ``full_state_dict`` and where one rank has them
-    all, else FragmentTensors. With ``cpu_offload`` they are on the CPU, and of full ones only the
-    first rank's are kept, as by torch.
+    Collective. Every trained parameter has an entry, updated or not, because torch loads only
+    into entries that exist. Steps are fp32 tensors, as in torch.optim. Tensors are copies in the
+    parameter's shape: full ones with ``full_state_dict`` and for one rank, else FragmentTensors.
+    With ``cpu_offload`` they are on the CPU, and only the first rank keeps full ones, as in torch.
     """
     steps = agreed_steps(opt)
     state: dict[int, dict[str, Any]] = {}
@@ -173,16 +181,16 @@ def for_torch(opt: OptimizerState, asked: Asked) -> dict[str, Any]:
         if is_trained(flat_state):
             for slot in flat_state.flat.slots:
                 state[slot.param] = {"step": torch.tensor(float(steps[slot.param]))}
-    if asked.full_state_dict or opt.comm.world_size == 1:
-        keep = not (asked.full_state_dict and asked.cpu_offload) or opt.comm.world.rank == 0
-        values = _whole(opt, keep)
+    if request.full_state_dict or opt.comm.world_size == 1:
+        keep = not (request.full_state_dict and request.cpu_offload) or opt.comm.world.rank == 0
+        values = _full_tensors(opt, keep)
     else:
-        values = _parts(opt.flats)
+        values = _fragment_copies(opt.flats)
     for param, name, tensor in values:
-        device = "cpu" if asked.cpu_offload else opt.layout.specs[param].device
+        device = "cpu" if request.cpu_offload else opt.layout.specs[param].device
         # torch broadcasts a full tensor's memory and receives it as contiguous.
-        whole = tensor if isinstance(tensor, FragmentTensor) else tensor.contiguous()
-        state[param][name] = whole.to(device)
+        value = tensor if isinstance(tensor, FragmentTensor) else tensor.contiguous()
+        state[param][name] = value.to(device)
     groups = counted_groups(opt.groups, opt.rule)
     return {"state": dict(sorted(state.items())), "param_groups": groups}
 
@@ -192,13 +200,13 @@ def is_trained(state: FlatState) -> bool:
     return bool(state.states) or state.codec.arena is not None or not state.flat.frozen
 
 
-def _parts(flats: Sequence[FlatState]) -> Iterator[tuple[int, str, Tensor]]:
-    """Yield (parameter, state key, a copy of what this rank has of it)."""
+def _fragment_copies(flats: Sequence[FlatState]) -> Iterator[tuple[int, str, Tensor]]:
+    """Yield (parameter, state key, copy of this rank's fragments of it)."""
     for state in flats:
         for name, arena in arenas_of(state).items():
-            tensors = fragment_tensors(state, arena.view, shaped_pieces)
+            tensors = fragment_tensors(state, arena.view, shaped_chunks)
             for slot, spec, tensor in zip(state.flat.slots, state.specs, tensors, strict=True):
-                # An empty one has no pieces, and would not be written at all.
+                # torch writes a FragmentTensor chunk by chunk, and an empty one has no chunk.
                 empty = torch.zeros(spec.shape, dtype=tensor.dtype)
                 yield slot.param, name, tensor.clone() if spec.numel else empty
 
@@ -206,11 +214,11 @@ def _parts(flats: Sequence[FlatState]) -> Iterator[tuple[int, str, Tensor]]:
 def merged_groups(groups: Groups, saved: Sequence[Mapping[str, Any]], rule: UpdateRule) -> Groups:
     """Return the groups with the hyper-parameters of ``saved``, after checking that they fit.
 
-    A hyper-parameter that a saved group lacks stays as it is, and is named in a warning.
+    A hyper-parameter that a saved group lacks keeps this optimizer's value.
 
     Raises:
         ValueError: other numbers of groups or parameters, or a hyper-parameter out of range.
-        TypeError: a hyper-parameter of another kind.
+        TypeError: a hyper-parameter has another type.
     """
     if len(saved) != len(groups):
         raise ValueError(
@@ -224,7 +232,7 @@ def merged_groups(groups: Groups, saved: Sequence[Mapping[str, Any]], rule: Upda
                 f"optimizer has {len(group['params'])}"
             )
         options = {
-            # torch.distributed.checkpoint.state_dict and JSON make lists of tuples.
+            # torch.distributed.checkpoint.state_dict and JSON turn tuples into lists.
             key: tuple(value) if isinstance(value, list) and _is_tuple(group, key) else value
             for key, value in copied(other, index).items()
         }
@@ -240,15 +248,15 @@ def _is_tuple(group: Mapping[str, Any], key: str) -> bool:
 
 
 def prepared(opt: OptimizerState, state_dict: Mapping[str, Any]) -> Callable[[], None]:
-    """Check all of torch's state dict; return what loads it. Local.
+    """Check a state dict in torch's format; return the function that loads it. Local.
 
-    That has every rank take its fragments of the full tensors, and raises nothing any more.
+    That function copies this rank's fragments of the full tensors, and raises no error.
 
     Raises:
         ValueError: tensors of another shape, groups that do not fit, names of parameters in another
-            order, a missing state, or one that would be lost.
-        TypeError: something is of another kind; or a parameter has another device, dtype or shape
-            than the optimizer was built with.
+            order, a missing state, or one that this optimizer would ignore.
+        TypeError: an entry has another type; or a parameter has another device, dtype or shape than
+            the optimizer was built with.
     """
     for state in opt.flats:
         if change := state.change():
@@ -280,7 +288,7 @@ def _load(
     entries: Mapping[int, Mapping[str, Any]],
     counts: Mapping[int, int],
 ) -> None:
-    """Do what prepared() has checked."""
+    """Load a state dict that prepared() has checked."""
     rule, specs = opt.rule, dict(enumerate(opt.layout.specs))
     set_groups(opt, merged, saved, counts)
     for state in opt.flats:
@@ -291,10 +299,10 @@ def _load(
         names = rule.state_names(opt.groups[state.flat.group])
         others = {name for param in own for name in entries[param]} & {*rule.optional_states}
         for name in state.states.keys() - {*names, *others}:
-            del state.states[name]  # of hyper-parameters that are no more
+            del state.states[name]  # only the replaced hyper-parameters need it
         state.allocate({name: rule.initial(name) for name in (*names, *sorted(others))})
         for name, arena in arenas_of(state).items():
-            if name not in _BESIDE:
+            if name not in _AUXILIARY:
                 arena.data.fill_(rule.initial(name))
             elif name == ERROR:
                 arena.data.zero_()
@@ -303,21 +311,21 @@ def _load(
 
 
 def _warn_of_masters(opt: OptimizerState, entries: Mapping[int, Mapping[str, Any]]) -> None:
-    """Say on the first rank that what is saved beside a parameter has no place here."""
+    """Warn on the first rank if this optimizer has no arena for a saved master or residual."""
     for state in opt.flats if opt.comm.world.rank == 0 else ():
-        beside = {key for slot in state.flat.slots for key in entries[slot.param]} & _BESIDE
-        if beside - {state.codec.key}:
+        saved = {key for slot in state.flat.slots for key in entries[slot.param]} & _AUXILIARY
+        if saved - {state.codec.key}:
             logger.warning(
                 "States %s in the loaded state dict, of %s and others, are left out: parameters "
                 "have another dtype here, or are sent in another one.",
-                " and ".join(sorted(beside)),
+                " and ".join(sorted(saved)),
                 state.specs[-1].name,
             )
             return
 
 
 def _check_order(groups: Groups, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError if states, which are numbered, are of the same names in another order."""
+    """Raise ValueError if numbered states are of the same parameter names in another order."""
     now, then = ([n for group in g for n in group.get("param_names", ())] for g in (groups, saved))
     numbers = [number for group in saved for number in group["params"]]
     if not all(isinstance(number, int) for number in numbers):
@@ -336,29 +344,29 @@ def _fill(
     saved: Mapping[int, Tensor | None],
     specs: dict[int, ParamSpec],
 ) -> None:
-    """Take this rank's fragments of whole tensors, and what is its own part already."""
+    """Copy this rank's fragments of saved full tensors, and FragmentTensors, into ``arena``."""
     slots = state.flat.slots
     full = {s.param: value for s in slots if (value := saved.get(s.param)) is not None}
     parts = {p: full.pop(p) for p in list(full) if isinstance(full[p], FragmentTensor)}
     for bucket in state.flat.buckets:
         fragments = [f for f in state.fragments[bucket.index] if f.param in full]
         scatter(fragments, arena.view(bucket), full, specs)
-    own = fragment_tensors(state, arena.view, shaped_pieces)
+    own = fragment_tensors(state, arena.view, shaped_chunks)
     for slot, tensor in zip(slots, own, strict=True):
         if slot.param in parts:
             tensor.copy_(parts[slot.param])
 
 
 def _check_parts(state: FlatState, entries: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raise ValueError if a FragmentTensor of a saved state is not of this rank's fragments."""
+    """Raise ValueError if a saved FragmentTensor does not have this rank's chunks."""
 
     def shard(bucket: Bucket) -> Tensor:
         return state.params_buffer.shard(bucket, state.rank)
 
-    own_tensors = fragment_tensors(state, shard, shaped_pieces)
+    own_tensors = fragment_tensors(state, shard, shaped_chunks)
     for slot, spec, own in zip(state.flat.slots, state.specs, own_tensors, strict=True):
         for name, value in entries[slot.param].items():
-            if isinstance(value, FragmentTensor) and not own.has_pieces_of(value):
+            if isinstance(value, FragmentTensor) and not own.has_same_chunks(value):
                 raise ValueError(
                     f"State {name} of {spec.name} holds another rank's part, or one of another "
                     "world size. Save and load it with torch.distributed.checkpoint, which gives "
@@ -369,8 +377,8 @@ def _check_parts(state: FlatState, entries: Mapping[int, Mapping[str, Any]]) -> 
 def _check_entry(
     spec: ParamSpec, entry: Mapping[str, Any], rule: UpdateRule, names: Sequence[str]
 ) -> None:
-    """Raise unless a parameter's saved state is whole, of its shape, and of this rule."""
-    check_known(rule, spec.name, entry, {*names, *_BESIDE})
+    """Raise unless a parameter's saved state is complete, of its shape, and of this rule."""
+    check_known(rule, spec.name, entry, {*names, *_AUXILIARY})
     for name, value in entry.items():
         if name != "step" and value is not None:
             check_tensor(name, value, spec.name, spec.shape, rule)
@@ -386,7 +394,7 @@ def _check_entry(
             f"loaded state dict has no step for {spec.name}, neither with its states nor in its "
             "group, so the number of its updates is unknown. Add it to the dict."
         )
-    for name in entry.keys() - _BESIDE - {"step"} if num_steps == 0 else ():
+    for name in entry.keys() - _AUXILIARY - {"step"} if num_steps == 0 else ():
         if not is_untouched(entry[name], rule.initial(name)):
             raise ValueError(
                 f"State {name} of {spec.name} has had updates, and its step in the loaded state "
@@ -402,7 +410,7 @@ def set_groups(
 ) -> None:
     """Write ``merged`` into the groups.
 
-    Their ``step``, if they have one, is the saved one, or else the most of any parameter.
+    Where the rule counts in groups, ``step`` is the saved one, or the largest of any parameter.
     """
     most = max(counts.values(), default=0)
     for group, new, other in zip(opt.groups, merged, saved, strict=True):
@@ -417,10 +425,11 @@ def _step_in(entry: Mapping[str, Any], rule: UpdateRule, names: Sequence[str], o
     """Return the update count of the saved state of the parameter ``owner``."""
     if "step" in entry:
         return as_count(entry["step"], f"step of {owner}")
-    # Where there are states, a master alone is none of them: a momentum was set after the updates.
-    opt = [name for name, value in entry.items() if value is not None]
-    is_updated = not set(opt) <= _BESIDE if names else bool(opt)
-    return int(is_updated and bool(opt) and not rule.counts_steps)
+    # A master without the rule's states is from updates before the user set a momentum: the states
+    # have had no update yet.
+    present = [name for name, value in entry.items() if value is not None]
+    is_updated = not set(present) <= _AUXILIARY if names else bool(present)
+    return int(is_updated and bool(present) and not rule.counts_steps)
 
 
 # The state attribute
@@ -434,17 +443,17 @@ _REMEDY = (
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
-    """Say what to do in place of replacing or removing states; a method of both classes."""
+    """Raise RuntimeError with the remedy: replaces the methods that would change the mapping."""
     raise RuntimeError(_REMEDY)
 
 
 class ParamState(dict[str, Any]):
     """One parameter's state on this rank: ``step``, and tensors that alias the optimizer's own.
 
-    With one rank they have the parameter's shape. With several they are FragmentTensors of it,
-    whose ``pieces`` are what this rank has. Assigning what is there already is allowed, as those do
-    who move states to the device where they are; anything else would have no effect, and is
-    refused.
+    With one rank the tensors have the parameter's shape. With several ranks they are
+    FragmentTensors of that shape, with this rank's chunks in ``pieces``. A value may be assigned to
+    its own key, as by code that moves states to the device they are on. Any other assignment would
+    have no effect, and raises.
 
     Raises:
         RuntimeError: a value was replaced or removed.
@@ -461,15 +470,14 @@ class ParamState(dict[str, Any]):
 
 
 class StateView(Mapping[Tensor, ParamState]):
-    """{parameter: its state on this rank} of all parameters that are trained.
+    """{parameter: its state on this rank} of all trained parameters.
 
-    There is an entry before the first step, too, with step 0. The mapping is true, also where no
-    parameter has an entry: states exist as soon as they are needed, and nobody has to take a step
-    to make them (as torch.distributed.checkpoint.state_dict does where ``optimizer.state`` is
-    false).
+    There is an entry before the first step, too, with step 0. bool() of the mapping is True even
+    without entries. Where ``optimizer.state`` is false, torch.distributed.checkpoint.state_dict
+    calls step() to create states; here they exist as soon as they are needed.
 
     Args:
-        flats: what this rank holds; may grow.
+        flats: of the optimizer; may grow.
     """
 
     def __init__(self, flats: Sequence[FlatState]) -> None:
@@ -478,7 +486,7 @@ class StateView(Mapping[Tensor, ParamState]):
         self._num_indexed = 0
 
     def __getitem__(self, param: Tensor) -> ParamState:
-        """Return the state of ``param``: empty for one that is frozen.
+        """Return the state of ``param``; empty if it is frozen.
 
         Raises:
             KeyError: it is not a parameter of this optimizer.
@@ -516,29 +524,29 @@ class StateView(Mapping[Tensor, ParamState]):
 def _shown(state: FlatState, arena: ShardArena, position: int) -> Tensor:
     """Return one state of the parameter at ``position``, as ParamState has it."""
     slot, spec = state.flat.slots[position], state.specs[position]
-    if arena.data.numel() == state.flat.numel:  # one rank, whose segments are the flat
+    if arena.data.numel() == state.flat.numel:  # one rank: the arena has the layout of the flat
         start = arena.data.storage_offset() + slot.start
         return arena.data.as_strided(spec.shape, spec.stride, start)
-    return fragment_tensors(state, arena.view, shaped_pieces, position)[0]
+    return fragment_tensors(state, arena.view, shaped_chunks, position)[0]
 
 
 # Checks before anything is changed
 
 
 MAX_STEP = 2**30
-"""Ranks exchange counts as int32; beyond this, those of further steps might not fit."""
+"""Ranks exchange counts as int32. The bound keeps counts of later steps in that range, too."""
 
 _EXACT = 2**24
 """Whole numbers up to this are exact in fp32."""
 
-_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def as_count(value: Any, what: str) -> int:
     """Return a number of updates, an int, float, or one element of a tensor or array, as an int.
 
     Raises:
-        TypeError: it is something else, text and True included.
+        TypeError: it has another type; text and True are refused, too.
         ValueError: below 0, fractional, NaN or beyond MAX_STEP.
     """
     number: Any = value
@@ -561,17 +569,17 @@ def saved_groups(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the groups of a state dict, each with a list ``params``.
 
     Raises:
-        TypeError: they are something else.
-        ValueError: there are none.
+        TypeError: an entry has another type.
+        ValueError: the state dict has no groups.
     """
-    groups = _part(state_dict, "param_groups")
+    groups = _required(state_dict, "param_groups")
     if not isinstance(groups, list | tuple):
         raise TypeError(
-            f"param_groups of the loaded state dict must be a list, got {_kind(groups)}."
+            f"param_groups of the loaded state dict must be a list, got {_described(groups)}."
         )
     for index, group in enumerate(groups):
         if not isinstance(group, Mapping):
-            raise TypeError(f"{_at(index)} must be a dict, got {_kind(group)}.")
+            raise TypeError(f"{_at(index)} must be a dict, got {_described(group)}.")
         if not isinstance(group.get("params"), list | tuple):
             raise TypeError(
                 f"{_at(index)} must have a list 'params' of the numbers of its parameters, got "
@@ -598,17 +606,17 @@ def check_names(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def copied(group: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return a copy of all that a saved group has beside its parameters.
+    """Return a copy of a saved group without its parameters and their names.
 
     Raises:
-        TypeError: something in it cannot be copied.
+        TypeError: a value cannot be copied.
     """
     options = {}
     for key, value in group.items():
         if key in ("params", "param_names"):
             continue
         try:
-            options[key] = deepcopy(value)  # a tensor lr is not the caller's
+            options[key] = deepcopy(value)  # a tensor lr is not shared with the caller
         except Exception as error:
             raise TypeError(
                 f"{key!r} of {_at(index)} cannot be copied ({type(error).__name__}: {error}). "
@@ -618,7 +626,7 @@ def copied(group: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def check_saved_options(rule: UpdateRule, group: Mapping[str, Any], index: int) -> None:
-    """Raise as ``rule.check`` does, or if a step that the rule counts in groups is none."""
+    """Raise as ``rule.check`` does, and if the ``step`` of a group is no valid count."""
     check_group(rule, group, _at(index))
     if rule.counts_in_groups and "step" in group:
         as_count(group["step"], f"step of {_at(index)}")
@@ -632,17 +640,17 @@ def saved_entries(
     Numbers may have become text, as keys do in JSON.
 
     Args:
-        state_dict: has the states by the numbers, or names, that ``groups`` have.
+        state_dict: its states are keyed by the numbers, or names, in ``groups``.
         groups: its saved_groups().
-        names: of the parameters here, for messages.
+        names: of this optimizer's parameters, for messages.
 
     Raises:
         TypeError: the states are no dict of dicts.
-        ValueError: two parameters of one number, two entries of one parameter, or an entry of none.
+        ValueError: a number occurs twice, a parameter has two entries, or an entry no parameter.
     """
-    state = _part(state_dict, "state")
+    state = _required(state_dict, "state")
     if not isinstance(state, Mapping):
-        raise TypeError(f"state of the loaded state dict must be a dict, got {_kind(state)}.")
+        raise TypeError(f"state of the loaded state dict must be a dict, got {_described(state)}.")
     places: dict[Hashable, int] = {}
     for group_index, group in enumerate(groups):
         for number in group["params"]:
@@ -673,13 +681,13 @@ def saved_entries(
                 f"{key!r}. Remove one of them."
             )
         if not isinstance(entry, Mapping):
-            raise TypeError(f"The states of {names[at]} must be a dict, got {_kind(entry)}.")
+            raise TypeError(f"The states of {names[at]} must be a dict, got {_described(entry)}.")
         seen[at], entries[at] = key, dict(entry)
     return entries
 
 
 def check_known(rule: UpdateRule, owner: str, entry: Mapping[Any, Any], others: set[str]) -> None:
-    """Raise ValueError if an entry has a state that no optimizer of this class has."""
+    """Raise ValueError if an entry has a state that is unknown to this class of optimizer."""
     known = {*rule.optional_states, *others, "step"}
     extra = [name for name, value in entry.items() if name not in known and value is not None]
     if extra:
@@ -691,26 +699,26 @@ def check_known(rule: UpdateRule, owner: str, entry: Mapping[Any, Any], others: 
 
 
 def check_tensor(name: str, value: Any, owner: str, shape: Sequence[int], rule: UpdateRule) -> None:
-    """Raise unless a saved state is a dense tensor of a shape whose values fp32 can hold.
+    """Raise unless a saved state is a dense tensor of ``shape``, with values that fp32 can hold.
 
-    NaN and infinity are values. fp64 is rounded, as by torch.
+    NaN and infinity are allowed. fp64 is rounded, as by torch.
 
     Args:
         name: of the state.
-        value: what is saved of it.
+        value: the saved state.
         owner: the parameter's name.
-        shape: that it must have.
-        rule: says which states are squares.
+        shape: the required shape.
+        rule: lists the states that are squares.
     """
     what = f"State {name} of {owner}"
     if not isinstance(value, Tensor):
         raise TypeError(
-            f"{what} must be a tensor, got {_kind(value)}. Make it one, as by "
+            f"{what} must be a tensor, got {_described(value)}. Make it one, as by "
             f"torch.tensor(value).reshape({tuple(shape)})."
         )
     parts = [value]
     if isinstance(value, FragmentTensor):
-        parts = [piece.data for piece in value.pieces]
+        parts = [chunk.data for chunk in value.pieces]
     for is_so, kind, remedy in (
         (hasattr(value, "full_tensor"), "a DTensor", "Give what its full_tensor() returns."),
         (value.is_nested, "nested", "Make it one dense tensor of the parameter's shape."),
@@ -729,7 +737,7 @@ def check_tensor(name: str, value: Any, owner: str, shape: Sequence[int], rule: 
 
 
 def is_untouched(value: Any, initial: float) -> bool:
-    """Return whether a state that check_tensor() has passed is what it was before any update."""
+    """Return whether a checked state has only zeros and values from before the first update."""
     if value is None:
         return True
     parts = [p.data for p in value.pieces] if isinstance(value, FragmentTensor) else [value]
@@ -738,15 +746,15 @@ def is_untouched(value: Any, initial: float) -> bool:
 
 def _check_values(what: str, value: Tensor, is_square: bool) -> None:
     """Raise unless fp32 holds ``value``, and no average of squares is below 0."""
-    is_whole = value.dtype in _WHOLE
-    if not (is_whole or value.is_floating_point()):
+    is_integer = value.dtype in _INTEGERS
+    if not (is_integer or value.is_floating_point()):
         raise TypeError(
             f"{what} is of {value.dtype}, and states are kept in fp32. Save it again in a "
             "floating-point dtype."
         )
     if value.numel() == 0:
         return
-    if is_whole:
+    if is_integer:
         is_lost = int(value.min()) < -_EXACT or int(value.max()) > _EXACT
     else:
         plain = value.float()
@@ -761,7 +769,7 @@ def _check_values(what: str, value: Tensor, is_square: bool) -> None:
         raise ValueError(f"{what} is an average of squares, and has values below 0 in the dict.")
 
 
-def _part(state_dict: Any, key: str) -> Any:
+def _required(state_dict: Any, key: str) -> Any:
     if key not in state_dict:
         raise ValueError(
             f"loaded state dict has no {key!r}, but {reprlib.repr(list(state_dict))}. Pass what "
@@ -770,7 +778,7 @@ def _part(state_dict: Any, key: str) -> Any:
     return state_dict[key]
 
 
-def _kind(value: Any) -> str:
+def _described(value: Any) -> str:
     return f"{type(value).__name__} ({reprlib.repr(value)})"
 
 

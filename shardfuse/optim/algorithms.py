@@ -78,7 +78,7 @@ class ShardedAdam(ShardedOptimizer):
         p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
     The same as torch.optim.Adam up to rounding (arXiv 1412.6980). With amsgrad, v is replaced by
-    its running maximum. If eps is 0, an element whose v is 0 does not change (torch: NaN).
+    its running maximum. If eps is 0, elements with v = 0 do not change (torch: NaN).
 
     Args:
         params: parameters, (name, parameter) pairs, or group dicts holding either.
@@ -225,7 +225,7 @@ class ShardedRMSprop(ShardedOptimizer):
         u = g / (sqrt(s - a^2 if centered else s) + eps)
         buf = momentum * buf + u;    p -= lr * (buf if momentum else u)
 
-    The same as torch.optim.RMSprop up to rounding. If eps is 0, an element whose s is 0 does not
+    The same as torch.optim.RMSprop up to rounding. If eps is 0, elements with s = 0 do not
     change (torch: NaN).
 
     Args:

@@ -1,4 +1,4 @@
-"""Optimizers whose parameters are laid out, and sharded, by somebody else."""
+"""Optimizers over parameters with an external layout: DeepSpeed shards them, say."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch import Tensor
 
 
 class ExternalBackend(Protocol):
-    """What an optimizer works on in place of flat buffers of its own."""
+    """Parameters, states and steps of an optimizer that has no flat buffers of its own."""
 
     state: Any
-    """What ``optimizer.state`` is."""
+    """The value of ``optimizer.state``."""
 
     ratio: Tensor | None
     """Trust ratios (num_params,) of the last step."""
 
     def step(self) -> None:
-        """Update what is in the optimizer's groups."""
+        """Update the tensors in the optimizer's groups."""
 
     def collect(self) -> dict[str, Any]:
-        """Return what state_dict() does."""
+        """Return the result of state_dict()."""
 
     def prepared(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
-        """Check what load_state_dict() got; return what loads it."""
+        """Check the argument of load_state_dict(); return the function that loads it."""
 
     def refuse(self, what: str) -> NoReturn:
-        """Raise RuntimeError: ``what`` is not there."""
+        """Raise RuntimeError: the method ``what`` is not available."""
 
 
 _is_elsewhere: ContextVar[bool] = ContextVar("shardfuse_laid_out_elsewhere", default=False)
@@ -38,9 +38,9 @@ _is_elsewhere: ContextVar[bool] = ContextVar("shardfuse_laid_out_elsewhere", def
 
 @contextmanager
 def external_layout() -> Iterator[None]:
-    """Build optimizers that read their parameters and leave them where they are.
+    """Have optimizers that are built inside read their parameters, and not move them.
 
-    Each is to be given to attach_backend() before anything else is done with it.
+    The caller passes each of them to attach_backend() before its first use.
     """
     token = _is_elsewhere.set(True)
     try:
@@ -50,15 +50,15 @@ def external_layout() -> Iterator[None]:
 
 
 def is_external_layout() -> bool:
-    """Return whether external_layout() is in force."""
+    """Return whether the caller runs inside external_layout()."""
     return _is_elsewhere.get()
 
 
 def attach_backend(optimizer: Any, backend: ExternalBackend) -> None:
-    """Have a ShardedOptimizer work on ``backend``; its buffers, if it has any, are given up.
+    """Make a ShardedOptimizer delegate to ``backend``, and free its own buffers.
 
-    It stays the same object, so that learning-rate schedulers made for it go on to work. The
-    parameters keep their memory until their new owner moves them.
+    It stays the same object, because learning-rate schedulers may refer to it. The parameters keep
+    their memory until the external layout moves them.
     """
     own = ("_view", "_shards", "_driver", "_kernels", "_buffers", "_grads", "_gather", "_overflows")
     for name in own:
@@ -66,5 +66,5 @@ def attach_backend(optimizer: Any, backend: ExternalBackend) -> None:
     optimizer._flats, optimizer._active = [], []
     optimizer.layout = replace(optimizer.layout, flats=())
     for group in optimizer.param_groups:
-        group.pop("param_names", None)  # names of what is about to be replaced
+        group.pop("param_names", None)  # names of parameters that a flat partition will replace
     optimizer._external = backend

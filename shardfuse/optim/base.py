@@ -346,7 +346,7 @@ class ShardedOptimizer(TorchCompat):
 
     def _keep_equal(self, model: Any, broadcasts_now: bool) -> None:
         error: Exception | None = None
-        sources: list[ddp.Source] = []
+        sources: list[ddp.BufferRef] = []
         params: Sequence[tuple[str, Tensor]] = ()
         try:
             if not isinstance(model, nn.Module):

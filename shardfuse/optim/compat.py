@@ -1,8 +1,8 @@
-"""TorchCompat: what code around an optimizer expects of it, beside state dicts and steps.
+"""TorchCompat: the interface of torch optimizers besides state dicts and steps.
 
 The keywords that all classes of torch.optim have, signatures that show them, repr(), gradient clips
-and norms, scalers and frameworks that ask which side undoes a loss scale, graph capture, and
-torch's Join for uneven inputs.
+and norms, the attribute by which scalers and frameworks choose the side that undoes a loss scale,
+graph capture, and torch's Join for uneven inputs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DEFAULTS = TorchOptions(
 
 
 def checked(options: Mapping[str, Any], cls: type, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``defaults`` and what the constructor of ``cls`` was given of TorchOptions.
+    """Return ``defaults`` with the TorchOptions that the caller passed to ``cls``.
 
     Raises:
         TypeError: another name.
@@ -60,19 +60,19 @@ class _HandlesUnscaling:
     """``_step_supports_amp_scaling``, which may be set on an instance, too."""
 
     def __get__(self, optimizer: Any, owner: type) -> bool:
-        """Return True, but False to a framework that asks whether it may change ``p.grad``.
+        """Return True to gradient scalers, and to frameworks if ``p.grad`` is local to this rank.
 
-        [Note: who unscales] torch.amp.GradScaler takes True for "leave overflows to step()", and
-        gets that: no rank skips alone. Lightning takes it for "gradients are scaled until step(),
-        and cannot be clipped before", with no scaler about, too. Where ``p.grad`` is the mean over
-        ranks that is wrong: it may be unscaled, and clipped, as under any optimizer. Where it is
-        not, clipping it is what must not be done.
+        [Note: unscaling] torch.amp.GradScaler reads True as "step() handles overflows". That is so:
+        no rank skips a step alone. Lightning, also without a scaler, reads True as "gradients are
+        scaled until step(), and must not be clipped before". That is wrong where ``p.grad`` is the
+        mean over ranks: it may be unscaled and clipped, as under any optimizer. It is right
+        elsewhere, because ``p.grad`` of one rank must not be clipped.
         """
         if optimizer is not None and optimizer._external is not None:
-            return False  # who shards undoes loss scales, too
+            return False  # the external backend undoes loss scales
         if optimizer is None or not optimizer._are_reduced:
             return True
-        return hasattr(sys._getframe(1).f_locals.get("self"), "unscale_")  # torch's, torch_npu's
+        return hasattr(sys._getframe(1).f_locals.get("self"), "unscale_")  # the reader is a scaler
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +116,11 @@ class TorchCompat(StatefulOptimizer, Joinable):
     _are_reduced: Any  # whether p.grad is the mean over ranks
     _are_partitioned: Any  # whether gradients are sent and freed during backward (stage 2)
     _clip_coefficient: Tensor | None = None  # () scales the mean gradient of the next step
-    _has_unscaled = False  # whether a scaler has reached gradients that have left
-    _is_shadow = False  # this rank has joined and only takes part in the others' steps
+    _has_unscaled = False  # whether a scaler has unscaled gradients that are sent already
+    _is_shadow = False  # this rank has joined: it launches only the collectives of a step
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Show each of TorchOptions in the signature, where the constructor takes them."""
+        """Show each of TorchOptions in the signature, if the constructor accepts them."""
         super().__init_subclass__(**kwargs)
         keyword_only = inspect.Parameter.KEYWORD_ONLY
         *before, last = list(inspect.signature(cls.__init__).parameters.values())[1:]
@@ -131,7 +131,7 @@ class TorchCompat(StatefulOptimizer, Joinable):
         cls.__signature__ = signature  # type: ignore[attr-defined]
 
     def _patch_step_function(self) -> None:
-        """Leave untraced, too, the wrapper of step() that torch adds for its hooks."""
+        """Exclude from tracing also the wrapper that torch puts around step() for its hooks."""
         is_first = not hasattr(type(self).step, "hooked")
         super()._patch_step_function()
         if is_first:
@@ -158,18 +158,19 @@ class TorchCompat(StatefulOptimizer, Joinable):
         raise NotImplementedError
 
     def _notify_join(self) -> None:
-        """Take part in the all-reduce of Join that begins each step."""
+        """Launch the all-reduce with which Join begins each step."""
         Join.notify_join_context(self)
 
     @torch.no_grad()
     def _unscale_shards(self, inverse: Tensor | None) -> Tensor | None:
-        """Multiply gradients that have left by ``inverse`` (); return 0.0 () if they are finite.
+        """Multiply the gradient shards of stage 2 by ``inverse`` (); return 0.0 () if finite.
 
-        None where none leave before step(). For ShardedGradScaler. Collective.
+        Return None at stage 1, where gradients stay in ``p.grad`` until step(). For
+        ShardedGradScaler. Collective.
 
         Raises:
-            RuntimeError: they are scaled still, and were clipped; on all ranks. Or DeepSpeed
-                shards, which has a loss scale of its own.
+            RuntimeError: clip_grad_norm() measured them before they were unscaled, on all ranks; or
+                DeepSpeed shards, which has a loss scale of its own.
         """
         self._refuse_if_external("ShardedGradScaler")
         if inverse is not None and self._clip_coefficient is not None:
@@ -210,7 +211,7 @@ class TorchCompat(StatefulOptimizer, Joinable):
         return self._clipped(self._driver.square_norms().sum().sqrt())
 
     def _p_norm(self, norm_type: float) -> Tensor:
-        """Return the p-norm of the mean gradient, clipped where it is already, () fp32."""
+        """Return the p-norm of the mean gradient, after the clips so far, () fp32."""
         self._refuse_in_join("The norm of the mean gradient")
         self._begin(f"norm_type = {norm_type}")
         self._refuse_changed("another norm of them")
@@ -218,12 +219,12 @@ class TorchCompat(StatefulOptimizer, Joinable):
         largest = norm_type == math.inf
         total = torch.zeros(2, dtype=torch.float32, device=self._device)
         for bucket, (shard,) in self._grads.reduced():
-            # By blocks, to keep fp32's digits in long sums.
+            # By blocks: a long sum in fp32 would lose digits.
             blocks = shard.view(-1, BLOCK)
             norms = torch.linalg.vector_norm(blocks, norm_type, dim=1, dtype=torch.float32)
             norms = norms * (self._grads.mean_factor(bucket.flat) or 1.0)
             if largest:
-                # A maximum over ranks may lose a NaN, so that is noted beside it.
+                # A maximum over ranks may drop a NaN, so a second number records it.
                 found = [norms.nan_to_num(nan=0.0, posinf=math.inf), norms.isnan().float()]
                 total = torch.maximum(total, torch.stack(found).amax(dim=1))
             else:
@@ -249,13 +250,13 @@ class TorchCompat(StatefulOptimizer, Joinable):
 
         Collective; call it after backward and before step(). ``p.grad`` itself is not changed.
         The factor is ``min(1, max_norm / (norm + 1e-6))``, as in torch.nn.utils. Use the function
-        of torch.nn.utils only with ``grads_are_reduced``, because it sees only ``p.grad``. If a
+        of torch.nn.utils only with ``grads_are_reduced``, because it reads only ``p.grad``. If a
         loop cannot call this method, pass ``ShardConfig(clip_grad_norm=)``.
 
         Under a gradient scaler, call ``scaler.unscale_(optimizer)`` before. A change of gradients
         after this call is an error of step(), unscale_() or the next norm; to leave a step out,
         call the optimizer's own zero_grad(). On an accelerator, changes by torch's plain GradScaler
-        or by ``p.grad.data`` are not seen, and step() ignores them.
+        or by ``p.grad.data`` are not detected, and step() ignores them.
 
         Args:
             max_norm: bound of the norm, above 0.
@@ -287,7 +288,7 @@ class TorchCompat(StatefulOptimizer, Joinable):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Do what torch.nn.utils.clip_grad_norm_() does under DistributedDataParallel. Collective.
+        """Clip like torch.nn.utils.clip_grad_norm_() under DistributedDataParallel. Collective.
 
         The signature is torch's, so a script needs another name only. The norm is that of the mean
         gradient over ranks, which the next step() scales by ``min(1, max_norm / (norm + 1e-6))``;
@@ -358,8 +359,8 @@ class TorchCompat(StatefulOptimizer, Joinable):
 
         Local, but call it before the same step on every rank. That step needs one more all-reduce,
         of 4 floats per parameter, and a copy of one bucket's shard at a time. If a gradient scaler
-        skips the step, the next one is watched instead. Who asks for the same step gets the same
-        object.
+        skips the step, the next one is watched instead. Calls before the same step return the
+        same object.
 
         Raises:
             RuntimeError: DeepSpeed shards the parameters (its ZeRO stages 1 and 2), or torch's Join
@@ -423,15 +424,15 @@ class _JoinHook(JoinHook):
         self._optimizer = optimizer
 
     def main_hook(self) -> None:
-        """Take part in a step of the others."""
+        """Launch the collectives of a step of the ranks that still have inputs."""
         optimizer = self._optimizer
         optimizer._is_shadow = True
         try:
-            optimizer.zero_grad(set_to_none=True)  # those of the last input have been applied
+            optimizer.zero_grad(set_to_none=True)  # the last step has used them
             optimizer.step()
         finally:
             optimizer._is_shadow = False
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Allow what Join forbids. Parameters are equal on all ranks after every step."""
+        """Allow the methods that Join forbids: parameters are equal on all ranks after a step."""
         self._optimizer._left_join = True

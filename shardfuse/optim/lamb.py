@@ -64,7 +64,7 @@ class ShardedLamb(ShardedOptimizer):
         clamp_value: upper bound of the weight norm; ``math.inf`` for none.
         min_coeff, max_coeff: bounds of the trust ratio.
         always_adapt: use the ratio also where weight decay is 0 (apex: use_nvlamb).
-        exclude_from_weight_decay: regular expressions; parameters whose names match have no decay.
+        exclude_from_weight_decay: regular expressions; parameters with such names have no decay.
         exclude_from_layer_adaptation: regular expressions; the trust ratio of such parameters is 1.
         sharding: a ShardConfig, or a plain dict with its keys.
         torch_options: ``maximize`` and other keywords of torch.optim's; see ShardedOptimizer.
@@ -237,14 +237,14 @@ def compare_lamb_variants(
 
     The result shows the effect of norms, clamps, exclusions, bias correction and decay on these
     weights and gradients. It does not show which variant trains better, or how weights and
-    gradients would diverge. Clipping by the global norm is left out.
+    gradients would diverge. It does not include clipping by the global norm.
 
     Args:
         params: parameters, (name, parameter) pairs, or group dicts holding either, which may have
-            their own betas, eps and weight_decay. Frozen parameters are left out.
+            their own betas, eps and weight_decay. Frozen parameters are not compared.
         variant, other: a variant's name, or a dict such as ``{"variant": "npu", "clamp_value":
             math.inf}`` with any of ShardedLamb's switches.
-        betas, eps, weight_decay: as in ShardedLamb, whose default weight_decay is 0.
+        betas, eps, weight_decay: as in ShardedLamb, with another default of weight_decay.
         num_steps: number of the compared step, from 1.
         seed: seed of the noise.
 
@@ -278,7 +278,7 @@ def _step_norm(
 ) -> float:
     """Return the norm of step ``run[0]`` of ``param``, with noise of seed ``run[1]``."""
     num_steps, seed = run
-    # In fp64, so that the step can be told from the weights, and its norm summed.
+    # In fp64: the step is the difference of weights, and its norm a long sum.
     start = param.detach().double().reshape(-1)
     p = start.clone()
     states = (torch.zeros_like(p), torch.zeros_like(p))

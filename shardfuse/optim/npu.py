@@ -46,7 +46,7 @@ class _NpuFused(ShardedOptimizer):
     """Read by torch_npu's GradScaler; the buffers exist from construction on."""
 
     _zero_is_absent = True  # [Note: absent gradients] in grads/full.py
-    _padding_is_shared = False  # whether others may write to the padding of the parameters
+    _padding_is_shared = False  # whether the user may have written to the params' padding
 
     # Gradients
 
@@ -54,10 +54,10 @@ class _NpuFused(ShardedOptimizer):
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Set the gradients to zero, or to None.
 
-        They stay the same tensors, views of the combined gradients. A parameter that the next
-        backward does not reach is left alone by step(), moments and decay included, as if its
-        gradient were None. (torch_npu goes on moving it. Under grads_are_reduced the gradients
-        belong to DistributedDataParallel or its like, and a zero is a gradient.)
+        They stay the same tensors, views of the combined gradients. If the next backward does not
+        reach a parameter, step() does not change it or its moments, as if its gradient were None.
+        (torch_npu updates it further. Under grads_are_reduced, DistributedDataParallel or the like
+        makes the gradients, and a zero counts as a gradient.)
 
         Args:
             set_to_none: free them, in place of zeros.
@@ -69,10 +69,10 @@ class _NpuFused(ShardedOptimizer):
     def clip_grad_norm_fused_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the mean gradient of the next step() to a norm of at most ``max_norm``. Collective.
 
-        The factor is ``max_norm / (norm + 1e-6)`` where that is below 1; a NaN norm leaves the
-        gradients as they are. Unlike torch_npu's this changes no ``p.grad``: the norm is that of
-        the mean over ranks, and so is what step() clips. Costs one all-reduce of a few floats;
-        step() uses what was reduced for it.
+        The factor is ``max_norm / (norm + 1e-6)`` where that is below 1. A NaN norm does not change
+        the gradients. Unlike torch_npu's method, this changes no ``p.grad``: the norm is that of
+        the mean gradient over ranks, and step() clips that mean. Costs one all-reduce of a few
+        floats; step() uses the gradients that this call has reduced.
 
         Args:
             max_norm: bound of the norm, at least 0.
@@ -108,7 +108,7 @@ class _NpuFused(ShardedOptimizer):
         later. Edits reach the model and the next step(); make the same ones on every rank.
         """
         self._refuse_if_external("get_combined_params()")
-        self._gather.disable_overlap()  # nobody can tell when they are read
+        self._gather.disable_overlap()  # a read of these tensors cannot be detected
         self._padding_is_shared = True
         return list(self._buffers.combined)
 
@@ -117,9 +117,9 @@ class _NpuFused(ShardedOptimizer):
     def get_combined_grads(self) -> list[Tensor | None]:
         """Return the flat tensors that this rank's gradients are views of: [fp32, fp16].
 
-        As get_combined_params(), and element for element beside it, but without frozen parameters:
-        those that are unfrozen later follow at the end. Absent gradients are zeros. Edits reach
-        ``p.grad`` and the next step().
+        As for get_combined_params(), with the same element order, but without frozen parameters:
+        parameters that are unfrozen later follow at the end. Absent gradients are zeros. Edits
+        reach ``p.grad`` and the next step().
 
         Raises:
             RuntimeError: the gradients are reduced elsewhere (``grads_are_reduced``).
@@ -131,11 +131,11 @@ class _NpuFused(ShardedOptimizer):
     @property
     @torch.no_grad()
     def grads_all_group_combined(self) -> list[Tensor | None]:
-        """What torch_npu's GradScaler unscales in place: tensors that hold every gradient."""
+        """The tensors of all gradients, which torch_npu's GradScaler unscales in place."""
         self._refuse_if_external("torch_npu's GradScaler")
         self._show_grads()
         combined = self._grads.combined(shared=False)
-        # The operator that unscales counts as no write to torch: what was reduced before is stale.
+        # torch does not count the scaler's write as one, so reduced gradients are now stale.
         self._grads.release()
         return combined
 
@@ -148,9 +148,9 @@ class _NpuFused(ShardedOptimizer):
         self._grads.combined(shared=False)
 
     def _show_grads(self) -> None:
-        """Note which gradients there are. Collective only where parameters were just unfrozen.
+        """Record the present gradients. Collective only if parameters were just unfrozen.
 
-        Not in a call else: what is declared after one would be taken for a part of it.
+        Otherwise no region is opened: entries of the next region would count as its own.
         """
         if self._check():
             with self.communicator.session.region("unfreezing, before gradients are combined"):
@@ -183,7 +183,7 @@ class _NpuFused(ShardedOptimizer):
             RuntimeError: as ShardedOptimizer.step(); or a closure under a scaler, or
                 clip_grad_norm_fused_() of gradients that were still scaled.
         """
-        # Not a parameter of its own: torch.amp.GradScaler, too, would pass itself where it saw it.
+        # No named parameter: torch.amp.GradScaler would see it in the signature, and pass itself.
         scaler = kwargs.pop("grad_scaler", None)
         if kwargs:
             raise TypeError(f"step() got an unexpected keyword argument '{next(iter(kwargs))}'.")
@@ -198,7 +198,7 @@ class _NpuFused(ShardedOptimizer):
         found_inf = self._unscale(scaler)
         self._grads.control.flush()
         if agree_on_step(self.communicator, found_inf, None).skip:
-            # update() then lowers the scale on all ranks alike.
+            # So update() lowers the scale on all ranks.
             scaler._has_overflow = True
             self._clip_coefficient = None
             self._grads.release()

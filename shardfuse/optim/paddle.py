@@ -34,12 +34,12 @@ class LRScheduler(Protocol):
 
     @untraced
     def step(self) -> None:
-        """Go on to the next rate; called by the user, after the optimizer's step()."""
+        """Advance to the next rate; the user calls it after the optimizer's step()."""
 
 
 @dataclass(frozen=True)
 class _ClipByNorm:
-    """A clip whose bound is of a norm."""
+    """A clip by a bound on a norm."""
 
     clip_norm: float
 
@@ -172,7 +172,9 @@ class Lamb(ShardedOptimizer):
                 raise TypeError("parameters should be a list of dicts, not one dict.")
             if callable(learning_rate):
                 self._scheduler = _checked_scheduler(learning_rate)
-            defaults["lr"] = self._scheduler_lr() if self._scheduler else _number(learning_rate)
+            defaults["lr"] = (
+                self._scheduler_lr() if self._scheduler else _checked_number(learning_rate)
+            )
             return PaddleLambRule(always_adapt=always_adapt)
 
         super().__init__(parameters, defaults, make_rule, sharding)
@@ -188,7 +190,7 @@ class Lamb(ShardedOptimizer):
             raise
 
     def _read_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return Paddle's group dict as the rule reads it; note which parameters have no decay."""
+        """Return Paddle's group dict with the rule's keys; record the parameters without decay."""
         foreign = {"lr", "betas", "eps"} & group.keys()
         if foreign:
             raise ValueError(
@@ -201,7 +203,7 @@ class Lamb(ShardedOptimizer):
         params = [params] if isinstance(params, Tensor) else list(params)
         if exclude is not None:
             named = _named(params, len(self.param_groups))
-            self._rule.undecayed |= {name for name, p in named if _asked(exclude, name, p)}
+            self._rule.undecayed |= {name for name, p in named if _call_with_name(exclude, name, p)}
         decay = options.pop("weight_decay", None)
         return {
             "params": params,
@@ -210,8 +212,8 @@ class Lamb(ShardedOptimizer):
             "eps": options.pop("epsilon"),
             "weight_decay": options.pop("lamb_weight_decay"),
             "lr_scale": options.pop("learning_rate", 1.0),
-            "l2": 0.0 if decay is None else _number(decay, "weight_decay"),
-            "grad_clip": _plain(options.pop("grad_clip")),
+            "l2": 0.0 if decay is None else _checked_number(decay, "weight_decay"),
+            "grad_clip": _group_clip(options.pop("grad_clip")),
             **options,
         }
 
@@ -223,7 +225,7 @@ class Lamb(ShardedOptimizer):
         if self._scheduler is not None:
             self._write_lr(self._scheduler_lr())
         result = super().step(closure)
-        self._grads_seen = self._look()
+        self._grads_seen = self._grad_snapshot()
         return result
 
     @untraced
@@ -256,7 +258,7 @@ class Lamb(ShardedOptimizer):
                 "on them."
             )
         self._refuse_if_external("minimize()")
-        (num_seen, seen), (num_made, now) = self._grads_seen, self._look()
+        (num_seen, seen), (num_made, now) = self._grads_seen, self._grad_snapshot()
         are_set = any(at not in (None, before) for at, before in zip_longest(now, seen))
         if num_made == num_seen and not are_set:
             loss.backward()  # type: ignore[no-untyped-call]
@@ -281,10 +283,10 @@ class Lamb(ShardedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, to None or to zero."""
         super().zero_grad(set_to_none)
-        self._grads_seen = self._look()
+        self._grads_seen = self._grad_snapshot()
 
-    def _look(self) -> tuple[int, list[int | None]]:
-        """Return how many gradients backwards have made, and the addresses of those there are."""
+    def _grad_snapshot(self) -> tuple[int, list[int | None]]:
+        """Return the number of gradients made so far, and the addresses of the present ones."""
         grads = [param.grad for group in self.param_groups for param in group["params"]]
         num_made = 0 if self._external is not None else self._grads.num_made
         return num_made, [None if g is None else g.data_ptr() for g in grads]
@@ -314,13 +316,13 @@ class Lamb(ShardedOptimizer):
                 "optimizer's learning rate can't be LRScheduler when invoke this API, because this "
                 "will lead to conflict. Call set_lr_scheduler() with another one."
             )
-        rate = _number(value)
+        rate = _checked_number(value)
         check_lr({"lr": rate})
         self._write_lr(rate)
 
     @untraced
     def set_lr_scheduler(self, scheduler: LRScheduler) -> None:
-        """Take the learning rate of the next steps from ``scheduler``, in place of any other.
+        """Read the learning rate of the next steps from ``scheduler``, in place of any other.
 
         Args:
             scheduler: called in every step(); TypeError if it is not callable or has no step().
@@ -341,7 +343,7 @@ class Lamb(ShardedOptimizer):
     def _collect(self) -> dict[str, Any]:
         """Add the scheduler's state as ``LR_Scheduler``.
 
-        sharded_state_dict() holds no scheduler: save its own state beside that.
+        sharded_state_dict() has no scheduler's state: save that separately.
         """
         state = super()._collect()
         saved = getattr(self._scheduler, "state_dict", None)
@@ -363,7 +365,7 @@ class Lamb(ShardedOptimizer):
         load = super()._prepared(state_dict)
         if scheduler is None:
             return load
-        _try(scheduler, state_dict["LR_Scheduler"])
+        _check_loads(scheduler, state_dict["LR_Scheduler"])
 
         def load_both() -> None:
             scheduler.set_state_dict(state_dict["LR_Scheduler"])
@@ -374,8 +376,8 @@ class Lamb(ShardedOptimizer):
     set_state_dict = ShardedOptimizer.load_state_dict
 
 
-def _plain(clip: GradClip | None) -> GroupClip | None:
-    """Return a clip in plain values, which a state dict can hold."""
+def _group_clip(clip: GradClip | None) -> GroupClip | None:
+    """Return a clip as a tuple of numbers and text, for a group and its state dict."""
     if clip is None:
         return None
     if isinstance(clip, ClipGradByValue):
@@ -389,7 +391,7 @@ def _plain(clip: GradClip | None) -> GroupClip | None:
     )
 
 
-def _number(value: Any, name: str = "learning_rate") -> float:
+def _checked_number(value: Any, name: str = "learning_rate") -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
         kinds = "Expected a number, or for the learning rate a scheduler"
         raise TypeError(f"{kinds}, as {name}, got {value!r}.")
@@ -405,10 +407,10 @@ def _checked_scheduler(scheduler: Any) -> LRScheduler:
     return scheduler  # type: ignore[no-any-return]
 
 
-def _try(scheduler: Any, state: Any) -> None:
-    """Raise ValueError if a copy of ``scheduler`` cannot load ``state``, or has no rate then.
+def _check_loads(scheduler: Any, state: Any) -> None:
+    """Raise ValueError if a copy of ``scheduler`` cannot load ``state``, or then has no valid rate.
 
-    One that cannot be copied is not tried.
+    A scheduler that cannot be copied is not checked.
     """
     try:
         trial = copy.deepcopy(scheduler)
@@ -425,16 +427,16 @@ def _try(scheduler: Any, state: Any) -> None:
 
 
 def _named(params: Sequence[Any], group: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, parameter), under the names that error messages use where none are given."""
+    """Yield (name, parameter); parameters without names get those of error messages."""
     for position, item in enumerate(params):
         yield item if isinstance(item, tuple) else (f"param_groups[{group}][{position}]", item)
 
 
-def _asked(function: Callable[[Tensor], bool], name: str, param: Tensor) -> bool:
+def _call_with_name(function: Callable[[Tensor], bool], name: str, param: Tensor) -> bool:
     """Return function(param), with ``param.name`` during the call.
 
-    torch's own ``name`` cannot be set. A parameter of another class would do for the name, but is
-    not the parameter itself, which functions may compare by identity; hence its class changes.
+    torch's own attribute ``name`` is read-only. Another tensor could have the name, but functions
+    may compare parameters by identity. Hence the class of the parameter itself changes.
     """
     own = type(param)
     metaclass: Any = type(own)

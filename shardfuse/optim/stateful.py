@@ -20,7 +20,7 @@ from shardfuse.engine.consistency import ConsistencyCheck
 from shardfuse.engine.params import FlatState, rebind
 from shardfuse.engine.sharded_state import LocalCheckpointState
 from shardfuse.engine.torch_state import StateView
-from shardfuse.fragments import FragmentTensor, asked_by_torch, is_stateful_of_torch
+from shardfuse.fragments import FragmentTensor, is_stateful_of_torch, torch_request
 from shardfuse.grads.source import GradSource
 from shardfuse.layout import FlatLayout
 from shardfuse.optim.backend import ExternalBackend
@@ -29,30 +29,30 @@ from shardfuse.runtime import untraced
 
 logger = logging.getLogger("shardfuse")
 
-_said = set[str]()
-"""What was said once in this process."""
+_logged = set[str]()
+"""Topics of warnings that this process has logged."""
 
 
 def silence_save_notice() -> None:
-    """Leave out the line of the first step about state_dict() on rank 0 alone, in this process."""
-    _said.add("rank 0")
+    """Suppress the first step's warning about state_dict() on rank 0 alone, in this process."""
+    _logged.add("rank 0")
 
 
 def warn_of_saves_on_one_rank(name: str) -> None:
     """Warn once in this process that state_dict() on rank 0 alone will raise, and name the remedy.
 
-    A checkpoint is hours after the start of a run, and so would be the error. There is no warning
-    if the program saves in a way that works.
+    Without the warning, the error would come with the first checkpoint, hours after the start.
+    There is no warning if the program saves in a supported way.
     """
-    if "rank 0" in _said:
+    if "rank 0" in _logged:
         return
-    _said.add("rank 0")
-    if not is_arranged():
+    _logged.add("rank 0")
+    if not saves_on_all_ranks():
         logger.warning("%s: state_dict() on rank 0 alone will raise. %s.", name, remedy())
 
 
 def _has_fragments(state_dict: Any) -> bool:
-    """Return whether this is a sharded_state_dict(), which loads by itself."""
+    """Return whether this is a sharded_state_dict(), which has a load method of its own."""
     is_dict = isinstance(state_dict, Mapping)
     return is_dict and any(isinstance(value, FragmentTensor) for value in state_dict.values())
 
@@ -61,7 +61,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     """Saving and loading, with the layout and states of ShardedOptimizer."""
 
     layout: FlatLayout
-    """Where every parameter lies; grows by add_param_group()."""
+    """The slot of every parameter; grows by add_param_group()."""
 
     communicator: Communicator
     """The ranks that share the states."""
@@ -75,12 +75,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
     _consistency: ConsistencyCheck
     _external: ExternalBackend | None = None
     _consolidated: dict[int, dict[str, Any]] | None  # the full state, until the next step
-    _is_fresh: bool  # no step was taken and no state loaded: alike on all ranks
-    _join_config: Any = None  # set by torch.distributed.algorithms.Join, for good
-    _left_join = True  # whether all ranks have left the last one
+    _is_fresh: bool  # no step and no load so far; equal on all ranks
+    _join_config: Any = None  # set by torch.distributed.algorithms.Join, never reset
+    _left_join = True  # whether all ranks are out of the last Join
     _num_calls: Counter  # of step(), since a state was loaded
-    _was_skipped: bool = False  # the last step, by all ranks, under a gradient scaler
-    _can_be_saved: bool = False  # something was done for states to be saved
+    _was_skipped: bool = False  # whether all ranks skipped the last step, under a gradient scaler
+    _can_be_saved: bool = False  # the program has prepared saves of full or sharded states
 
     @property
     def state(self) -> Any:
@@ -100,7 +100,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         if self._external is not None:
             self._external.state = value
         elif self._built and value is not self.state:
-            self.state.clear()  # says what to do instead
+            self.state.clear()  # raises, with the remedy
 
     @untraced
     def state_dict(self) -> dict[str, Any]:
@@ -130,17 +130,17 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return state_dict
 
     def _collect(self) -> dict[str, Any]:
-        """Return what state_dict() does, before its post-hooks."""
+        """Return the state dict, before the post-hooks."""
         if self._external is not None:
             return self._external.collect()
-        asked = asked_by_torch()
-        if asked is not None:
+        request = torch_request()
+        if request is not None:
             self._can_be_saved = True
-            return torch_state.for_torch(self._optimizer_state(), asked)
+            return torch_state.for_torch(self._optimizer_state(), request)
         if self.communicator.world_size == 1:
             self.consolidate_state_dict(to=0)
         if self._consolidated is None and self._is_fresh:
-            # Accelerate asks every optimizer that it is given; there is nothing to gather yet.
+            # Accelerate calls state_dict() of new optimizers; there is nothing to gather yet.
             return {"state": {}, "param_groups": torch_state.packed_groups(self.param_groups)}
         if self._consolidated is None:
             raise RuntimeError(
@@ -148,8 +148,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 f"{remedy()}, after the last step(); or save by "
                 f"shardfuse.checkpoint on all ranks. {self._when_consolidated()}"
             )
-        # A dict of its own for every caller: hooks change it in place. Groups as they are now: a
-        # scheduler steps after step(), which consolidates.
+        # A new dict for every caller, because hooks change it in place. The groups are the current
+        # ones, because a scheduler steps after the step() that consolidated the states.
         return {
             "state": {param: dict(entry) for param, entry in self._consolidated.items()},
             "param_groups": torch_state.packed_groups(self.param_groups),
@@ -177,7 +177,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Bring the full state to rank ``to`` of the group, for state_dict(). Collective.
 
-        The state goes to CPU memory, bucket by bucket. It is valid until the next step.
+        The state is copied to CPU memory, bucket by bucket. It is valid until the next step.
 
         Args:
             to: a rank of the group; None: every rank.
@@ -206,14 +206,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Load torch's ordinary state dict, saved at any world size. Collective.
 
         Loads hyper-parameters, steps and this rank's part of the states, without casting them to
-        the parameters' dtype. Also accepts dicts of the torch optimizer of the same name, and those
-        that torch.distributed.checkpoint.load() of the optimizer itself has filled. As torch's,
-        such a dict does not say which optimizer it is of, and moments of Adam's load into AdamW or
-        LAMB in silence; shardfuse.checkpoint.load() warns of that. Re-allocated parameters are
-        moved back into the buffers first, as by rebind().
+        the parameters' dtype. Also accepts dicts of the torch optimizer of the same name, and dicts
+        that torch.distributed.checkpoint.load() of the optimizer itself has filled. A state dict
+        does not contain the class of its optimizer, as in torch: Adam's moments load into AdamW or
+        LAMB without a warning. shardfuse.checkpoint.load() warns of that. Re-allocated parameters
+        are moved back into the buffers first, as by rebind().
 
         Everything is checked before anything is changed. If a check fails on one rank, all ranks
-        raise, and nothing is loaded on any. Keys of ``state`` may be numbers as text, as in JSON.
+        raise, and no rank loads anything. Keys of ``state`` may be numbers as text, as in JSON.
 
         Hooks of register_load_state_dict_pre_hook() and _post_hook() are called as by torch.
 
@@ -222,7 +222,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: groups, shapes, numbers or states do not fit.
-            TypeError: something in the dict is of another kind; or a parameter has another device,
+            TypeError: an entry of the dict has another type; or a parameter has another device,
                 dtype or shape now.
             RuntimeError: another rank could not load its dict.
         """
@@ -237,22 +237,23 @@ class StatefulOptimizer(torch.optim.Optimizer):
                     self._refuse_in_join("load_state_dict()")
                     self._grads.control.flush()
                 load = self._prepared(self._hooked(state_dict))
-            except Exception as failure:
-                error = failure
-            refusal = self._refusal(error)
-            if refusal is None:
+            except Exception as raised:
+                error = raised
+            failure = self._agreed_error(error)
+            if failure is None:
                 assert load is not None
                 load()
-        if refusal is not None:  # by now, all ranks know: their calls have not come apart
-            raise refusal
+        # All ranks have agreed on the error, so the region has ended without one on every rank.
+        if failure is not None:
+            raise failure
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _refusal(self, error: Exception | None) -> Exception | None:
-        """Return ``error``, or that another rank has one, or None. Collective.
+    def _agreed_error(self, error: Exception | None) -> Exception | None:
+        """Return this rank's error, else an error that names those of peers, else None. Collective.
 
         Raises:
-            PeerError: the ranks could not tell each other.
+            PeerError: the ranks could not exchange their errors.
         """
         try:
             agree(self.communicator, self._device, [], error, to="load the state dict")
@@ -263,7 +264,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return None
 
     def _hooked(self, state_dict: Any) -> Mapping[str, Any]:
-        """Return a state dict as the pre-hooks have it; TypeError if it is none."""
+        """Return the state dict after the pre-hooks; TypeError if it is not a dict."""
         if not isinstance(state_dict, Mapping):
             kind = type(state_dict).__name__
             raise TypeError(f"state_dict must be a dict as state_dict() returns it, got {kind}.")
@@ -275,17 +276,17 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return hooked
 
     def _prepared(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
-        """Check all of a state dict, between the hooks; return what loads it, and does not fail."""
+        """Check a state dict; return the function that loads it, and raises no error."""
         if self._external is not None:
             return self._external.prepared(state_dict)
         load_states = torch_state.prepared(self._optimizer_state(), state_dict)
-        self._tell_of_gaps(state_dict)
+        self._warn_of_gaps(state_dict)
         is_fresh = not state_dict["state"]
 
         def load() -> None:
-            # torch's own moves states to where their parameters are by now. Accelerate leans on
-            # that: it moves the model, even from "cpu" to "cpu:0", and then loads the optimizer's
-            # own state.
+            # The user may have moved parameters out of the buffers. torch's load_state_dict() moves
+            # states to the parameters' devices, and Accelerate relies on it: it moves the model,
+            # even from "cpu" to "cpu:0", and then loads the optimizer's own state.
             rebind(self._flats)
             load_states()
             self._consolidated = None
@@ -296,11 +297,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return load
 
     def _loaded_keys(self) -> set[str]:
-        """Return what of a state dict is loaded."""
+        """Return the keys of a state dict that are loaded."""
         return {"state", "param_groups"}
 
-    def _tell_of_gaps(self, state_dict: Mapping[str, Any]) -> None:
-        """Say on the first rank what of a state dict is left out, and what it lacks."""
+    def _warn_of_gaps(self, state_dict: Mapping[str, Any]) -> None:
+        """Warn on the first rank of ignored keys, and of missing hyper-parameters."""
         if self.communicator.world.rank != 0:
             return
         others = sorted(str(key) for key in state_dict.keys() - self._loaded_keys())
@@ -336,10 +337,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     @untraced
     def parts(self) -> LocalCheckpointState:
-        """Return what shardfuse.checkpoint saves and loads of this optimizer. Local.
+        """Return this rank's state for shardfuse.checkpoint. Local.
 
         Raises:
-            RuntimeError: inside Join; or under DeepSpeed, whose engine saves.
+            RuntimeError: inside Join; or under DeepSpeed, because its engine saves.
         """
         self._refuse_if_external("shardfuse.checkpoint")
         self._refuse_in_join("parts()")
@@ -348,7 +349,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     @untraced
     def companions(self) -> dict[str, Any]:
-        """Return {name: object} of what shardfuse.checkpoint saves with this optimizer. Local."""
+        """Return {name: object} for shardfuse.checkpoint to save with this optimizer. Local."""
         return {}
 
     @untraced
@@ -372,12 +373,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._consistency.loaded(max((state.most_steps for state in self._flats), default=0))
 
     def _refuse_if_external(self, what: str) -> None:
-        """Raise RuntimeError where ``what`` is not there, because others lay out the parameters."""
+        """Raise RuntimeError under an external layout, where ``what`` is not available."""
         if self._external is not None:
             self._external.refuse(what)
 
     def _refuse_in_join(self, what: str) -> None:
-        """Raise RuntimeError inside a Join: a rank that has joined would not take part."""
+        """Raise RuntimeError inside a Join: joined ranks do not launch this collective."""
         if self._join_config is not None and self._join_config.enable and not self._left_join:
             raise RuntimeError(
                 f"{what} is refused inside Join: it is a collective, and a rank whose inputs have "
@@ -386,10 +387,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
             )
 
 
-# Whether the program saves states in a way that works
+# Whether the program saves states in a supported way
 
 
-_ARRANGING = {
+_SAVING_METHODS = {
     "consolidate_on_save",
     "consolidate_state_dict",
     "get_optimizer_state_dict",
@@ -397,17 +398,17 @@ _ARRANGING = {
     "sharded_state_dict",
     "trainer_callback",
 }
-"""Who calls one of these saves states of all ranks, later."""
+"""A program that names one of these saves the states of all ranks."""
 
-_CONSOLIDATING = ("lightning.", "lightning_fabric.", "pytorch_lightning.")
-"""Callers that call consolidate_state_dict() by themselves."""
+_CONSOLIDATING_CALLERS = ("lightning.", "lightning_fabric.", "pytorch_lightning.")
+"""Modules that call consolidate_state_dict() themselves."""
 
-_INSTALLED = ("site-packages", "dist-packages", os.path.dirname(os.__file__))
-"""In the paths of what is not the program's own."""
+_INSTALLED_PATHS = ("site-packages", "dist-packages", os.path.dirname(os.__file__))
+"""Parts of paths of installed modules."""
 
 
 def remedy() -> str:
-    """Return what to do first where state_dict() is called on one rank: as its callers are."""
+    """Return the remedy if one rank calls state_dict(); it depends on the calling framework."""
     callers = _names_of_callers()
     if any(name.startswith("transformers.trainer") for name in callers):
         return "Pass callbacks=[shardfuse.integrations.trainer_callback()] to Trainer"
@@ -416,18 +417,18 @@ def remedy() -> str:
     return "Call consolidate_state_dict() on all ranks before it"
 
 
-def is_arranged() -> bool:
-    """Return whether the program that calls will save states in a way that works.
+def saves_on_all_ranks() -> bool:
+    """Return whether the calling program will save the states of all ranks.
 
-    It does if its own code names a method for that, or shardfuse.checkpoint, or if Lightning calls.
-    Code is read and not run: frames that call, and what is defined beside them and beside the main
-    program. It takes milliseconds.
+    It will if its own code names a method for that, if it has imported shardfuse.checkpoint, or if
+    Lightning is among the callers. This reads code, and runs none: that of the calling frames, and
+    of functions in their modules and beside the main program. It takes milliseconds.
     """
     if "shardfuse.checkpoint" in sys.modules:
         return True
-    if any(name.startswith(_CONSOLIDATING) for name in _names_of_callers()):
+    if any(name.startswith(_CONSOLIDATING_CALLERS) for name in _names_of_callers()):
         return True
-    return any(_ARRANGING.intersection(code.co_names) for code in _own_code())
+    return any(_SAVING_METHODS.intersection(code.co_names) for code in _own_code())
 
 
 def _callers() -> Iterator[FrameType]:
@@ -442,7 +443,7 @@ def _names_of_callers() -> list[str]:
 
 
 def _own_code() -> Iterator[CodeType]:
-    """Yield the code of the program that calls: not torch's, ours, or what is installed."""
+    """Yield the calling program's own code: not torch's, ours, or that of installed modules."""
     main = sys.modules["__main__"]
     folder = os.path.dirname(os.path.abspath(getattr(main, "__file__", None) or "x"))
     spaces: dict[int, Mapping[str, Any]] = {}
@@ -464,10 +465,10 @@ def _own_code() -> Iterator[CodeType]:
 
 
 def _is_own(space: Mapping[str, Any]) -> bool:
-    """Return whether a module is of the program, by the globals of it."""
+    """Return whether a module belongs to the program, by its globals."""
     path = str(space.get("__file__", ""))
     is_ours = str(space.get("__name__")).partition(".")[0] in ("shardfuse", "torch")
-    return not is_ours and not any(part in path for part in _INSTALLED)
+    return not is_ours and not any(part in path for part in _INSTALLED_PATHS)
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

@@ -39,7 +39,7 @@ _WORLD_SIZE = 2
 
 
 class CountingCommunicator(SingleRank):
-    """The first of ``world_size`` ranks, without peers: counts what would be sent."""
+    """The first of ``world_size`` ranks, without peers: counts the traffic."""
 
     def __init__(self, world_size: int, async_model: AsyncModel) -> None:
         self.world_size, self.async_model = world_size, async_model
@@ -187,7 +187,7 @@ class BucketCost:
 
 @dataclass(frozen=True)
 class Budget:
-    """What one rank holds and what a step sends.
+    """Memory of one rank, and traffic of a step.
 
     Attributes:
         num_params, numel: tensors and elements of the model.

@@ -1,6 +1,6 @@
 """Predicted time of a step for given speeds of link and memory: a model, not a measurement.
 
-[Note: what is modelled] Backward makes gradients at a constant rate, in the order of the buckets.
+[Note: model] Backward makes gradients at a constant rate, in the order of the buckets.
 The link transfers one bucket at a time, each as soon as it is complete. If a rule needs no norms, a
 bucket is updated once it is reduced. Gathers start in the order of forward once all buckets are
 updated. Forward runs as far as its parameters have been gathered. Steps follow each other; the last
@@ -63,7 +63,7 @@ class Times:
 
 
 def predict(budget: Budget, speeds: Speeds, forward_s: float, backward_s: float) -> Times:
-    """Return the times of a step with the given forward and backward; see [Note: what is modelled].
+    """Return the times of a step with the given forward and backward; see [Note: model].
 
     Raises:
         ValueError: a time is negative or not finite.

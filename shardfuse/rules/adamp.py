@@ -1,4 +1,4 @@
-"""AdamP: Adam whose step loses its part along the weights (arXiv 2006.08217)."""
+"""AdamP: Adam without the part of the step along the weights (arXiv 2006.08217)."""
 
 from __future__ import annotations
 

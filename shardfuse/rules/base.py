@@ -1,12 +1,12 @@
-"""What an update rule is: state names, per-step scalars, and pure in-place math on tiles.
+"""The base classes of update rules: state names, per-step scalars, in-place math on tiles.
 
 A tile is a contiguous (rows, n) fp32 tensor; a NormRule's rows are blocks, each of one parameter.
-The math takes what ``settings()`` has made of a group: ``flags``, which select code and are
-constant for a flat, and ``h``, a NamedTuple of values. These are Python floats where the math runs
-eagerly and 0-D fp32 tensors where it is compiled, so that a schedule never recompiles; the same
-code serves both, and calls both float.
+The math gets the results of ``settings()`` for a group: ``flags``, which select code and are
+constant for a flat, and ``h``, a NamedTuple of values. These are Python floats in eager mode and
+0-D fp32 tensors in compiled mode, so that a schedule never recompiles. The same code runs in both
+modes, and annotates both as float.
 
-Rules import torch and nothing of shardfuse: they see no buffer and no process group.
+Rules import torch and nothing of shardfuse. They have no access to buffers and process groups.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Group = Mapping[str, Any]
 class Clip:
     """Scale gradients by ``max_norm / (norm + eps)`` where that is below 1.
 
-    ``scope`` tells whose norm: "global" is all parameters of the optimizer, "group" those of one
-    group, "flat" those of one (group, dtype), as torch_npu's BertAdam does, and "tensor", for a
-    NormRule, is each parameter alone.
+    ``scope`` is the set of parameters under one norm. "global": all of the optimizer. "group": all
+    of one group. "flat": all of one (group, dtype), as in torch_npu's BertAdam. "tensor", for a
+    NormRule: each parameter alone.
     """
 
     max_norm: float
@@ -39,22 +39,22 @@ class Clip:
 
 
 class Settings(NamedTuple):
-    """What the hyper-parameters of a group mean for one policy at one step."""
+    """The constants of the math for one group, policy and step."""
 
     flags: Hashable
-    """Selects code."""
+    """Selects the code of the math."""
     h: tuple[float, ...]
     """The rule's own NamedTuple of values, computed in double precision."""
     clip: Clip | None = None
     """How gradients are clipped before the update; the same at every step."""
     adapts: bool = True
-    """Whether a ReducingRule needs factors; if not, there are none and nothing is summed."""
+    """Whether a ReducingRule needs factors; if not, nothing is summed."""
     keeps_gradient: bool = False
-    """Whether its direction needs the gradient, which is then kept until the second pass."""
+    """Whether the direction needs the gradient, which is then kept until the second pass."""
 
 
 class Member(NamedTuple):
-    """A trained parameter, as a rule judges it."""
+    """The properties of a trained parameter that warnings() depends on."""
 
     name: str
     ndim: int
@@ -66,29 +66,30 @@ class UpdateRule(ABC):
     """Hyper-parameters, states and settings; subclassed by ElementwiseRule and ReducingRule."""
 
     granularity: ClassVar[str]
-    """What an update depends on: "element" alone, or sums over "block" (and so tensor) or "row".
+    """The unit that an update depends on: "element", or sums over "block" (so tensor) or "row".
 
-    One pass over the shards for elements, else two, with an all-reduce of the sums between them.
+    The driver makes one pass over the shards for elements. Otherwise it makes two, and all-reduces
+    the sums between them.
     """
 
     counts_steps: ClassVar[bool] = True
     """Whether checkpoints hold a ``step`` per parameter, as the torch optimizer of this name does.
 
-    Otherwise the step only counts updates of the states, to tell the first from the rest.
+    Otherwise the step only distinguishes the first update of the states from later ones.
     """
 
     counts_in_groups: ClassVar[bool] = False
-    """Whether a group has a ``step``, how many steps were not skipped, as apex's groups have.
+    """Whether a group has a ``step``, the number of steps that were not skipped, as in apex.
 
-    It is absent before the first. NVIDIA's learning-rate schedulers read it there, and without it
-    go on with their first rate.
+    It is absent before the first step. NVIDIA's learning-rate schedulers read it from the group,
+    and stay at their first rate without it.
     """
 
     torch_keys: ClassVar[frozenset[str]] = frozenset()
-    """Those keys of [Note: torch's keys], and of other rules, that this rule honours."""
+    """The keys of [Note: torch's keys], and of other rules, that this rule implements."""
 
     def check(self, group: Group) -> None:
-        """Check the hyper-parameters of a group, given here, in a group dict or in a state dict.
+        """Check the hyper-parameters of a group: arguments, group dict, or state dict.
 
         Raises:
             ValueError: one is out of range or NaN, or a key of torch's that would be ignored.
@@ -102,20 +103,20 @@ class UpdateRule(ABC):
         """Raise ValueError if a hyper-parameter of ``group`` is out of range or NaN."""
 
     def mismatch(self, saved: Group, group: Group) -> str:
-        """Return why states mean something else here than where ``saved`` is from; else nothing.
+        """Return why saved states have another meaning under ``group``; empty if they have not.
 
         Args:
-            saved: a group of a state dict, as it was saved.
-            group: the optimizer's own, as it will be.
+            saved: a group of a state dict.
+            group: the optimizer's group after the load.
         """
         return ""
 
     @abstractmethod
     def state_names(self, group: Group) -> tuple[str, ...]:
-        """Return the names of the fp32 states, in the order in which the math takes them."""
+        """Return the names of the fp32 states, in the order of the math's arguments."""
 
     optional_states: ClassVar[tuple[str, ...]] = ()
-    """States that only some hyper-parameters need; where not, loaded ones are kept as they are."""
+    """States that only some hyper-parameters need; without them, loaded ones do not change."""
 
     squares: ClassVar[frozenset[str]] = frozenset()
     """States that are averages of squares, never below 0."""
@@ -130,26 +131,26 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def settings(self, group: Group, policy: str, step: int) -> Settings:
-        """Return what the ``step``-th update (from 1) of a policy's parameters goes by."""
+        """Return the settings of the ``step``-th update (from 1) of parameters of a policy."""
 
     def policy(self, name: str, named: bool, group: Group) -> str:
         """Return the policy of a parameter; parameters of one group and policy are updated alike.
 
-        ``named`` is False where the user gave no names and ``name`` was made up.
+        ``named`` is False if the user passed no names, so that ``name`` is generated.
         """
         return ""
 
     def warnings(self, members: Sequence[Member]) -> dict[str, str]:
-        """Return {kind: text} of what is legal for these parameters but hardly meant."""
+        """Return {kind: text} of settings that are valid but unlikely to be intended."""
         return {}
 
     def describe(self) -> str:
-        """Return what ranks must agree on besides the groups' hyper-parameters."""
+        """Return the rule's options, on which ranks must agree, besides the groups' options."""
         return type(self).__name__
 
 
 class ElementwiseRule(UpdateRule):
-    """A rule whose new values depend only on the same element of parameter, gradient, states."""
+    """A rule where an element's update depends only on that element of param, grad, states."""
 
     granularity = "element"
 
@@ -159,7 +160,7 @@ class ElementwiseRule(UpdateRule):
 
 
 class ReducingRule(UpdateRule):
-    """A rule of two passes: the step is scaled by factors made of sums over more than one rank.
+    """A rule of two passes: factors from sums over several ranks scale the step.
 
     First pass: ``moments``, ``direction`` and ``products``, which are summed. Second pass:
     ``direction`` again, and ``apply`` with the factors that NormRule and RowRule make of the sums.
@@ -194,7 +195,7 @@ class ReducingRule(UpdateRule):
 
 
 class NormRule(ReducingRule):
-    """A rule whose step is scaled per parameter by a ratio of norms over the whole parameter."""
+    """A rule that scales each parameter's step by a ratio of norms of the full parameter."""
 
     granularity = "block"
 
@@ -217,7 +218,7 @@ class Rows(NamedTuple):
 
 
 class RowRule(ReducingRule):
-    """A rule whose step depends on sums over the rows of parameters of two or more dimensions."""
+    """A rule with sums over the rows of parameters of two or more dimensions."""
 
     granularity = "row"
 
@@ -230,7 +231,7 @@ class RowRule(ReducingRule):
 
 
 LARGEST = torch.finfo(torch.float32).max
-"""Hyper-parameters beyond this are infinite where the math runs, which is in fp32."""
+"""Hyper-parameters beyond this are infinite in fp32, in which the math runs."""
 
 ROUNDING = 1e-12
 """How far below 0 a learning rate may be: torch's LinearLR ends there, by a schedule's rounding."""
@@ -239,10 +240,10 @@ ROUNDING = 1e-12
 def number(value: Any, name: str) -> float:
     """Return the hyper-parameter ``name``, a number or a one-element tensor, as a float.
 
-    An int that no float holds is NaN, which no check takes.
+    An int that is too large for a float becomes NaN, which every check refuses.
 
     Raises:
-        TypeError: it is something else; a number written as a string, too.
+        TypeError: it has another type; a number written as a string, too.
         ValueError: a tensor of another size.
     """
     if isinstance(value, Tensor) and value.numel() != 1:
@@ -261,7 +262,7 @@ def number(value: Any, name: str) -> float:
 
 
 def _shown(value: Any) -> str:
-    """Return a value for a message; an int may have hundreds of digits."""
+    """Return a value's text for a message; an int may have hundreds of digits."""
     return reprlib.repr(value) if isinstance(value, int) else f"{value}"
 
 
@@ -305,9 +306,9 @@ def check_number(group: Group, name: str, message: str, *, at_most: float = LARG
 
 
 def check_switch(value: Any, name: str) -> None:
-    """Raise TypeError unless ``value`` is True, False, or what equals one of them; None is False.
+    """Raise TypeError unless ``value`` is None or equals True or False.
 
-    Any text would be true, "False", too.
+    Text is refused, because "False" would be true.
     """
     try:
         is_known = value is None or (not isinstance(value, complex) and value in (0, 1))
@@ -336,18 +337,18 @@ _SWITCHES = (
 )
 
 _OF_PADDLE = {"lr_scale": 1.0, "l2": 0.0, "grad_clip": None}
-"""Keys that every group of Paddle's Lamb has, and where they have no effect."""
+"""Keys that every group of Paddle's Lamb has: {key: value without effect}."""
 
 
 def check_torch_keys(group: Group, honoured: frozenset[str], name: str) -> None:
-    """Raise ValueError if ``group`` asks for what the optimizer ``name`` would silently leave out.
+    """Raise ValueError if ``group`` has an option that the optimizer ``name`` would ignore.
 
     [Note: torch's keys] Beside its numbers, a group of torch.optim has keys of three kinds.
-    ``maximize`` turns the sign of the gradient, for every rule, where its scale is made.
-    ``foreach``, ``fused`` and ``capturable`` choose how torch computes the same, and mean nothing
-    here. The rest select another formula: a rule honours such a key, or it is refused wherever it
-    comes from, another optimizer's state dict included. Keys that torch does not know belong to
-    schedulers and to users, and are kept; but not all of those of Paddle's Lamb together.
+    ``maximize`` is part of the gradient's scale, for every rule. ``foreach``, ``fused`` and
+    ``capturable`` select an implementation of torch's, and have no effect here. The other keys
+    select another formula. A rule implements such a key, or refuses it, also in a state dict of
+    another optimizer. Keys unknown to torch belong to schedulers and users, and are kept. Only a
+    group with all keys of Paddle's Lamb is refused.
     """
     if _is_set(group, "differentiable"):
         raise ValueError(
@@ -374,7 +375,7 @@ def check_torch_keys(group: Group, honoured: frozenset[str], name: str) -> None:
 
 
 def _is_set(group: Group, key: str) -> bool:
-    """Return whether ``group`` has something true as ``key``, or what is neither true nor false."""
+    """Return whether ``group[key]`` is true, or has no truth value."""
     try:
         return bool(group.get(key))
     except (TypeError, ValueError, RuntimeError):
@@ -382,7 +383,7 @@ def _is_set(group: Group, key: str) -> bool:
 
 
 def with_takes(beta1: float, beta2: float) -> tuple[float, float, float, float]:
-    """Return (beta1, take1, beta2, take2) for update_moments(); take is 1 - beta."""
+    """Return (beta1, take1, beta2, take2) for update_moments(), where take = 1 - beta."""
     return beta1, 1.0 - beta1, beta2, 1.0 - beta2
 
 
@@ -407,11 +408,11 @@ def divide(numerator: Tensor, denominator: Tensor, *, guard: bool) -> Tensor:
 
 
 def check_group(rule: UpdateRule, group: Group, where: str) -> None:
-    """Check the hyper-parameters of a group; an error begins with ``where`` the group is.
+    """Check the hyper-parameters of a group; errors begin with ``where``, the group's place.
 
     Raises:
         ValueError: one is out of range.
-        TypeError: one is of another kind.
+        TypeError: one has another type.
     """
     try:
         rule.check(group)

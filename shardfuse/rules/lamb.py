@@ -43,7 +43,7 @@ NO_ADAPT = "no_adapt"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LambSwitches:
-    """What the variants of LAMB differ in."""
+    """The options in which the variants of LAMB differ."""
 
     variant: str = "none"
     """The preset that these began as."""
@@ -147,7 +147,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class LambFlags(NamedTuple):
-    """What selects code in LAMB's math; the last two are Paddle's."""
+    """Flags that select code in LAMB's math; the last two are Paddle's."""
 
     decay: bool
     guard: bool
@@ -184,7 +184,7 @@ class LambRule(NormRule):
     squares: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq"})
     num_sums: ClassVar[int] = 2
 
-    # The remedies that warnings() names, in terms of the class whose rule this is.
+    # The remedies that warnings() names, in terms of the optimizer class that has this rule.
     _adapt_again: ClassVar[str] = (
         "Set weight_decay above 0, or always_adapt=True (apex: use_nvlamb); or pass adam=True"
     )
@@ -351,8 +351,9 @@ def _check_clip(clip: Any) -> None:
 class PaddleLambRule(LambRule):
     """Variant "paddle" of LambRule on g' = clip(g) + l2 * p, at the rate lr * lr_scale.
 
-    Beside LambRule's, groups have ``lr_scale``, ``l2`` and ``grad_clip``, a GroupClip or None. The
-    trust ratio is taken where the decay is above 0, or everywhere with ``always_adapt``.
+    In addition to LambRule's keys, groups have ``lr_scale``, ``l2`` and ``grad_clip``, a GroupClip
+    or None. The trust ratio is used where the decay is above 0, or everywhere with
+    ``always_adapt``.
     """
 
     counts_in_groups: ClassVar[bool] = False
@@ -367,7 +368,7 @@ class PaddleLambRule(LambRule):
 
     def __init__(self, *, always_adapt: bool) -> None:
         super().__init__(switches_for("paddle", always_adapt=always_adapt))
-        self.undecayed: set[str] = set()  # names of parameters; filled before policy() is asked
+        self.undecayed: set[str] = set()  # names of parameters; filled before the first policy()
 
     def check_values(self, group: Group) -> None:
         super().check_values(group)

@@ -9,8 +9,8 @@ accelerators the host runs ahead of its device; there each step waits for the st
 
 [Note: without a store] A request is published in the process group's store, which is faster to
 read than a file system, and as a file in the job's folder. torchrun's agent holds the store. Ranks
-that outlive the agent read the folder from then on. A rank whose request was only in the store
-could not be sure that all ranks have read it before the agent died.
+that outlive the agent read the folder from then on. If a request were only in the
+store, a rank could not be sure that all ranks have read it before the agent died.
 
 [Note: orphans] If torchrun's agent is killed, another process adopts its ranks, which would train
 on unnoticed. So a rank that torchrun has started treats a change of its parent process as a request
@@ -218,7 +218,7 @@ class Job:
             self._state[key] = state[key]
 
     def _state_with_generators(self) -> dict[str, Any]:
-        """Return what a checkpoint contains: the state and the random generators."""
+        """Return the entries of a checkpoint: the state and the random generators."""
         generators = PerRank(RandomState(), on_resize=_warn_of_fresh_generators)
         return {_RANDOM_KEY: generators, **self._state}
 

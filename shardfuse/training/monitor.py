@@ -33,7 +33,7 @@ class TensorNorms:
     trust_ratio: float | None
     """LAMB's trust ratio, 1 if it took none; None for another rule."""
     vanished: float
-    """Share of elements whose fp32 master moved while the rounded parameter did not; 0 for fp32."""
+    """Share of elements that changed in the fp32 master, not in the parameter; 0 for fp32."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class NormDiagnostics:
     """Finds faults in the latest records.
 
     Args:
-        switches: LAMB's, whose bounds decide which trust ratios are bounded; None: another rule.
+        switches: LAMB's, with the bounds of trust ratios; None: another rule.
     """
 
     def __init__(self, switches: LambSwitches | None) -> None:
@@ -227,7 +227,7 @@ class StepMonitor:
             yield record
 
     def warnings(self) -> list[str]:
-        """Return what is wrong in the latest records taken, each fault once. Local.
+        """Return the faults in the latest records, each fault once. Local.
 
         Faults are trust ratios that are bounded in nearly all tensors, a clip that is always
         active, and updates that vanish in the rounding of parameters.

@@ -98,7 +98,7 @@ def stage() -> None:
     train(model, optimizer, range(2, 4))
     for copied in copies:
         assert isinstance(copied, FragmentTensor)
-        assert copied.has_pieces_of(own)
+        assert copied.has_same_chunks(own)
         for piece, live, value in zip(copied.pieces, own.pieces, before, strict=True):
             assert torch.equal(piece.data.cpu(), value.cpu())
             assert not torch.equal(piece.data.cpu(), live.data.cpu())

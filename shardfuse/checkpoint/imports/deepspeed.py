@@ -194,7 +194,7 @@ def read_deepspeed(
 
     Numbers follow the groups that DeepSpeed got, without frozen parameters; "param_names" of each
     group has their names. fp32 masters are included if the module is in low precision.
-    Hyper-parameters are the file's, except with ``elastic_checkpoint``, whose files have none. Peak
+    Hyper-parameters are the file's; files of ``elastic_checkpoint`` have none. Peak
     memory is about three times that of the result.
 
     Args:

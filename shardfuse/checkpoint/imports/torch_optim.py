@@ -1,8 +1,8 @@
-"""States of torch.optim, ZeroRedundancyOptimizer and apex, and what all importers share.
+"""States of torch.optim, ZeroRedundancyOptimizer and apex, and helpers of all importers.
 
 apex's layout is that of its public source (apex/optimizers/fused_adam.py, fused_lamb.py and
 apex/fp16_utils/fp16_optimizer.py): torch.optim's, with one step per group, for all of its
-parameters. FP16_Optimizer has this state dict under "optimizer_state_dict", and beside it the fp32
+parameters. FP16_Optimizer has this state dict under "optimizer_state_dict", and also the fp32
 masters of each group's fp16 parameters.
 """
 
@@ -99,7 +99,7 @@ def list_some(names: Iterable[Any]) -> str:
 
 
 class _OpaqueObject:
-    """Placeholder for an object whose class is not imported and whose code does not run."""
+    """Placeholder for an object: its class is not imported, and its code does not run."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -131,12 +131,12 @@ _SAFE_GLOBALS: list[Any] = [
 
 
 def read_file(path: Path, *, trusted: bool) -> Any:
-    """Return what torch.save() wrote, on the CPU.
+    """Return the object in a file of torch.save(), on the CPU.
 
     Args:
         path: the file.
-        trusted: unpickle the file, which imports and runs what it names. Otherwise only plain data
-            are read, and loss scalers and the like become placeholders.
+        trusted: unpickle the file, which imports and runs the code that it names. Otherwise only
+            plain data are read, and loss scalers and the like become placeholders.
 
     Raises:
         CheckpointError: there is no such file; or it is not trusted, and has objects, or data that
@@ -321,7 +321,7 @@ def _too_many_numbers() -> CheckpointError:
     return CheckpointError(f"A hyper-parameter has more than {_MAX_NUMBERS:,} numbers.")
 
 
-# Options of fused optimizers whose default is the only behaviour here; value: text of the error.
+# Options of fused optimizers with only one behaviour here, the default; value: text of the error.
 _SWITCHES = {
     "bias_correction": "no Adam here leaves it out",
     "grad_averaging": "no optimizer here leaves (1 - beta1) out",
@@ -333,8 +333,8 @@ def group_options(
 ) -> dict[str, Any]:
     """Return a group's hyper-parameters, without parameters, names and step.
 
-    ``bias_correction`` and ``grad_averaging`` of fused optimizers are left out if they are True,
-    which is what the optimizers here do, or if ``drop`` names them.
+    ``bias_correction`` and ``grad_averaging`` of fused optimizers are removed if they are True, as
+    in the optimizers here, or if ``drop`` names them.
 
     Raises:
         CheckpointError: one of them is False.
@@ -363,7 +363,7 @@ def read_torch(
 ) -> dict[str, Any]:
     """Return the state of a torch.optim optimizer from a file of torch.save(). Local.
 
-    Supported are Adam, AdamW, SGD, RMSprop and Adadelta, whose keys the optimizers here share.
+    Supported are Adam, AdamW, SGD, RMSprop and Adadelta: the optimizers here have the same keys.
 
     Args:
         path: the file; it holds ``optimizer.state_dict()``, or a dict that contains it.
