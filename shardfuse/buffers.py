@@ -247,3 +247,63 @@ class ShardArena:
     def view(self, bucket: Bucket) -> torch.Tensor:
         """Return the shard of ``bucket``, (bucket.shard_numel,)."""
         return self._views[bucket.index]
+
+
+# Aliases of slots
+#
+# A gradient lies in a slot of a flat buffer, which the next backward writes again. So a slot is
+# written only if no other code refers to the tensor in it; otherwise that tensor is copied out.
+
+
+def _count_references(tensors: Sequence[torch.Tensor], position: int) -> int:
+    # Python's count lacks, in older torch, a p.grad.
+    return sys.getrefcount(tensors[position]) + int(
+        tensors[position]._use_count()  # type: ignore[attr-defined]
+    )
+
+
+_SOLE_REFS = _count_references([torch.empty(0)], 0)
+
+
+def has_external_refs(tensors: Sequence[torch.Tensor], position: int) -> bool:
+    """Return whether anything but the list refers to one of its tensors."""
+    return _count_references(tensors, position) > _SOLE_REFS
+
+
+def _count_references_of_grad(param: torch.Tensor) -> int:
+    return sys.getrefcount(param.grad) + int(param.grad._use_count())  # type: ignore[union-attr]
+
+
+def _count_storage_references(param: torch.Tensor) -> int:
+    assert param.grad is not None
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return sys.maxsize if count is None else int(count(param.grad.untyped_storage()._cdata))
+
+
+def _counts_of_sole_owner() -> tuple[int, int]:
+    """Return both counts, of a gradient that its parameter and one variable refer to."""
+    param = torch.empty(1, requires_grad=True)
+    param.grad = torch.empty(1)
+    grad = param.grad
+    counts = _count_references_of_grad(param), _count_storage_references(param)
+    del grad
+    return counts
+
+
+_SOLE_GRAD_REFS, _SOLE_STORAGE_REFS = _counts_of_sole_owner()
+
+
+def is_sole_owner(param: torch.Tensor) -> bool:
+    """Return whether only ``param`` and one variable refer to ``param.grad``, and to its memory."""
+    if _count_references_of_grad(param) > _SOLE_GRAD_REFS:
+        return False
+    return _count_storage_references(param) <= _SOLE_STORAGE_REFS
+
+
+def detach_copy(grad: torch.Tensor) -> None:
+    """Copy a view of a slot that is about to be overwritten to memory of its own.
+
+    Under torch every gradient has its own memory, so callers may keep one past zero_grad(), or
+    assign it to another parameter.
+    """
+    grad.data = grad.detach().clone()

@@ -26,19 +26,33 @@ from shardfuse.runtime import untraced
 logger = logging.getLogger("shardfuse")
 
 
-class ScaledStep(NamedTuple):
-    """The decision of all ranks about a step under a gradient scaler."""
+class GradScale(NamedTuple):
+    """The decision of all ranks about the loss scale of a step, and its factors of gradients.
 
-    skip: bool
-    inverse: Tensor | None  # () fp32, 1 / grad_scale; None: gradients are unscaled already
-    is_equal: bool  # whether all ranks have the same scale
+    Gradients are multiplied by ``before_sum()`` on each rank, and their mean by ``after_sum()``.
+    The codec divides by the number of ranks; the driver applies the sign of ``maximize``.
+    """
+
+    skip: bool = False
+    inverse: Tensor | None = None  # () fp32, 1 / grad_scale; None: gradients are unscaled already
+    is_equal: bool = True  # whether all ranks have the same scale
+
+    def before_sum(self) -> Tensor | None:
+        """Return the factor () of this rank's gradients; None is 1."""
+        return None if self.is_equal else self.inverse
+
+    def after_sum(self, clip: Tensor | None) -> Tensor | None:
+        """Return the factor () of the mean gradient, with that of a clip; None is 1."""
+        if self.inverse is None or not self.is_equal:
+            return clip
+        return self.inverse if clip is None else clip * self.inverse
 
 
-UNSCALED = ScaledStep(skip=False, inverse=None, is_equal=True)
-"""A step without a gradient scaler, which needs no agreement."""
+UNSCALED = GradScale()
+"""Of a step without a gradient scaler, which needs no agreement."""
 
 
-def agree_on_step(comm: Communicator, found_inf: Tensor, grad_scale: Tensor | None) -> ScaledStep:
+def agree_on_scale(comm: Communicator, found_inf: Tensor, grad_scale: Tensor | None) -> GradScale:
     """Return the decision of all ranks about a scaled step. Collective; waits for the device.
 
     Args:
@@ -50,7 +64,7 @@ def agree_on_step(comm: Communicator, found_inf: Tensor, grad_scale: Tensor | No
     comm.world.all_reduce(flags, "max").wait()
     any_found, largest, smallest = flags.tolist()
     inverse = None if grad_scale is None else grad_scale.double().reciprocal().float().reshape(())
-    return ScaledStep(skip=any_found != 0, inverse=inverse, is_equal=largest == -smallest)
+    return GradScale(skip=any_found != 0, inverse=inverse, is_equal=largest == -smallest)
 
 
 class Overflow(NamedTuple):

@@ -20,7 +20,6 @@ from shardfuse.engine.step import BlockMap, ParamSet, ShardProvider, StepRange, 
 from shardfuse.grads.source import GradSource
 from shardfuse.layout import BLOCK, Bucket, Fragment, ParamSpec, round_up
 from shardfuse.rules import UpdateRule
-from shardfuse.scaling import ScaledStep
 
 _REMEDY = (
     "Convert and move the model before building the optimizer; or change it back, as by "
@@ -431,20 +430,6 @@ class OwnShards(ShardProvider):
 
     def global_square(self) -> Tensor | None:
         return None
-
-    def unscale(self, scaled: ScaledStep, coefficient: Tensor | None) -> Tensor | None:
-        """Return ``coefficient`` times the inverse loss scale; see [Note: gradient scalers].
-
-        Raises:
-            RuntimeError: on all ranks, where their loss scales differ and gradients were clipped
-                without being unscaled.
-        """
-        if scaled.inverse is None:
-            return coefficient
-        if scaled.is_equal:
-            return scaled.inverse if coefficient is None else coefficient * scaled.inverse
-        self._grads.scale_before_sum(scaled.inverse)
-        return coefficient
 
     def named_grads(self) -> list[tuple[str, Tensor | None]]:
         """Return (name, gradient on this rank) of every parameter, in order of registration."""

@@ -61,7 +61,7 @@ from shardfuse.optim.stateful import warn_of_saves_on_one_rank
 from shardfuse.rules import UpdateRule
 from shardfuse.rules.base import check_group
 from shardfuse.runtime import stacklevel_of_caller, untraced
-from shardfuse.scaling import UNSCALED, Overflow, OverflowReport, ScaledStep, agree_on_step
+from shardfuse.scaling import UNSCALED, GradScale, Overflow, OverflowReport, agree_on_scale
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -653,24 +653,27 @@ class ShardedOptimizer(TorchCompat):
         with record_function("shardfuse::step"):
             if self._module_buffers is not None:
                 self._module_buffers.launch(self._rank_of_buffers())
-            found_inf, scaled = self.__dict__.get("found_inf"), UNSCALED
+            found_inf, scale = self.__dict__.get("found_inf"), UNSCALED
             if found_inf is not None:
                 if not isinstance(found_inf, Tensor):
                     # torch's scaler gives the number 0 where this rank has no gradient at all.
                     found_inf = torch.tensor(float(found_inf), device=self._device)
                 grad_scale = self.__dict__.get("grad_scale")
-                scaled = agree_on_step(self.communicator, found_inf, grad_scale)
-            self._was_skipped = scaled.skip
-            if scaled.skip:
+                scale = agree_on_scale(self.communicator, found_inf, grad_scale)
+            self._was_skipped = scale.skip
+            if scale.skip:
                 self._overflows.note(self._shards.named_grads(), self._device)
             else:
-                coefficient = self._shards.unscale(scaled, self._clip_coefficient)
+                before_sum = scale.before_sum()
+                if before_sum is not None:
+                    self._grads.scale_before_sum(before_sum)
                 self._gather.post_receives()
-                self._driver.run(coefficient, self._config.clip_grad_norm, self._watching(scaled))
+                after_sum = scale.after_sum(self._clip_coefficient)
+                self._driver.run(after_sum, self._config.clip_grad_norm, self._watching(scale))
             self._grads.consume()
             if self._module_buffers is not None:
                 self._module_buffers.wait()
-            if not scaled.skip:
+            if not scale.skip:
                 self._gather.defer()
                 if not self._is_shadow:
                     self._idle.note(
@@ -707,11 +710,11 @@ class ShardedOptimizer(TorchCompat):
         """The end of the entry that all ranks must share."""
         return "" if self._watch is None else ", watched"
 
-    def _watching(self, scaled: ScaledStep) -> StepNorms | None:
+    def _watching(self, scale: GradScale) -> StepNorms | None:
         """Return the recorder of norms for this step, if it is watched."""
         watch, self._watch = self._watch, None
-        if watch is not None and scaled.is_equal:
-            watch.inverse = scaled.inverse
+        if watch is not None and scale.is_equal:
+            watch.inverse = scale.inverse
         return watch
 
     def _after_step(self) -> None:

@@ -31,7 +31,7 @@ from shardfuse.optim.algorithms import (
 from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.optim.lamb import ShardedLamb
 from shardfuse.runtime import untraced
-from shardfuse.scaling import agree_on_step
+from shardfuse.scaling import agree_on_scale
 
 logger = logging.getLogger("shardfuse")
 
@@ -197,7 +197,7 @@ class _NpuFused(ShardedOptimizer):
         self._refuse_in_join("step() under a gradient scaler")
         found_inf = self._unscale(scaler)
         self._grads.control.flush()
-        if agree_on_step(self.communicator, found_inf, None).skip:
+        if agree_on_scale(self.communicator, found_inf, None).skip:
             # So update() lowers the scale on all ranks.
             scaler._has_overflow = True
             self._clip_coefficient = None
