@@ -252,3 +252,92 @@ def test_importing_does_nothing_else() -> None:
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == ["[]", "False False", "True torch.float32", "[]"]
+
+
+RETIRED = set(
+    [
+        "Sends",
+        "Rounds",
+        "Flights",
+        "SentGrad",
+        "Awaited",
+        "Departure",
+        "GradWire",
+        "DtypeWire",
+        "QuantizedWire",
+        "ParamWire",
+        "CastWire",
+        "DifferenceWire",
+        "Staging",
+        "Parts",
+        "Part",
+        "Item",
+        "Kind",
+        "Place",
+        "Piece",
+        "Segment",
+        "Unit",
+        "Cohort",
+        "Span",
+        "BlockTable",
+        "Shards",
+        "GradSync",
+        "PresyncedGrads",
+        "PartitionedGrads",
+        "FlatShard",
+        "FlatGrads",
+        "NOTED",
+        "UnderBackward",
+        "Taken",
+        "TakenParam",
+        "ParamSync",
+        "ParamUnderWay",
+        "Travellers",
+        "Board",
+        "Call",
+        "Watch",
+        "Mailbox",
+        "Progress",
+        "Terms",
+        "Foreign",
+        "Partitions",
+        "Held",
+        "Master",
+        "note_quiet",
+        "look_again",
+        "doubt",
+        "is_noted",
+        "has_more",
+        "dormant",
+        "woken",
+        "is_held",
+        "is_unseen",
+        "move_out",
+        "lie_at",
+        "is_lent",
+        "set_out",
+        "has_arrived",
+        "epoch",
+        "everyone",
+        "laid_out_elsewhere",
+        "hand_over",
+        "intake",
+        "levels_to_caller",
+        "told_steps",
+        "tried",
+        "grain",
+        "cohort",
+        "span",
+    ]
+)
+"""Private names that engineers of DDP, FSDP or Megatron would not search for; see the glossary."""
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_no_retired_names(path: Path) -> None:
+    """No function, class, argument or attribute has one of these names again."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        for field in ("name", "id", "attr", "arg"):
+            found.add(str(getattr(node, field, "")).lstrip("_"))
+    assert not found & RETIRED

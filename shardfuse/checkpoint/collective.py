@@ -51,9 +51,9 @@ class CheckpointGroup:
     def region(self, name: str, *lines: str) -> Iterator[None]:
         """Enter a region of all ranks, which must have the same keys and ``lines``."""
         with self.comm.session.region(name):
-            # is_new: compare at once. On accelerators the comparison is asynchronous otherwise, and
+            # must_verify: compare at once. On accelerators the comparison is asynchronous otherwise, and
             # a save would be complete before it fails.
-            self.comm.session.declare([*self._lines, *lines], is_new=True)
+            self.comm.session.declare([*self._lines, *lines], must_verify=True)
             yield
 
     def gather_numbers(self, number: int) -> list[int]:

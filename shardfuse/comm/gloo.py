@@ -335,9 +335,10 @@ class SocketExchange:
     ) -> Completion[None]:
         # Only messages of one tag, and so of one size, meet.
         completion = self._posted.pop(mark, None) or self._receive(mark, receives)
-        works = [
-            self._start(dist.isend, part, group_dst=rank, tag=_tag(mark)) for rank, part in sends
-        ]
+        launch, tag, works = self._launch(), _tag(mark), []
+        assert launch is not None
+        for rank, part in sends:
+            works.append(launch(dist.isend, part, group_dst=rank, tag=tag))
         completion.add(works, [part for _, part in sends])
         return completion
 
@@ -353,16 +354,12 @@ class SocketExchange:
         """Do nothing: gloo has copied the data, or wait() has waited for the peer."""
 
     def _receive(self, mark: int, receives: Route) -> Completion[None]:
-        works = [
-            self._start(dist.irecv, part, group_src=rank, tag=_tag(mark)) for rank, part in receives
-        ]
+        launch, tag, works = self._launch(), _tag(mark), []
+        assert launch is not None
+        for rank, part in receives:
+            works.append(launch(dist.irecv, part, group_src=rank, tag=tag))
         tensors = [part for _, part in receives]
         return Completion(_nothing, works, tensors, watcher=self._watchdog)
-
-    def _start(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        launch = self._launch()
-        assert launch is not None
-        return launch(function, *args, **options)
 
 
 def _tag(mark: int) -> int:

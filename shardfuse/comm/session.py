@@ -101,12 +101,12 @@ class Session(Protocol):
     def reports_errors(self, name: str) -> AbstractContextManager[None]:
         """Have an error of this rank outside of regions raised on the peers, too, as by fail()."""
 
-    def declare(self, entries: Sequence[str], *, is_new: bool = False) -> None:
+    def declare(self, entries: Sequence[str], *, must_verify: bool = False) -> None:
         """State the entries that must be equal on all ranks in this region, before it communicates.
 
         If it is not, the collectives that follow raise PeerError on every rank, naming the first
-        entry that differs. ``is_new``: the entries decide which collectives follow, so they are
-        verified at once where messages carry no digest.
+        entry that differs. ``must_verify``: the entries decide which collectives follow, so they
+        are verified at once where messages carry no digest.
         """
 
     def publish(self, topic: str, text: str) -> None:
@@ -173,7 +173,7 @@ class LocalSession:
     def reports_errors(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def declare(self, entries: Sequence[str], *, is_new: bool = False) -> None:
+    def declare(self, entries: Sequence[str], *, must_verify: bool = False) -> None:
         """Do nothing: there is no peer."""
 
     def publish(self, topic: str, text: str) -> None:
@@ -252,10 +252,10 @@ class GroupSession:
         except Exception as error:
             self.fail(name, error)
 
-    def declare(self, entries: Sequence[str], *, is_new: bool = False) -> None:
+    def declare(self, entries: Sequence[str], *, must_verify: bool = False) -> None:
         first = f"optimizer {self.number} of its process group"
         self.group.current.declare([first, *entries])
-        verify = self._verify() if is_new else None
+        verify = self._verify() if must_verify else None
         if verify is not None:
             verify()
 

@@ -40,13 +40,13 @@ class ConsistencyCheck:
         self._unfrozen: list[str] = []  # flats that were frozen when they were added
         self._loaded: list[str] = []
         self._is_changed = True  # params and states may differ between ranks since the last call
-        self.averaged = DdpCheck(comm, are_reduced)
+        self.ddp_check = DdpCheck(comm, are_reduced)
         comm.session.on_restart(self._restart)
 
     def _restart(self) -> None:
         # Before the error, some ranks may have declared their entries, and their peers not.
         self._is_changed = True
-        self.averaged.restart()
+        self.ddp_check.restart()
 
     def declare(
         self,
@@ -74,17 +74,17 @@ class ConsistencyCheck:
             line = f"unfrozen {', '.join(names[:3])}{more}"
             if line not in self._unfrozen:  # it is, if the previous region failed
                 self._unfrozen.append(line)
-        is_new, averaged = bool(unfrozen) or self._is_changed, []
+        must_verify, averaged = bool(unfrozen) or self._is_changed, []
         # In layout order: after an error, a flat that is unfrozen here may be in a peer's `flats`.
         trained = sorted([*flats, *unfrozen], key=lambda state: state.flat.index)
         sampled = self._is_changed or any(s.device.type == "cpu" for s in trained)
         params = [_sample(state) for state in trained] if sampled else []
         self._is_changed = False
-        if grads is not None and not self.averaged.is_over:
-            is_new, averaged = True, self.averaged.lines(grads())
+        if grads is not None and not self.ddp_check.is_over:
+            must_verify, averaged = True, self.ddp_check.lines(grads())
         options = self.hyper_params.entries(len(groups))
         entries = [*lines, *self._loaded, *options, *sorted(self._unfrozen), *params, *averaged]
-        self._comm.session.declare(entries, is_new=is_new)
+        self._comm.session.declare(entries, must_verify=must_verify)
 
     def loaded(self, step: int) -> None:
         """Record that this rank has loaded a state after ``step`` updates."""
@@ -328,7 +328,7 @@ class UnsyncedTensorsWarning:
         self._names: list[str] = []  # of the tensors in the last published text
         self._have_peers_published = False
 
-    def tell(self, roots: Sequence[nn.Module], params: Sequence[Tensor]) -> None:
+    def publish(self, roots: Sequence[nn.Module], params: Sequence[Tensor]) -> None:
         """Publish checksums of the tensors of ``roots`` that are not among ``params``.
 
         ``params`` are the tensors that an optimizer of this process keeps equal on all ranks.
@@ -350,7 +350,7 @@ class UnsyncedTensorsWarning:
             )
 
     def warn(self) -> None:
-        """Compare the checksums, in the second call after tell(); the first rank warns.
+        """Compare the checksums, in the second call after publish(); the first rank warns.
 
         The ranks communicate after the first call, so all of them have published by the second.
         """

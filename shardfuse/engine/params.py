@@ -82,7 +82,9 @@ class FlatState:
         self._step = 0
         self._steps: dict[int, int] | None = None
         _live.add(weakref.ref(self, _live.discard))
-        self._stepped: set[int] = set()  # missing ones that are updated in this step all the same
+        self._stepped: set[int] = (
+            set()
+        )  # no_local_grad ones that are updated in this step all the same
 
     def bind(self) -> None:
         """Make every parameter a view of the flat buffer, keeping its present values.
@@ -191,20 +193,24 @@ class FlatState:
         self._steps = None if len(values) == 1 else dict(steps)
         self._step = values.pop() if len(values) == 1 else 0
 
-    def step_ranges(self, bucket: Bucket, missing: set[int], idle: set[int]) -> list[StepRange]:
+    def step_ranges(
+        self, bucket: Bucket, no_local_grad: set[int], unused: set[int]
+    ) -> list[StepRange]:
         """Return the ranges to update in ``bucket``'s shard: runs of fragments at the same step.
 
-        ``missing`` are parameters with no gradient on this rank; those of them that have none on
-        any rank are ``idle`` and left out.
+        Args:
+            bucket: of this flat.
+            no_local_grad: parameters without a gradient on this rank.
+            unused: those of them without a gradient on any rank, which are left out.
         """
-        if missing:
+        if no_local_grad:
             owned = {fragment.param for fragment in self.fragments[bucket.index]}
-            self._stepped |= (owned & missing) - idle
-        if not idle and self._steps is None:
+            self._stepped |= (owned & no_local_grad) - unused
+        if not unused and self._steps is None:
             return [StepRange(0, bucket.shard_numel, self._step + 1)]
         step_ranges: list[StepRange] = []
         for fragment in self.fragments[bucket.index]:
-            if fragment.param in idle:
+            if fragment.param in unused:
                 continue
             start = fragment.shard_start
             stop = start + round_up(fragment.numel, self.flat.align)
@@ -214,12 +220,12 @@ class FlatState:
             step_ranges.append(StepRange(start, stop, step))
         return step_ranges
 
-    def increment_step(self, missing: set[int]) -> bool:
-        """Count one update of every parameter but those ``missing`` ones that no step_range had.
+    def increment_step(self, no_local_grad: set[int]) -> bool:
+        """Count one update of every parameter; return whether there is any.
 
-        Return whether any is left, as far as this rank knows.
+        Parameters in ``no_local_grad`` count only if step_ranges() has included them.
         """
-        skipped = missing - self._stepped
+        skipped = no_local_grad - self._stepped
         self._stepped.clear()
         self._mark_written(skipped)
         if not skipped and self._steps is None:
@@ -400,8 +406,8 @@ class OwnShards(ShardProvider):
         unit.p, unit.low = state.codec.begin_update(bucket)
         names = self._rule.state_names(self.groups[state.flat.group])
         unit.states = tuple(state.states[name].view(bucket) for name in names)
-        idle = self._grads.unused(bucket, unit.grad)
-        unit.step_ranges = state.step_ranges(bucket, self._grads.no_local_grad(state.flat), idle)
+        unused = self._grads.unused(bucket, unit.grad)
+        unit.step_ranges = state.step_ranges(bucket, self._grads.no_local_grad(state.flat), unused)
 
     def commit(self, unit: UpdateUnit) -> None:
         """Launch the all-gather of the bucket."""

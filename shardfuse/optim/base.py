@@ -177,7 +177,7 @@ class ShardedOptimizer(TorchCompat):
         self._module_buffers: ModuleBuffers | None = None
         self._rest_of_model = UnsyncedTensorsWarning(self.communicator)
         self._written_grads = EditedGradsWarning(self.communicator)
-        self._idle = GradlessSteps(self.communicator)
+        self._gradless = GradlessSteps(self.communicator)
         self._num_calls = Counter(self.communicator.session)
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._is_fresh = True
@@ -308,7 +308,7 @@ class ShardedOptimizer(TorchCompat):
                 )
         elif self._config.broadcast_buffers and self._module_buffers is None:
             kept = [*params_of_all(), *ddp.buffers_of_all()]
-            self._rest_of_model.tell(owners.roots(), kept)
+            self._rest_of_model.publish(owners.roots(), kept)
         return False
 
     def _leave_gradients_to_wrapper(self) -> None:
@@ -316,7 +316,7 @@ class ShardedOptimizer(TorchCompat):
         old, self._grads = self._grads, self._make_grads()
         self._grads.control, old.control.send_rest = old.control, None
         self._grads.num_made = old.num_made
-        self._consistency.averaged = DdpCheck(self.communicator, are_reduced=True)
+        self._consistency.ddp_check = DdpCheck(self.communicator, are_reduced=True)
         self._module_buffers = None
         self._attach([state for state in self._flats if old.has(state.flat)])
         logger.info("%s: DistributedDataParallel averages the gradients", type(self).__name__)
@@ -676,7 +676,7 @@ class ShardedOptimizer(TorchCompat):
             if not scale.skip:
                 self._gather.defer()
                 if not self._is_shadow:
-                    self._idle.note(
+                    self._gradless.note(
                         self._params,
                         self._grads.num_made,
                         call=self._num_calls.value,
