@@ -254,82 +254,16 @@ def test_importing_does_nothing_else() -> None:
     assert result.stdout.splitlines() == ["[]", "False False", "True torch.float32", "[]"]
 
 
-RETIRED = set(
-    [
-        "Sends",
-        "Rounds",
-        "Flights",
-        "SentGrad",
-        "Awaited",
-        "Departure",
-        "GradWire",
-        "DtypeWire",
-        "QuantizedWire",
-        "ParamWire",
-        "CastWire",
-        "DifferenceWire",
-        "Staging",
-        "Parts",
-        "Part",
-        "Item",
-        "Kind",
-        "Place",
-        "Piece",
-        "Segment",
-        "Unit",
-        "Cohort",
-        "Span",
-        "BlockTable",
-        "Shards",
-        "GradSync",
-        "PresyncedGrads",
-        "PartitionedGrads",
-        "FlatShard",
-        "FlatGrads",
-        "NOTED",
-        "UnderBackward",
-        "Taken",
-        "TakenParam",
-        "ParamSync",
-        "ParamUnderWay",
-        "Travellers",
-        "Board",
-        "Call",
-        "Watch",
-        "Mailbox",
-        "Progress",
-        "Terms",
-        "Foreign",
-        "Partitions",
-        "Held",
-        "Master",
-        "note_quiet",
-        "look_again",
-        "doubt",
-        "is_noted",
-        "has_more",
-        "dormant",
-        "woken",
-        "is_held",
-        "is_unseen",
-        "move_out",
-        "lie_at",
-        "is_lent",
-        "set_out",
-        "has_arrived",
-        "epoch",
-        "everyone",
-        "laid_out_elsewhere",
-        "hand_over",
-        "intake",
-        "levels_to_caller",
-        "told_steps",
-        "tried",
-        "grain",
-        "cohort",
-        "span",
-    ]
-)
+_RETIRED = """
+    Sends Rounds Flights SentGrad Awaited Departure GradWire DtypeWire QuantizedWire ParamWire
+    CastWire DifferenceWire Staging Parts Part Item Kind Place Piece Segment Unit Cohort Span
+    BlockTable Shards GradSync PresyncedGrads PartitionedGrads FlatShard FlatGrads NOTED
+    UnderBackward Taken TakenParam ParamSync ParamUnderWay Travellers Board Call Watch Mailbox
+    Progress Terms Foreign Partitions Held Master note_quiet look_again doubt is_noted has_more
+    dormant woken is_held is_unseen move_out lie_at is_lent set_out has_arrived epoch everyone
+    laid_out_elsewhere hand_over intake levels_to_caller told_steps tried grain cohort span
+"""
+RETIRED = frozenset(_RETIRED.split())
 """Private names that engineers of DDP, FSDP or Megatron would not search for; see the glossary."""
 
 

@@ -51,8 +51,8 @@ class CheckpointGroup:
     def region(self, name: str, *lines: str) -> Iterator[None]:
         """Enter a region of all ranks, which must have the same keys and ``lines``."""
         with self.comm.session.region(name):
-            # must_verify: compare at once. On accelerators the comparison is asynchronous otherwise, and
-            # a save would be complete before it fails.
+            # On accelerators the comparison is asynchronous otherwise, and a save would be complete
+            # before it fails.
             self.comm.session.declare([*self._lines, *lines], must_verify=True)
             yield
 
