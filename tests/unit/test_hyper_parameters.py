@@ -208,3 +208,36 @@ def test_a_schedule_may_end_below_zero_by_rounding() -> None:
     assert -1e-12 < optimizer.param_groups[0]["lr"] < 0
     train(optimizer, 1)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def test_checked_when_they_change() -> None:
+    """Not in every step: a check of an lr on a device makes the host wait for it."""
+    (param,) = one()
+    lr = torch.tensor(0.1)
+    optimizer = ShardedAdamW([param], lr=lr)
+    checked: list[Any] = []
+    check = optimizer._rule.check
+
+    def counted(group: Any) -> None:
+        checked.append(float(group["lr"]))
+        check(group)
+
+    optimizer._rule.check = counted  # type: ignore[method-assign]
+
+    def step() -> None:
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    assert checked == pytest.approx([0.1])
+    lr.mul_(0.5)  # as a scheduler of torch does in place
+    for _ in range(2):
+        step()
+    assert checked == pytest.approx([0.1, 0.05])
+    lr.fill_(-1.0)
+    for _ in range(2):  # each time, until it is mended
+        assert "lr" in refusal(step) or "learning rate" in refusal(step)
+    lr.fill_(0.2)
+    step()
+    assert checked[-1] == pytest.approx(0.2)
