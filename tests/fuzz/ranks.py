@@ -120,7 +120,9 @@ class AllRanks:
 
     def _check_wire(self, total: Tensor, spec: Spec) -> None:
         """Raise if the sum over ranks of integers does not fit the dtype it is made in."""
-        wire = self.program.sharding.get("grad_sync_dtype") or spec.dtype
+        wire = spec.dtype
+        if not self.program.sharding.get("grads_are_reduced"):  # else nothing is sent
+            wire = self.program.sharding.get("grad_sync_dtype") or wire
         if self.program.kind != "integers" or not torch.isfinite(total).all():
             return
         if wire == "float16":
