@@ -1,7 +1,7 @@
 """Which tests run when: a fast tier, the default, what only CI and whole runs do, and the rest.
 
     pytest -m fast          under a minute on two cores: every rule once, one of each kind
-    pytest                  half an hour on two cores; it should be under ten minutes
+    pytest                  17 minutes beside other work on two cores; 10 are the aim
     pytest -m exhaustive    what the default leaves out: more of the same kind
     pytest -m nightly       what takes longest of that, for which CI has no time
 

@@ -44,7 +44,7 @@ def test_a_thread_that_makes_tuples() -> None:
 
     thread = threading.Thread(target=make)
     thread.start()
-    roots = [Owners(list(model.parameters())).roots() for _ in range(40)]
+    roots = [Owners(list(model.parameters())).roots() for _ in range(20)]
     is_over.set()
     thread.join()
     assert made
