@@ -35,9 +35,8 @@ import enum
 import itertools
 import logging
 import operator
-import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -70,6 +69,7 @@ from shardfuse.grads.source import (
     is_absent,
     is_nested_backward,
     memory_of,
+    register_hooks,
 )
 from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec, slots_in
 from shardfuse.runtime import Streams, untraced
@@ -174,10 +174,9 @@ class FullGrads(GradSource):
         self._model = AsyncModel.BLOCKING  # of the communicator, in this iteration
         self._number = 0  # of this iteration
         self._waits = waits
-        self._is_queued = False  # whether autograd calls send_rest() at the end of this backward
+        self._is_queued = False  # whether autograd calls _send_all() at the end of this backward
         self._num_wasted = 0
         self._causes: set[str] = set()  # of changes on this rank, in the steps that are wasted
-        self.control.send_rest = weakref.WeakMethod(self._send_rest)
         comm.session.on_restart(self._restart)
 
     @property
@@ -200,10 +199,7 @@ class FullGrads(GradSource):
         for member, buffer in zip(members, buffers, strict=True):
             codec = self._codec.of(buffer.data.dtype)
             grads = GradBuffer(buffer, member.params, member.specs, member.fragments, codec)
-            for position, param in enumerate(grads.params):
-                if param.requires_grad:
-                    hook = _hook(weakref.ref(self), grads.flat.index, position)
-                    param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            register_hooks(self, grads.flat, grads.params)
             added.append(grads)
         self._iteration.increment()  # receives were posted in the old order
         order = in_backward_order([*self._flats.values(), *added])
@@ -322,7 +318,7 @@ class FullGrads(GradSource):
                 self._send_early(is_forced=True, is_frozen=is_frozen)
 
     @torch.no_grad()
-    def _send_rest(self, is_frozen: bool) -> None:
+    def flush(self, *, is_frozen: bool = False) -> None:
         """Send the rest before any other message, where messages have an order."""
         is_ordered = self._overlaps and self._model is AsyncModel.ORDERED
         if not is_ordered or self._num_sent == len(self._states):
@@ -562,18 +558,6 @@ class FullGrads(GradSource):
         if not changed or self._num_wasted == _MAX_WASTED:
             self._causes.clear()
         return changed
-
-
-def _hook(source_ref: weakref.ref[FullGrads], flat: int, position: int) -> Callable[[Tensor], None]:
-    """Return a post-accumulate hook; weak, so that a hook never keeps an optimizer alive."""
-
-    @untraced
-    def on_grad(param: Tensor) -> None:
-        source = source_ref()
-        if source is not None:
-            source.on_grad(flat, position)
-
-    return on_grad
 
 
 @dataclass

@@ -24,7 +24,7 @@ import sys
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -48,6 +48,7 @@ from shardfuse.grads.source import (
     in_backward_order,
     is_absent,
     is_nested_backward,
+    register_hooks,
     slot_range,
 )
 from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec, slots_in
@@ -103,6 +104,8 @@ class ShardedGrads(GradSource):
         waits: wait for each reduce-scatter at once, to find out whether overlap causes a fault.
     """
 
+    how_summed = "summed during backward (stage=2)"
+
     def __init__(self, comm: Communicator, codec: GradCodecChoice, *, waits: bool = False) -> None:
         super().__init__()
         self._comm = comm
@@ -126,7 +129,6 @@ class ShardedGrads(GradSource):
         self._is_queued = False  # autograd calls _end_backward() at the end of this backward
         self._is_lost = False  # an error has ended an exchange since the gradients were cleared
         self._waits = waits
-        self.control.send_rest = weakref.WeakMethod(self._send_rest)
         comm.session.on_restart(self._restart)
 
     @property
@@ -144,10 +146,7 @@ class ShardedGrads(GradSource):
             shard = GradShardBuffer(
                 flat, params, specs, fragments, codec, arena, self._consumed, self._streams
             )
-            for position, param in enumerate(params):
-                if param.requires_grad:
-                    hook = _hook(weakref.ref(self), flat.index, position)
-                    param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            register_hooks(self, flat, params)
             added.append(shard)
         order = in_backward_order([*self._flats.values(), *added])
         self._states = [BucketState(shard, bucket) for shard, bucket in order]
@@ -299,7 +298,7 @@ class ShardedGrads(GradSource):
 
     # In a region
 
-    def _send_rest(self, is_frozen: bool) -> None:
+    def flush(self, *, is_frozen: bool = False) -> None:
         """Send the rest of the open iteration, and at least one iteration in every step."""
         if self._num_iterations == 0:
             self._has_ready = True
@@ -342,7 +341,7 @@ class ShardedGrads(GradSource):
                 "An error has ended the exchange of gradients, and what was sent is lost. Call "
                 "zero_grad() and run forward and backward again."
             )
-        self._send_rest(is_frozen=True)
+        self.flush(is_frozen=True)
         self._agree()
         self._is_done = False
         self._pending.learn_unused()
@@ -417,13 +416,6 @@ class ShardedGrads(GradSource):
         for shard in self._flats.values():
             shard.zero(set_to_none or absent)
 
-    def scale_before_sum(self, factor: Tensor) -> None:
-        """Refuse to treat ranks' gradients differently: they are summed already."""
-        raise RuntimeError(
-            "The ranks have different loss scales although their gradients are summed during "
-            "backward (stage=2). Use one scale on all ranks: shardfuse.ShardedGradScaler."
-        )
-
     def unscale(self, inverse: Tensor | None) -> Tensor | None:
         self.freeze()
         self.keep_reduced()
@@ -440,20 +432,6 @@ class ShardedGrads(GradSource):
             "There are no combined gradients with stage=2: they are sent during backward, and each "
             "rank keeps only its shard of their sum. Use stage=1."
         )
-
-
-def _hook(
-    source_ref: weakref.ref[ShardedGrads], flat: int, position: int
-) -> Callable[[Tensor], None]:
-    """Return a post-accumulate hook; weak, so that a hook never keeps an optimizer alive."""
-
-    @untraced
-    def on_grad(param: Tensor) -> None:
-        source = source_ref()
-        if source is not None:
-            source.on_grad(flat, position)
-
-    return on_grad
 
 
 @dataclass

@@ -24,6 +24,7 @@ from shardfuse.buffers import ShardArena, zeros
 from shardfuse.comm import Communicator
 from shardfuse.comm.transport import PartialSums
 from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec, slots_in
+from shardfuse.runtime import untraced
 
 
 class GradPhase(enum.Enum):
@@ -57,8 +58,6 @@ class SyncControl:
     join_active: Callable[[], bool] = lambda: False
     """Returns whether torch's Join is active: it sends its own all-reduce at the start of each
     step(), so no bucket may be sent earlier where messages have an order."""
-    send_rest: weakref.WeakMethod[Callable[[bool], None]] | None = None
-    """Called by flush(); of a GradSource."""
 
     def may_send(self, *, is_ordered: bool) -> bool:
         """Return whether the gradients of this backward may be sent before step().
@@ -69,15 +68,6 @@ class SyncControl:
         if self.is_paused or (self.accumulates is not None and self.accumulates()):
             return False
         return not (is_ordered and self.join_active())
-
-    def flush(self, *, is_frozen: bool = False) -> None:
-        """Send the buckets that peers may have sent during backward, before any other message.
-
-        ``is_frozen``: freeze() was called since gradients could change last.
-        """
-        send_rest = None if self.send_rest is None else self.send_rest()
-        if send_rest is not None:
-            send_rest(is_frozen)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -127,6 +117,12 @@ class GradSource(ABC):
     def attach(self, members: Sequence[FlatParams], device: torch.device) -> None:
         """Take over the gradients of flats."""
 
+    def flush(self, *, is_frozen: bool = False) -> None:  # noqa: B027 - most send nothing early
+        """Send the buckets that peers may have sent during backward, before any other message.
+
+        ``is_frozen``: freeze() was called since gradients could change last.
+        """
+
     @abstractmethod
     def freeze(self) -> None:
         """Find out which gradients exist, and where they are. Does nothing if nothing has changed
@@ -147,9 +143,19 @@ class GradSource(ABC):
     def mean_factor(self, flat: int) -> float | None:
         """Return the factor from a flat's reduced gradients to their mean over ranks; None is 1."""
 
-    @abstractmethod
+    how_summed = "reduced already"
+    """Why scale_before_sum() comes too late."""
+
     def scale_before_sum(self, factor: Tensor) -> None:
-        """Multiply this rank's gradients by ``factor`` () before the sum; p.grad is not changed."""
+        """Multiply this rank's gradients by ``factor`` () before the sum; p.grad is not changed.
+
+        Raises:
+            RuntimeError: the sum was made before step().
+        """
+        raise RuntimeError(
+            f"The ranks have different loss scales although their gradients are {self.how_summed}. "
+            "Use one scale on all ranks: shardfuse.ShardedGradScaler."
+        )
 
     @abstractmethod
     def reduced(self) -> Iterator[tuple[Bucket, PartialSums]]:
@@ -202,6 +208,36 @@ class GradSource(ABC):
 
 
 # Shared by the classes
+
+
+class _HasHook(Protocol):
+    """A source that wants to know of each gradient."""
+
+    def on_grad(self, flat: int, position: int) -> None:
+        """Take note that autograd has made the gradient of a slot."""
+
+
+def register_hooks(source: _HasHook, flat: Flat, params: Sequence[Tensor]) -> None:
+    """Have autograd call ``source.on_grad()`` for each of a flat's params that trains.
+
+    Hooks are weak: they never keep an optimizer alive.
+    """
+    for position, param in enumerate(params):
+        if param.requires_grad:
+            hook = _hook(weakref.ref(source), flat.index, position)
+            param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _hook(source_ref: weakref.ref[_HasHook], flat: int, position: int) -> Callable[[Tensor], None]:
+    """Return a post-accumulate hook."""
+
+    @untraced
+    def on_grad(param: Tensor) -> None:
+        source = source_ref()
+        if source is not None:
+            source.on_grad(flat, position)
+
+    return on_grad
 
 
 class HasFlat(Protocol):
@@ -577,13 +613,6 @@ class ExternalGrads(GradSource):
         self.phase, self._snapshot = GradPhase.FROZEN, None
         for own in self._flats.values():
             own.freeze()
-
-    def scale_before_sum(self, factor: Tensor) -> None:
-        """Refuse to treat ranks' gradients differently: they are one mean already."""
-        raise RuntimeError(
-            "The ranks have different loss scales although their gradients are reduced already. "
-            "Use one scale on all ranks: shardfuse.ShardedGradScaler."
-        )
 
     def combined(self, *, shared: bool) -> list[Tensor | None]:
         """Return every gradient by itself; no tensor of ours contains them all.

@@ -10,6 +10,8 @@ from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
+from shardfuse.grads.source import ExternalGrads
+
 
 class ExternalBackend(Protocol):
     """Parameters, states and steps of an optimizer that has no flat buffers of its own."""
@@ -60,10 +62,11 @@ def attach_backend(optimizer: Any, backend: ExternalBackend) -> None:
     It stays the same object, because learning-rate schedulers may refer to it. The parameters keep
     their memory until the external layout moves them.
     """
-    own = ("_view", "_shards", "_driver", "_kernels", "_buffers", "_grads", "_gather", "_overflows")
+    own = ("_view", "_shards", "_driver", "_kernels", "_buffers", "_gather", "_overflows")
     for name in own:
         optimizer.__dict__.pop(name, None)
     optimizer._flats, optimizer._active = [], []
+    optimizer._grads = ExternalGrads()  # of no flat
     optimizer.layout = replace(optimizer.layout, flats=())
     for group in optimizer.param_groups:
         group.pop("param_names", None)  # names of parameters that a flat partition will replace

@@ -314,7 +314,7 @@ class ShardedOptimizer(TorchCompat):
     def _leave_gradients_to_wrapper(self) -> None:
         """Read averaged gradients from p.grad from now on; no bucket was sent yet."""
         old, self._grads = self._grads, self._make_grads()
-        self._grads.control, old.control.send_rest = old.control, None
+        self._grads.control = old.control
         self._grads.num_made = old.num_made
         self._consistency.ddp_check = DdpCheck(self.communicator, are_reduced=True)
         self._module_buffers = None
@@ -341,7 +341,7 @@ class ShardedOptimizer(TorchCompat):
         self._refuse_if_external("broadcast_buffers()")
         if self.communicator.world_size > 1 and not self._are_reduced:
             with self.communicator.session.region("broadcast_buffers()"):
-                self._grads.control.flush()
+                self._grads.flush()
                 self._keep_equal(model, True)
 
     def _keep_equal(self, model: Any, broadcasts_now: bool) -> None:
@@ -390,7 +390,7 @@ class ShardedOptimizer(TorchCompat):
         error: Exception | None = None
         first_group = len(self.param_groups)
         with self.communicator.session.region("add_param_group()"):
-            self._grads.control.flush()
+            self._grads.flush()
             try:
                 super().add_param_group(self._read_group(setup.ordered(param_group)))
             except Exception as failure:
@@ -523,8 +523,7 @@ class ShardedOptimizer(TorchCompat):
         Args:
             condition: asked under backward, on all ranks alike; gradients stay here while it holds.
         """
-        if self._external is None:
-            self._grads.control.accumulates = condition
+        self._grads.control.accumulates = condition
 
     @untraced
     def synchronize(self) -> None:
@@ -558,9 +557,6 @@ class ShardedOptimizer(TorchCompat):
         Use it for all backwards of a step except the last. Where buckets are sent during backward
         (``overlap_grad_sync``), a gradient that changes after that is sent again.
         """
-        if self._external is not None:
-            yield
-            return
         with self._grads.control.paused():
             yield
 
@@ -736,7 +732,7 @@ class ShardedOptimizer(TorchCompat):
         unfrozen = self._check()
         self._grads.freeze()
         self._warn_of_replaced_ddp()
-        self._grads.control.flush(is_frozen=True)
+        self._grads.flush(is_frozen=True)
         self._shards.groups = self.param_groups  # which may have been set to another list
         grads = None if "found_inf" in self.__dict__ else self._shards.named_grads
         averaged = "elsewhere" if self._are_reduced else "here"

@@ -180,7 +180,7 @@ class TorchCompat(StatefulOptimizer, Joinable):
             )
         with self.communicator.session.region("unscaling by ShardedGradScaler"):
             if not self._are_partitioned:
-                self._grads.control.flush()
+                self._grads.flush()
                 return None
             self._begin()
             self._has_unscaled = True

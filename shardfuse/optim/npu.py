@@ -196,7 +196,7 @@ class _NpuFused(ShardedOptimizer):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         self._refuse_in_join("step() under a gradient scaler")
         found_inf = self._unscale(scaler)
-        self._grads.control.flush()
+        self._grads.flush()
         if agree_on_scale(self.communicator, found_inf, None).skip:
             # So update() lowers the scale on all ranks.
             scaler._has_overflow = True

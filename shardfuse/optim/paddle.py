@@ -288,8 +288,7 @@ class Lamb(ShardedOptimizer):
     def _grad_snapshot(self) -> tuple[int, list[int | None]]:
         """Return the number of gradients made so far, and the addresses of the present ones."""
         grads = [param.grad for group in self.param_groups for param in group["params"]]
-        num_made = 0 if self._external is not None else self._grads.num_made
-        return num_made, [None if g is None else g.data_ptr() for g in grads]
+        return self._grads.num_made, [None if g is None else g.data_ptr() for g in grads]
 
     # The learning rate
 

@@ -235,7 +235,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             try:
                 if self._external is None:
                     self._refuse_in_join("load_state_dict()")
-                    self._grads.control.flush()
+                    self._grads.flush()
                 load = self._prepared(self._hooked(state_dict))
             except Exception as raised:
                 error = raised
