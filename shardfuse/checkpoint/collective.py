@@ -109,7 +109,7 @@ def next_sequence_number(comm: Communicator) -> str:
     Keys stay in the store, so no number may be used twice: it contains the generation, because the
     counter restarts with it.
     """
-    counter = _counters.setdefault(comm, Counter(comm.session))
+    counter = _counters.get(comm) or _counters.setdefault(comm, Counter(comm.session))
     return f"{comm.session.generation}.{counter.increment()}"
 
 

@@ -416,7 +416,7 @@ class SharedMemoryExchange:
             if not keeps_input:
                 self.flush()
 
-        completion: Completion[None] = Completion(_nothing, [_Transfer(finish)])
+        completion: Completion[None] = Completion(_nothing, [_Transfer(finish)], are_of_torch=False)
         self._in_flight.append((number, completion))
         return completion
 

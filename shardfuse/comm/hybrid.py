@@ -96,7 +96,7 @@ class HybridCommunicator:
             earlier.advance()
         while self._open[0].is_over:
             self._open.popleft()
-        return Completion(replica_sum.result, [replica_sum])
+        return Completion(replica_sum.result, [replica_sum], are_of_torch=False)
 
     def post_receive(
         self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0

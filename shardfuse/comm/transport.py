@@ -61,10 +61,11 @@ class Completion(Generic[T]):
 
     Args:
         finish: returns the result, once the works are done; called once.
-        works: of torch.distributed, waited for once, in order.
+        works: of torch.distributed or like these, waited for once, in order.
         keeps_alive: tensors that the works read or write.
         watcher: waits for the works; None: they wait themselves.
         while_waiting: the context of wait().
+        are_of_torch: whether ``works`` are, which may not be dropped in flight.
     """
 
     def __init__(
@@ -75,12 +76,14 @@ class Completion(Generic[T]):
         *,
         watcher: Watcher | None = None,
         while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        are_of_torch: bool = True,
     ) -> None:
         self._finish: Callable[[], T] | None = finish
-        self._works = works
+        self._works: Sequence[Any] = works
         self._keeps_alive = keeps_alive
         self._watcher = watcher
         self._while_waiting = while_waiting
+        self._are_of_torch = are_of_torch
         self._source: Completion[Any] | None = None
         self._result: T | None = None
 
@@ -91,8 +94,9 @@ class Completion(Generic[T]):
                 self._source.wait()
             self.arrive()
             finish, self._finish = self._finish, None
-            self._result = finish()
-            self._source = None
+            if finish is not None:  # else a signal's handler has waited meanwhile
+                self._result = finish()
+                self._source = None
         return cast(T, self._result)
 
     def arrive(self) -> None:
@@ -102,9 +106,10 @@ class Completion(Generic[T]):
         if not self._works:
             return
         with self._while_waiting():
-            # Never polled: gloo fills the output of a reduce-scatter inside wait().
-            works, self._works = self._works, ()
-            for work in works:
+            # Never polled: gloo fills the output of a reduce-scatter inside wait(). A work of gloo
+            # is waited for once, although a signal's handler may wait for the rest meanwhile.
+            while self._works:
+                work, *self._works = self._works
                 if self._watcher is None:
                     work.wait()
                 else:
@@ -127,7 +132,7 @@ class Completion(Generic[T]):
         return following
 
     def __del__(self) -> None:
-        if self._works:
+        if self._works and self._are_of_torch:
             _unfinished.append((self._works, self._keeps_alive))
 
 

@@ -15,7 +15,6 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
@@ -90,6 +89,7 @@ class ConsistencyCheck:
         """Record that this rank has loaded a state after ``step`` updates."""
         self._loaded = [f"loaded a state of step {step}"]
         self._is_changed = True
+        self.hyper_params.forget()  # some states may have to be allocated again
 
 
 def _sample(state: FlatState) -> str:
@@ -114,6 +114,10 @@ class HyperParams:
     def changed(self, groups: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the groups with other numbers, texts or flags than were accepted last."""
         return [i for i, group in enumerate(groups) if self._values.get(i) != _values_of(group)]
+
+    def forget(self) -> None:
+        """Have all groups count as changed."""
+        self._values.clear()
 
     def accept(self, index: int, group: Mapping[str, Any]) -> None:
         """Keep the values of a group that was checked."""
@@ -153,13 +157,14 @@ def _comparable(value: Any) -> Any:
     """Return a value as numbers, texts, flags and tuples of them; else _NOT_COMPARABLE."""
     if isinstance(value, bool | int | str) or value is None:
         return value
-    if isinstance(value, Real):
-        return float(value)
-    if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
-        return float(value)
     if isinstance(value, tuple | list):
         return tuple(_comparable(item) for item in value)
-    return _NOT_COMPARABLE
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return _NOT_COMPARABLE  # the host would wait for it
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return _NOT_COMPARABLE
 
 
 # Gradients that are averaged elsewhere

@@ -115,8 +115,15 @@ class ParamGatherer:
         self._stream: Any = None  # of the step() that left something in flight
         self._pid = 0  # of that step()
         self._is_read_elsewhere = False  # a parameter was read on another stream
+        comm.session.on_restart(self._restart)
         self.lock = threading.RLock()
         """Held while the set in flight changes, or is waited for; see [Note: locks]."""
+
+    def _restart(self) -> None:
+        # A peer has forgotten its part of these, if it moves inside wait().
+        if self._comm.async_model is AsyncModel.BLOCKING:
+            self._launched, self._num_launched = [], 0
+            self._ready.clear()
 
     @property
     def _overlaps(self) -> bool:

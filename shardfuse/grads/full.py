@@ -177,7 +177,7 @@ class FullGrads(GradSource):
         self._is_queued = False  # whether autograd calls _send_all() at the end of this backward
         self._num_wasted = 0
         self._causes: set[str] = set()  # of changes on this rank, in the steps that are wasted
-        comm.session.on_restart(self._restart)
+        comm.session.on_restart(self._restart_after_error)
 
     @property
     def nbytes(self) -> int:
@@ -220,6 +220,11 @@ class FullGrads(GradSource):
             for state in self._states:
                 assert state.completion is not None
                 state.completion.wait()
+
+    def _restart_after_error(self) -> None:
+        # A rank that the error reached inside _reduce() has counted its iteration, and others not.
+        self._iteration.reset()
+        self._restart()
 
     def _restart(self) -> None:
         """Begin an iteration for which no receive was posted."""

@@ -280,10 +280,14 @@ class ShardedGrads(GradSource):
     def _add_oldest(self) -> None:
         """Wait for the oldest bucket in flight, and add it to the shard."""
         completion, state = self._in_flight.popleft()
-        with record_function("shardfuse::wait_reduce_scatter"):
-            parts = completion.wait()
         state.num_in_flight -= 1
-        state.shard.add(state.bucket, parts)
+        try:
+            with record_function("shardfuse::wait_reduce_scatter"):
+                parts = completion.wait()
+            state.shard.add(state.bucket, parts)
+        except BaseException:  # an interrupt, too: the sum lacks this bucket until zero_grad()
+            self._is_lost = True
+            raise
 
     def _receive(self) -> None:
         """Add the oldest bucket of an iteration, and post the receive that reuses its buffer."""

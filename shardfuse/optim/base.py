@@ -758,12 +758,12 @@ class ShardedOptimizer(TorchCompat):
         for index in hyper_params.changed(self.param_groups):
             group = self.param_groups[index]
             check_group(self._rule, group, f"{self._on_rank}param_groups[{index}]")
-            hyper_params.accept(index, group)
             for state in [state for state in self._active if state.flat.group == index]:
                 is_new = state.allocate(self._rule.initial_states(group))
                 if is_new and not self._rule.counts_steps:
                     # Momentum was set above 0 later: its first update comes now.
                     state.set_steps({slot.param: 0 for slot in state.flat.slots})
+            hyper_params.accept(index, group)  # last: what fails here is done in the next step
         if len(self._active) == len(self._flats):
             return []
         return [s for s in self._flats if s not in self._active and s.is_trained]

@@ -247,7 +247,8 @@ class StepMonitor:
         self._optimizer._refuse_if_external("StepMonitor")  # DeepSpeed may have taken over since
         self._after()  # again: torch skips post hooks if an earlier one fails
         self._step += 1
-        self._optimizer.communicator.session.refresh()
+        with self._optimizer.communicator.session.reports_errors("step()"):
+            pass  # restarts what an error has ended, which may fail on this rank
         if self._was_restarted:
             # After an error, ranks may disagree by one step. All of them restart the period here.
             self._was_restarted, self._due = False, self._step

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shardfuse import ShardedAdamW, ShardedGradScaler
 from shardfuse.checkpoint import async_save, save
+from shardfuse.comm import transport
 from shardfuse.comm.session import PeerError
 from shardfuse.training import StepMonitor
 from tests.support.harness import run_procs
@@ -27,11 +28,12 @@ class Loop:
 
     Args:
         sharding: of the optimizer.
+        num_weights: each of about one bucket.
     """
 
-    def __init__(self, sharding: dict[str, Any]) -> None:
+    def __init__(self, sharding: dict[str, Any], num_weights: int = 3) -> None:
         self.rank = dist.get_rank()
-        self.weights = [torch.nn.Parameter(torch.ones(600)) for _ in range(3)]
+        self.weights = [torch.nn.Parameter(torch.ones(600)) for _ in range(num_weights)]
         options = {"bucket_cap_mb": 0.004, "kernel": "eager", "consolidate_every": 0, **sharding}
         self.optimizer = ShardedAdamW(self.weights, lr=0.1, sharding=options)
         self.found: list[str] = []
@@ -203,3 +205,82 @@ def load_scale() -> float:
 def test_a_loss_scale_that_is_loaded_stays() -> None:
     """Whatever the ranks agreed on before."""
     assert run_procs(2, load_scale, timeout=30, backend="gloo") == [16.0, 16.0]
+
+
+def fail_in(collective: str) -> tuple[list[str], list[int], int]:
+    """Have the second collective of a kind fail on one rank; return what each step found, the
+    number of the iteration after each, and how many works are kept.
+    """
+    loop = Loop({}, num_weights=12)
+    comm: Any = loop.optimizer.communicator
+    usual, left = getattr(comm, collective), [-1]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise ArithmeticError("of this rank alone")
+        return usual(*args, **kwargs)
+
+    setattr(comm, collective, counted)
+    numbers = []
+    for step in range(6):
+        left[0] = 2 if step in (1, 3) and loop.rank == 1 else -1
+        loop.step()
+        for weight in loop.weights:  # ranks have updated other buckets, and would be told so
+            weight.data.fill_(1.0)
+        if step not in (1, 3):
+            grads: Any = loop.optimizer._grads
+            numbers.append(grads._iteration.value)
+    return loop.found, numbers, len(transport._unfinished)
+
+
+@pytest.mark.parametrize("collective", ["reduce_scatter", "all_gather"])
+def test_a_collective_that_fails(collective: str) -> None:
+    """The next step waited for what the peers had forgotten until the process group's timeout."""
+    (first, numbers, kept), (second, others, also) = run_procs(
+        2, fail_in, collective, timeout=30, backend="gloo"
+    )
+    assert first == ["ok", "PeerError", "ok", "PeerError", "ok", "ok"]
+    assert second == ["ok", "ArithmeticError", "ok", "ArithmeticError", "ok", "ok"]
+    assert numbers == others
+    assert kept == also == 0
+
+
+def interrupt_backward(clears: bool) -> list[str]:
+    """Interrupt a wait under backward at stage 2, and go on."""
+    loop = Loop({"stage": 2}, num_weights=12)
+    usual = transport.Completion.wait
+    left = [-1]
+
+    def wait(completion: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return usual(completion)
+
+    transport.Completion.wait = wait  # type: ignore[method-assign]
+    for step in range(4):
+        try:
+            left[0] = 2 if step == 1 else -1
+            torch.cat(loop.weights).sum().backward()
+            left[0] = -1
+        except KeyboardInterrupt:
+            left[0] = -1
+            loop.found.append("interrupted")
+            if clears:
+                loop.optimizer.zero_grad()
+                continue
+        try:
+            loop.optimizer.step()
+            loop.found.append("ok")
+        except (RuntimeError, PeerError) as error:
+            loop.found.append("lost" if "is lost" in str(error) else str(error))
+        loop.optimizer.zero_grad()
+    return loop.found
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_an_interrupt_under_backward(clears: bool) -> None:
+    """zero_grad() mends it; without it, no step uses a sum that lacks a bucket."""
+    for found in run_procs(2, interrupt_backward, clears, timeout=30, backend="gloo"):
+        assert found == ["ok", "interrupted", *([] if clears else ["lost"]), "ok", "ok"]

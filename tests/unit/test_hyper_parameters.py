@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import re
+from decimal import Decimal
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from shardfuse import ShardConfig, ShardedAdamW, ShardedLamb
+from shardfuse import ShardConfig, ShardedAdamW, ShardedLamb, ShardedSGD
+from shardfuse.engine.params import FlatState
 from shardfuse.optim import paddle
 from tests.support.edited_dicts import KINDS, Kind, bits, build, train
 
@@ -241,3 +244,64 @@ def test_checked_when_they_change() -> None:
     lr.fill_(0.2)
     step()
     assert checked[-1] == pytest.approx(0.2)
+
+
+class WithoutMomentum:
+    """An SGD over one parameter, whose momentum is set in the middle of training."""
+
+    def __init__(self) -> None:
+        (self.param,) = one()
+        self.optimizer = ShardedSGD([self.param], lr=0.1, momentum=0.0)
+
+    def step(self) -> bool:
+        """Update; return whether the state has a momentum buffer."""
+        self.param.grad = torch.ones_like(self.param)
+        self.optimizer.step()
+        return "momentum_buffer" in self.optimizer.state_dict()["state"].get(0, {})
+
+
+@pytest.mark.parametrize("kind", [float, Decimal, np.array, torch.tensor])
+def test_a_state_is_allocated_when_it_is_needed(kind: Any) -> None:
+    """Whatever kind of number says so."""
+    run = WithoutMomentum()
+    run.optimizer.param_groups[0]["momentum"] = kind(0.0)
+    assert not run.step()
+    run.optimizer.param_groups[0]["momentum"] = kind(0.9)
+    assert run.step()
+
+
+def test_a_number_that_changes_in_place() -> None:
+    """As an array of no dimension does."""
+    run = WithoutMomentum()
+    lr = np.array(0.1)
+    run.optimizer.param_groups[0]["lr"] = lr
+    run.step()
+    lr[...] = -1.0
+    assert "learning rate" in refusal(run.step)
+
+
+def test_a_loaded_state_without_what_the_settings_need() -> None:
+    """The settings of the run win over the loaded ones, and are those of before the load."""
+    run, other = WithoutMomentum(), WithoutMomentum()
+    run.optimizer.param_groups[0]["momentum"] = 0.9
+    assert run.step()
+    other.step()
+    run.optimizer.load_state_dict(other.optimizer.state_dict())
+    run.optimizer.param_groups[0]["momentum"] = 0.9
+    assert run.step()
+
+
+def test_memory_that_does_not_suffice_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step allocates the state."""
+    run = WithoutMomentum()
+    run.step()
+    run.optimizer.param_groups[0]["momentum"] = 0.9
+
+    def fail(*_: Any) -> bool:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FlatState, "allocate", fail)
+        with pytest.raises(MemoryError):
+            run.step()
+    assert run.step()
