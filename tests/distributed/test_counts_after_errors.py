@@ -284,3 +284,25 @@ def test_an_interrupt_under_backward(clears: bool) -> None:
     """zero_grad() mends it; without it, no step uses a sum that lacks a bucket."""
     for found in run_procs(2, interrupt_backward, clears, timeout=30, backend="gloo"):
         assert found == ["ok", "interrupted", *([] if clears else ["lost"]), "ok", "ok"]
+
+
+def fail_to_restart() -> list[str]:
+    """Have a rank under a monitor fail as it restarts after an error."""
+    loop = Loop({})
+    monitor = StepMonitor(loop.optimizer, every=2)
+    grads: Any = loop.optimizer._grads
+    for step in range(6):
+        if loop.rank == 1 and step in (1, 2):
+            once(*((grads, "_launch") if step == 1 else (grads, "_begin_iteration")))
+        loop.step()
+        for weight in loop.weights:
+            weight.data.fill_(1.0)
+    monitor.close()
+    return loop.found
+
+
+def test_a_restart_that_fails_under_a_monitor() -> None:
+    """The peers went on without this rank, one batch apart."""
+    first, second = run_procs(2, fail_to_restart, timeout=30, backend="gloo")
+    assert first == ["ok", *["PeerError"] * 2, "ok", "ok", "ok"]
+    assert second == ["ok", *["ArithmeticError"] * 2, "ok", "ok", "ok"]
