@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar, cast
 
 from torch import Tensor
 
 from shardfuse.grads.source import ExternalGrads
+from shardfuse.runtime import untraced
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Method = Callable[Concatenate[Any, _P], _R]
 
 
 class ExternalBackend(Protocol):
@@ -33,6 +39,34 @@ class ExternalBackend(Protocol):
 
     def refuse(self, what: str) -> NoReturn:
         """Raise RuntimeError: the method ``what`` is not available."""
+
+
+def own_layout(
+    what: str | None = None, *, in_join: bool = True
+) -> Callable[[_Method[_P, _R]], _Method[_P, _R]]:
+    """Decorate a public method that needs this optimizer's own flat buffers; it is not traced.
+
+    Args:
+        what: the method in errors; its name and "()" by default.
+        in_join: whether it may be called inside torch's Join.
+
+    Raises:
+        RuntimeError: (the method) an external backend has attached itself, or Join is entered.
+    """
+
+    def decorate(method: _Method[_P, _R]) -> _Method[_P, _R]:
+        name = f"{method.__name__}()" if what is None else what
+
+        @functools.wraps(method)
+        def checked(optimizer: Any, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+            optimizer._refuse_if_external(name)
+            if not in_join:
+                optimizer._refuse_in_join(name)
+            return method(optimizer, *args, **kwargs)
+
+        return cast(_Method[_P, _R], untraced(checked))
+
+    return decorate
 
 
 _is_elsewhere: ContextVar[bool] = ContextVar("shardfuse_laid_out_elsewhere", default=False)

@@ -55,7 +55,7 @@ from shardfuse.grads.source import (
     clear_grads,
 )
 from shardfuse.layout import FlatLayout
-from shardfuse.optim.backend import is_external_layout
+from shardfuse.optim.backend import is_external_layout, own_layout
 from shardfuse.optim.compat import MemorySummary, TorchCompat, TorchOptions, checked
 from shardfuse.optim.stateful import warn_of_saves_on_one_rank
 from shardfuse.rules import UpdateRule
@@ -321,7 +321,7 @@ class ShardedOptimizer(TorchCompat):
         self._attach([state for state in self._flats if old.has(state.flat)])
         logger.info("%s: DistributedDataParallel averages the gradients", type(self).__name__)
 
-    @untraced
+    @own_layout()
     def broadcast_buffers(self, model: nn.Module) -> None:
         """Keep all tensors of ``model`` that are no parameters of this optimizer equal. Collective.
 
@@ -338,7 +338,6 @@ class ShardedOptimizer(TorchCompat):
             ValueError: ranks have different models.
             RuntimeError: another rank failed, or DeepSpeed shards the parameters.
         """
-        self._refuse_if_external("broadcast_buffers()")
         if self.communicator.world_size > 1 and not self._are_reduced:
             with self.communicator.session.region("broadcast_buffers()"):
                 self._grads.flush()
@@ -380,13 +379,12 @@ class ShardedOptimizer(TorchCompat):
 
     # Parameters
 
-    @untraced
+    @own_layout()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, at any time. Collective, like the constructor. See torch.optim.Optimizer."""
         if not self._built:
             super().add_param_group(self._read_group(setup.ordered(param_group)))
             return
-        self._refuse_if_external("add_param_group()")
         error: Exception | None = None
         first_group = len(self.param_groups)
         with self.communicator.session.region("add_param_group()"):
@@ -490,7 +488,7 @@ class ShardedOptimizer(TorchCompat):
             self._rule, self._shards, comm=self.communicator, kernels=self._kernels
         )
 
-    @untraced
+    @own_layout()
     def rebind(self) -> None:
         """Move parameters that were re-allocated (``.data =``, ``.to()``) back into the buffers.
 
@@ -499,13 +497,11 @@ class ShardedOptimizer(TorchCompat):
         Raises:
             TypeError: a parameter has another device, dtype or shape now; build a new optimizer.
         """
-        self._refuse_if_external("rebind()")
         rebind(self._flats)
 
-    @untraced
+    @own_layout()
     def memory_summary(self) -> MemorySummary:
         """Return the bytes held on this rank for parameters, gradients and states."""
-        self._refuse_if_external("memory_summary()")
         state_nbytes = sum(state.state_nbytes for state in self._flats)
         return MemorySummary(
             world_size=self.communicator.world_size,
@@ -685,9 +681,9 @@ class ShardedOptimizer(TorchCompat):
         return loss
 
     @property
+    @own_layout("last_overflow")
     def last_overflow(self) -> Overflow | None:
         """(parameter name, rank) of the last skipped step, with ``report_overflow``; else None."""
-        self._refuse_if_external("last_overflow")
         return self._overflows.last
 
     def _refuse_changed(self, then: str) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from shardfuse.engine.step import StepDriver, StepNorms
 from shardfuse.layout import BLOCK
+from shardfuse.optim.backend import own_layout
 from shardfuse.optim.stateful import StatefulOptimizer
 from shardfuse.rules.base import number
 from shardfuse.runtime import untraced
@@ -161,6 +162,7 @@ class TorchCompat(StatefulOptimizer, Joinable):
         """Launch the all-reduce with which Join begins each step."""
         Join.notify_join_context(self)
 
+    @own_layout("ShardedGradScaler")
     @torch.no_grad()
     def _unscale_shards(self, inverse: Tensor | None) -> Tensor | None:
         """Multiply the gradient shards of stage 2 by ``inverse`` (); return 0.0 () if finite.
@@ -172,7 +174,6 @@ class TorchCompat(StatefulOptimizer, Joinable):
             RuntimeError: clip_grad_norm() measured them before they were unscaled, on all ranks; or
                 DeepSpeed shards, which has a loss scale of its own.
         """
-        self._refuse_if_external("ShardedGradScaler")
         if inverse is not None and self._clip_coefficient is not None:
             raise RuntimeError(
                 "clip_grad_norm() measured gradients that are still scaled by the loss scale. Call "
@@ -188,7 +189,7 @@ class TorchCompat(StatefulOptimizer, Joinable):
 
     # Norms and clips
 
-    @untraced
+    @own_layout()
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
         """Return the L2 norm of the mean gradient over all parameters, () fp32. Collective.
@@ -197,7 +198,6 @@ class TorchCompat(StatefulOptimizer, Joinable):
         reduces the gradients, and step() reduces them again. ``clip_grad_norm(math.inf)`` also
         returns the norm, and lets step() use the reduced gradients.
         """
-        self._refuse_if_external("grad_norm()")
         with self.communicator.session.region("grad_norm()"):
             norm = self._grad_norm()
         if self._clip_coefficient is None:
@@ -243,7 +243,7 @@ class TorchCompat(StatefulOptimizer, Joinable):
         before = self._clip_coefficient
         self._clip_coefficient = coefficient if before is None else before * coefficient
 
-    @untraced
+    @own_layout()
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the mean gradient of the next step() to an L2 norm of at most ``max_norm``.
@@ -268,7 +268,6 @@ class TorchCompat(StatefulOptimizer, Joinable):
             ValueError: ``max_norm`` is not above 0.
             RuntimeError: gradients changed since they were clipped before.
         """
-        self._refuse_if_external("clip_grad_norm()")
         with self.communicator.session.region("clip_grad_norm()"):
             max_norm = number(max_norm, "max_norm")
             if not max_norm > 0:
@@ -278,7 +277,7 @@ class TorchCompat(StatefulOptimizer, Joinable):
         self._clip_by(coefficient)
         return norm
 
-    @untraced
+    @own_layout()
     @torch.no_grad()
     def clip_grad_norm_(
         self,
@@ -310,7 +309,6 @@ class TorchCompat(StatefulOptimizer, Joinable):
             RuntimeError: gradients changed since they were clipped before; or a norm that is not
                 finite, with ``error_if_nonfinite``.
         """
-        self._refuse_if_external("clip_grad_norm_()")
         with self.communicator.session.region("clip_grad_norm_()"):
             max_norm, norm_type = float(max_norm), float(norm_type)
             self._check_clipped(parameters)
@@ -353,7 +351,7 @@ class TorchCompat(StatefulOptimizer, Joinable):
 
     # Norms of one step
 
-    @untraced
+    @own_layout(in_join=False)
     def watch_step(self) -> StepNorms:
         """Record norms of every parameter in the next step(); return the object that gets them.
 
@@ -366,8 +364,6 @@ class TorchCompat(StatefulOptimizer, Joinable):
             RuntimeError: DeepSpeed shards the parameters (its ZeRO stages 1 and 2), or torch's Join
                 is entered.
         """
-        self._refuse_if_external("watch_step()")
-        self._refuse_in_join("watch_step()")
         names = tuple(spec.name for spec in self.layout.specs)
         if self._watch is None or self._watch.names != names:
             self._watch = StepNorms(names)
@@ -375,8 +371,8 @@ class TorchCompat(StatefulOptimizer, Joinable):
 
     # torch.distributed.algorithms.Join
 
-    @untraced
-    def join_hook(self, **kwargs: Any) -> JoinHook:
+    @own_layout("torch.distributed.algorithms.Join")
+    def join_hook(self, /, **kwargs: Any) -> JoinHook:
         """Return the hook that torch.distributed.algorithms.Join runs after a rank's inputs end.
 
         Such a rank has no gradients, which count as zero. The mean is still over all ranks, as
@@ -389,7 +385,6 @@ class TorchCompat(StatefulOptimizer, Joinable):
             RuntimeError: with ``grads_are_reduced``, because a rank that has joined has no mean
                 gradient; or at stage 2, which sums during backward.
         """
-        self._refuse_if_external("torch.distributed.algorithms.Join")
         if self._are_reduced:
             raise RuntimeError(
                 f"{type(self).__name__} cannot be given to Join with grads_are_reduced=True: "

@@ -1,6 +1,6 @@
 """Drop-in for torch_npu.optim: its class names and methods, over sharded optimizers.
 
-    from shardfuse.optim.npu import NpuFusedLamb
+from shardfuse.optim.npu import NpuFusedLamb
 
 Nothing here imports torch_npu. On 2026-11-23 tests/unit/test_torch_npu_api.py compared it with the
 sources of torch_npu 2.7.1, 2.12.0, 2.13.0 and 2.14.0. It was not run on an NPU.
@@ -28,6 +28,7 @@ from shardfuse.optim.algorithms import (
     ShardedRMSpropTF,
     ShardedSGD,
 )
+from shardfuse.optim.backend import own_layout
 from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.optim.lamb import ShardedLamb
 from shardfuse.runtime import untraced
@@ -64,7 +65,7 @@ class _NpuFused(ShardedOptimizer):
         """
         super().zero_grad(set_to_none)
 
-    @untraced
+    @own_layout()
     @torch.no_grad()
     def clip_grad_norm_fused_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the mean gradient of the next step() to a norm of at most ``max_norm``. Collective.
@@ -84,7 +85,6 @@ class _NpuFused(ShardedOptimizer):
         Raises:
             ValueError: an argument out of range.
         """
-        self._refuse_if_external("clip_grad_norm_fused_()")
         max_norm, norm_type = float(max_norm), float(norm_type)
         if not max_norm >= 0:
             raise ValueError(f"Invalid max_norm: {max_norm}. Must be >= 0.")
@@ -99,7 +99,7 @@ class _NpuFused(ShardedOptimizer):
 
     # Combined tensors
 
-    @untraced
+    @own_layout()
     def get_combined_params(self) -> list[Tensor | None]:
         """Return the flat tensors that the parameters are views of: [fp32, fp16].
 
@@ -107,12 +107,11 @@ class _NpuFused(ShardedOptimizer):
         dtype. A third one is added for bf16 parameters, and further ones for groups that were added
         later. Edits reach the model and the next step(); make the same ones on every rank.
         """
-        self._refuse_if_external("get_combined_params()")
         self._gather.disable_overlap()  # a read of these tensors cannot be detected
         self._padding_is_shared = True
         return list(self._buffers.combined)
 
-    @untraced
+    @own_layout()
     @torch.no_grad()
     def get_combined_grads(self) -> list[Tensor | None]:
         """Return the flat tensors that this rank's gradients are views of: [fp32, fp16].
@@ -124,26 +123,24 @@ class _NpuFused(ShardedOptimizer):
         Raises:
             RuntimeError: the gradients are reduced elsewhere (``grads_are_reduced``).
         """
-        self._refuse_if_external("get_combined_grads()")
         self._show_grads()
         return self._grads.combined(shared=True)
 
     @property
+    @own_layout("torch_npu's GradScaler")
     @torch.no_grad()
     def grads_all_group_combined(self) -> list[Tensor | None]:
         """The tensors of all gradients, which torch_npu's GradScaler unscales in place."""
-        self._refuse_if_external("torch_npu's GradScaler")
         self._show_grads()
         combined = self._grads.combined(shared=False)
         # torch does not count the scaler's write as one, so reduced gradients are now stale.
         self._grads.release()
         return combined
 
-    @untraced
+    @own_layout("torch_npu's GradScaler")
     @torch.no_grad()
     def _maybe_init_combined_params_and_grads(self) -> None:
         """Make every gradient a view of the combined ones; for torch_npu's GradScaler."""
-        self._refuse_if_external("torch_npu's GradScaler")
         self._show_grads()
         self._grads.combined(shared=False)
 
@@ -190,8 +187,8 @@ class _NpuFused(ShardedOptimizer):
         with self._ends_if_it_fails(), self.communicator.session.region("step()"):
             return self._step(closure) if scaler is None else self._scaled_step(closure, scaler)
 
+    @own_layout("torch_npu's GradScaler")
     def _scaled_step(self, closure: Callable[[], Any] | None, scaler: Any) -> Any:
-        self._refuse_if_external("torch_npu's GradScaler")
         if closure is not None:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         self._refuse_in_join("step() under a gradient scaler")

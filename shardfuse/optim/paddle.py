@@ -1,6 +1,6 @@
 """Drop-in for paddle.optimizer.Lamb and paddle.nn.ClipGradBy*, over torch parameters, sharded.
 
-    from shardfuse.optim.paddle import ClipGradByGlobalNorm, Lamb
+from shardfuse.optim.paddle import ClipGradByGlobalNorm, Lamb
 
 Nothing here imports paddle; checked against paddlepaddle 3.3.
 """
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from shardfuse.config import ShardConfig
+from shardfuse.optim.backend import own_layout
 from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.rules import PaddleLambRule
 from shardfuse.rules.base import check_lr, number
@@ -228,7 +229,7 @@ class Lamb(ShardedOptimizer):
         self._grads_seen = self._grad_snapshot()
         return result
 
-    @untraced
+    @own_layout()
     def minimize(
         self,
         loss: Tensor,
@@ -257,7 +258,6 @@ class Lamb(ShardedOptimizer):
                 "minimize() takes only the loss. To leave parameters out, set requires_grad=False "
                 "on them."
             )
-        self._refuse_if_external("minimize()")
         (num_seen, seen), (num_made, now) = self._grads_seen, self._grad_snapshot()
         are_set = any(at not in (None, before) for at, before in zip_longest(now, seen))
         if num_made == num_seen and not are_set:

@@ -23,7 +23,7 @@ from shardfuse.engine.torch_state import StateView
 from shardfuse.fragments import FragmentTensor, is_stateful_of_torch, torch_request
 from shardfuse.grads.source import GradSource
 from shardfuse.layout import FlatLayout
-from shardfuse.optim.backend import ExternalBackend
+from shardfuse.optim.backend import ExternalBackend, own_layout
 from shardfuse.rules import UpdateRule
 from shardfuse.runtime import untraced
 
@@ -173,7 +173,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             f"step(), of which there were {self._num_calls.value}: save there, or do as above."
         )
 
-    @untraced
+    @own_layout(in_join=False)
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Bring the full state to rank ``to`` of the group, for state_dict(). Collective.
 
@@ -185,8 +185,6 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the group has no such rank.
         """
-        self._refuse_if_external("consolidate_state_dict()")
-        self._refuse_in_join("consolidate_state_dict()")
         num_ranks = self.communicator.world.world_size
         self._can_be_saved = True
         with self.communicator.session.region("consolidate_state_dict()"):
@@ -318,7 +316,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                     ", ".join(lacking),
                 )
 
-    @untraced
+    @own_layout(in_join=False)
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return this rank's state for torch.distributed.checkpoint. Collective.
 
@@ -330,20 +328,16 @@ class StatefulOptimizer(torch.optim.Optimizer):
         format. An ``lr`` that is a tensor is saved as a number, and loads into either.
         """
         self._can_be_saved = True
-        self._refuse_if_external("sharded_state_dict()")
-        self._refuse_in_join("sharded_state_dict()")
         with self.communicator.session.region("sharded_state_dict()"):
             return sharded_state.sharded(self._optimizer_state())
 
-    @untraced
+    @own_layout("shardfuse.checkpoint", in_join=False)
     def parts(self) -> LocalCheckpointState:
         """Return this rank's state for shardfuse.checkpoint. Local.
 
         Raises:
             RuntimeError: inside Join; or under DeepSpeed, because its engine saves.
         """
-        self._refuse_if_external("shardfuse.checkpoint")
-        self._refuse_in_join("parts()")
         self._can_be_saved = True
         return LocalCheckpointState(self._optimizer_state(), self.load_sharded_state_dict)
 
@@ -352,7 +346,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Return {name: object} for shardfuse.checkpoint to save with this optimizer. Local."""
         return {}
 
-    @untraced
+    @own_layout()
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Finish loading a sharded_state_dict() that torch.distributed.checkpoint has filled.
 
@@ -365,7 +359,6 @@ class StatefulOptimizer(torch.optim.Optimizer):
             ValueError: a state is missing, is another rank's part, or has no valid step.
             TypeError: groups or steps are of another kind.
         """
-        self._refuse_if_external("load_sharded_state_dict()")
         sharded_state.load_sharded(self._optimizer_state(), state_dict)
         self._consolidated = None
         self._is_fresh = False
