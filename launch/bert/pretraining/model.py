@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import transformers
 from torch.nn import functional
 from transformers import BertConfig, BertForPreTraining
 
@@ -42,9 +43,14 @@ class LossSums(NamedTuple):
 
 def loss_sums(model: BertForPreTraining, batch: Batch) -> LossSums:
     """Run the model; the vocabulary projection sees only the masked positions."""
+    mask = batch.attention_mask
+    if mask.device.type != "cpu" and int(transformers.__version__.split(".")[0]) >= 5:
+        # transformers 5 takes a 4-D mask as it is. It reads a 2-D one on the host, which would wait
+        # for the device, and leaves it out if all tokens are attended to.
+        mask = mask.bool()[:, None, None, :].expand(-1, 1, mask.size(1), -1)
     output = model.bert(
         input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
+        attention_mask=mask,
         token_type_ids=batch.token_type_ids,
     )
     hidden = output.last_hidden_state  # (num, seq_len, hidden_size)

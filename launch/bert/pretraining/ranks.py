@@ -57,6 +57,7 @@ class Ranks:
         # Kept: where gloo's thread drops a tensor last, while the group is being destroyed, that
         # thread and this one (in torch 2.7) wait for each other for ever.
         self._last_summed: torch.Tensor | None = None
+        self._host_group: dist.ProcessGroup | None = None  # None: the default group
         if launch.is_distributed:
             store, _, _ = next(iter(rendezvous("env://")))
             try:
@@ -110,11 +111,17 @@ class Ranks:
             timeout=timedelta(seconds=timeout_seconds),
             device_id=None if device.type == "cpu" else device,
         )
+        if device.type != "cpu":
+            # For numbers that the host needs at once: on the device they would wait for its queue.
+            self._host_group = dist.new_group(
+                backend="gloo", timeout=timedelta(seconds=timeout_seconds)
+            )
 
     def sum_(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum `values` over the ranks (updated in place). Collective."""
+        """Sum `values` over the ranks (updated in place), on their device. Collective."""
         if self._store is not None:
-            dist.all_reduce(values)
+            on_host = values.device.type == "cpu"
+            dist.all_reduce(values, group=self._host_group if on_host else None)
             self._last_summed = values
         return values
 

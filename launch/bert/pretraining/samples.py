@@ -55,7 +55,10 @@ class Batch(NamedTuple):
     is_random_next: torch.Tensor  # (num,) int64, the NSP label
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(*(tensor.to(device, non_blocking=True) for tensor in self))
+        if device.type == "cpu":
+            return self
+        # The host would wait for the device to read memory that is not pinned.
+        return Batch(*(tensor.pin_memory().to(device, non_blocking=True) for tensor in self))
 
     def split(self, num: int) -> list[Batch]:
         """Cut into micro-batches of `num` samples; the last one may be smaller."""

@@ -45,6 +45,28 @@ class Leg:
     evaluation: HeldOutEvaluation
 
 
+@dataclasses.dataclass
+class _LaunchedStep:
+    """A step whose losses the device may not have computed yet."""
+
+    record: Record
+    num_masked: int
+    global_batch_size: int
+    values: torch.Tensor  # on the host: sums of the MLM and NSP losses, and the gradient norm
+    copied: torch.Event | None  # after which `values` may be read; None: now
+    started: float = 0.0  # by time.monotonic()
+
+    def finish(self) -> Record:
+        """Return the record with the losses; wait for the device if it has not come that far."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        mlm_sum, nsp_sum, *grad_norm = self.values.tolist()
+        mlm_loss, nsp_loss = mlm_sum / self.num_masked, nsp_sum / self.global_batch_size
+        losses = {"loss": mlm_loss + nsp_loss, "mlm_loss": mlm_loss, "nsp_loss": nsp_loss}
+        norm = {"grad_norm": grad_norm[0]} if grad_norm else {}
+        return {**self.record, **losses, **norm}
+
+
 class Trainer:
     """Model, optimizer and data of a run, and the loop over them.
 
@@ -69,6 +91,8 @@ class Trainer:
         self._samples_per_second = 0.0
         self._saved_step = 0
         self._monitor: StepMonitor | None = None
+        self._launched: _LaunchedStep | None = None
+        self._finished = 0.0  # when the last step was, by time.monotonic()
         # Of rank 0, while it runs.
         self._report: Report | None = None
 
@@ -107,16 +131,33 @@ class Trainer:
             num_masked, is_stopping = self._agree(batch, stop)
             if is_stopping:
                 break
-            record = self._train_step(leg, step, batch, num_masked)
+            launched = self._train_step(leg, step, batch, num_masked)
             step += 1
-            self._check_finite(record)
-            self._add_norms()
-            self._add(self._with_speed(leg, record, started))
-            if step % config.eval_every == 0 or step == leg.steps.stop:
+            self._finish_step()  # the one before: the device computes this one meanwhile
+            launched.started = started
+            self._launched = launched
+            is_evaluated = step % config.eval_every == 0 or step == leg.steps.stop
+            is_saved = step % config.save_every == 0 or step == leg.steps.stop
+            if is_evaluated or is_saved or launched.copied is None:
+                self._finish_step()
+            if is_evaluated:
                 self._add(self._evaluate(leg, step))
-            if step % config.save_every == 0 or step == leg.steps.stop:
+            if is_saved:
                 self._save(step)
+        self._finish_step()
         return step
+
+    def _finish_step(self) -> None:
+        """Report the launched step, if there is one; its losses are the same on all ranks."""
+        launched, self._launched = self._launched, None
+        if launched is None:
+            return
+        record = launched.finish()
+        self._check_finite(record)
+        self._add_norms()
+        now = time.monotonic()
+        seconds, self._finished = now - max(launched.started, self._finished), now
+        self._add(record | self._speed(launched.global_batch_size, seconds))
 
     def _save(self, step: int) -> None:
         self.checkpoints.save(step)
@@ -160,11 +201,12 @@ class Trainer:
         """
         num_masked = int((batch.labels != IGNORED_LABEL).sum())
         has_fault = self._report is not None and self._report.fault is not None
+        # On the host, which would else wait here for all that the device has yet to compute.
         values = torch.tensor([num_masked, stop.is_requested or has_fault], dtype=torch.float32)
-        total, num_requests = self.ranks.sum_(values.to(self.ranks.device)).tolist()
+        total, num_requests = self.ranks.sum_(values).tolist()
         return max(1, int(total)), num_requests > 0
 
-    def _train_step(self, leg: Leg, step: int, batch: Batch, num_masked: int) -> Record:
+    def _train_step(self, leg: Leg, step: int, batch: Batch, num_masked: int) -> _LaunchedStep:
         """Accumulate gradients over the micro-batches and update the parameters once.
 
         Losses are divided by the counts of the global batch. The optimizer takes the mean of the
@@ -186,15 +228,19 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        mlm_sum, nsp_sum = self.ranks.sum_(sums).tolist()
-        mlm_loss, nsp_loss = mlm_sum / num_masked, nsp_sum / global_batch_size
-        record: Record = {"kind": "train", "step": step + 1, "loss": mlm_loss + nsp_loss}
-        record |= {"mlm_loss": mlm_loss, "nsp_loss": nsp_loss, "lr": lr}
+        values = self.ranks.sum_(sums)
         if grad_norm is not None:
-            record["grad_norm"] = grad_norm.item()
+            values = torch.cat([values, grad_norm.reshape(1)])
+        copied = None
+        if values.device.type != "cpu":
+            values = values.to("cpu", non_blocking=True)  # into pinned memory
+            copied = torch.Event(self.ranks.device)
+            copied.record()
+        record: Record = {"kind": "train", "step": step + 1, "lr": lr}
         if self.scaler.is_enabled():
             record["loss_scale"] = self.scaler.get_scale()
-        return record | self._phase_of(leg)
+        record |= self._phase_of(leg)
+        return _LaunchedStep(record, num_masked, global_batch_size, values, copied)
 
     def _check_finite(self, record: Record) -> None:
         """Raise `UsageError` on every rank alike, after a word of it in the metrics."""
@@ -225,13 +271,12 @@ class Trainer:
         """Return what a record says of its phase: its number, where there are several."""
         return {"phase": leg.number} if len(self.legs) > 1 else {}
 
-    def _with_speed(self, leg: Leg, record: Record, started: float) -> Record:
-        """Add the time of the step and the smoothed number of samples per second."""
-        seconds = time.monotonic() - started
-        speed = leg.phase.global_batch_size / seconds
+    def _speed(self, num_samples: int, seconds: float) -> Record:
+        """Return the time of a step, and the smoothed number of samples per second."""
         keep = _SPEED_SMOOTHING if self._samples_per_second else 0.0
-        self._samples_per_second = keep * self._samples_per_second + (1 - keep) * speed
-        return record | {"seconds": seconds, "samples_per_second": self._samples_per_second}
+        self._samples_per_second *= keep
+        self._samples_per_second += (1 - keep) * num_samples / seconds
+        return {"seconds": seconds, "samples_per_second": self._samples_per_second}
 
 
 def _legs(config: RunConfig, world_size: int, corpus: PreparedCorpus) -> Iterator[Leg]:
