@@ -36,7 +36,8 @@ import torch
 import torch.distributed as dist
 
 from shardfuse.comm.native import ProcessGroupCommunicator
-from shardfuse.comm.session import PATIENCE_S, GroupState, digest
+from shardfuse.comm.regions import digest
+from shardfuse.comm.session import PATIENCE_S, GroupState
 from shardfuse.comm.transport import AsyncModel, Completion, Labelled, PartialSums, ReduceOp
 
 logger = logging.getLogger("shardfuse")
@@ -559,12 +560,12 @@ class MessageRing:
         """
         address = self.wait(rank, READY, number, mark)
         if not self._processes[rank].is_alive():  # its pid may be another process's by now
-            self._state.poll_peers()
+            self._state.poll_peers(at_once=True)
             raise self._ended(rank)
         try:
             read_memory(self._pids[rank], address, out)
         except OSError as error:
-            self._state.poll_peers()  # it may have reported its error before it ended
+            self._state.poll_peers(at_once=True)  # it may have reported its error before it ended
             if isinstance(error, ProcessLookupError) or not self._is_running(rank):
                 raise self._ended(rank) from error
             raise
@@ -593,7 +594,7 @@ class MessageRing:
                 is_running = self._is_running(rank)
                 # A rank may end after its last message, or its report, so these are read again.
                 if words[index + 2] != number + 1:
-                    self._state.poll_peers()
+                    self._state.poll_peers(at_once=not is_running)
                     self._check(rank, is_running, now - start)
         if words[index + 1] != mark:
             self._state.raise_mismatch(self._names[rank])

@@ -23,13 +23,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from shardfuse.comm.regions import digest
 from shardfuse.comm.session import (
+    LATE_S,
     PATIENCE_S,
     RESOLVE_S,
     GroupSession,
     GroupState,
     PeerError,
-    digest,
 )
 from shardfuse.comm.transport import (
     AsyncModel,
@@ -137,7 +138,7 @@ def _watchdog_of(
     return Watchdog(
         state,
         lambda: abort(group_ref(), device),
-        host_waits=device.type == "cpu",
+        device=device,
         mismatch_code=traits_of(backend).mismatch_code,
     )
 
@@ -410,16 +411,17 @@ def _compare_by_reduction(
     Raises:
         PeerError: the regions differ.
     """
-    state = comm._state
-    region, before = state.current, comm._state_ranks[(comm.rank - 1) % comm.world_size]
+    region, before = comm._state.current, comm._state_ranks[(comm.rank - 1) % comm.world_size]
     region.is_verified = True
-    halves = region.digest % (1 << 28), region.digest >> 28
-    marks = torch.empty(4, dtype=torch.int32, device=device)
-    for place, value in enumerate((*halves, *(-half for half in halves))):
-        marks[place].fill_(value)
+    low, high = region.digest % (1 << 28), region.digest >> 28
+    values = [low, high, region.number, -low, -high, 0]
+    on_device = device.type != "cpu"
+    marks = torch.tensor(values, dtype=torch.int32, pin_memory=on_device)
+    marks = marks.to(device, non_blocking=True)
     work = comm._launch(dist.all_reduce, marks, dist.ReduceOp.MAX, async_op=True)
     Completion(_nothing, [work], [marks], watcher=watchdog).wait()
-    watchdog.compare(marks[:2] + marks[2:], before)
+    # The largest value less the least one is 0 where all are equal; and the number.
+    watchdog.compare(marks[:3] + marks[3:], before)
 
 
 def _overlaps(output: torch.Tensor, input: torch.Tensor) -> bool:
@@ -450,7 +452,7 @@ def backend_for(process_group: Any, device: torch.device) -> str:
 
 _IDLE_S = 5.0
 _PERIOD_S = 1.0
-"""Between two polls where waits do not block the host, so nothing shows when they end."""
+"""Between two polls where waits do not block the host."""
 
 _REMEDY = (
     " Every rank has to make the same calls in the same order, and as many backward() before each."
@@ -460,11 +462,18 @@ _REMEDY = (
 class Watchdog:
     """Polls the peers whenever a wait takes long.
 
+    [Note: the watchdog's thread] On accelerators the thread calls nothing of the device, not even
+    query() of an event. The device may wait for a collective that no peer joins, and while any
+    thread captures a CUDA graph, a query of another thread invalidates the capture (pytorch
+    #104555). Instead, each region copies a result into pinned memory, and the thread reads that.
+    The numbers there only grow, so the thread may read at any time. Only the abort uses the device.
+    (Not run on hardware.)
+
     Args:
         state: of the process group.
         abort: aborts the transport, so that waits in it raise.
-        host_waits: whether wait() blocks the host, as on the CPU. On accelerators it does not, and
-            the thread polls once a second from the first collective on. (Not run on hardware.)
+        device: of the tensors. On the CPU wait() blocks the host. On accelerators it does not, and
+            the thread polls once a second from the first collective on.
         mismatch_code: the part of the transport's error that reports different collectives on
             ranks; None if it does not compare them.
     """
@@ -474,16 +483,23 @@ class Watchdog:
         state: GroupState,
         abort: Callable[[], None],
         *,
-        host_waits: bool,
+        device: torch.device,
         mismatch_code: str | None = None,
     ) -> None:
         self._state = state
         self._abort = abort
-        self._host_waits = host_waits
+        self._device = device
+        self._host_waits = device.type == "cpu"
         self._mismatch_code = mismatch_code
         self._waits: dict[int, float] = {}  # of each waiting thread: since when
-        self._differences: torch.Tensor | None = None
+        self._result: torch.Tensor | None = (
+            None  # on the device: two differences, a region's number
+        )
+        self._seen: torch.Tensor | None = None  # in pinned memory
+        self._launched = 0  # the number of the region that was compared last
+        self._progress = 0, 0.0  # the number last seen, and since when
         self._before = 0
+        self._has_logged_error = False
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -496,7 +512,7 @@ class Watchdog:
         """
         thread = threading.get_ident()
         self._waits[thread] = time.monotonic()
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._start()
         try:
             work.wait()
@@ -527,8 +543,8 @@ class Watchdog:
             error, patience_s=RESOLVE_S, failed=failed, remedy=remedy
         )
 
-    def compare(self, differences: torch.Tensor, before: int) -> None:
-        """Take a tensor that is all zeros if the ranks run the same regions.
+    def compare(self, result: torch.Tensor, before: int) -> None:
+        """Take what ranks have compared: (3,), two zeros if they agree, and the region's number.
 
         Where waits do not block the host it adds up on the device, and the thread reads it.
 
@@ -537,18 +553,26 @@ class Watchdog:
         """
         self._before = before
         if self._host_waits:
-            if differences.any():
+            if result[:2].any():
                 self._state.raise_mismatch(before)
-        elif self._differences is None:
-            self._differences = differences.abs()
+            return
+        if self._seen is None or self._result is None:
+            self._seen = torch.zeros(3, dtype=result.dtype, pin_memory=True)
+            self._result = result
         else:
-            self._differences.add_(differences.abs()).clamp_(max=1)
+            torch.maximum(self._result, result, out=self._result)
+        self._launched = self._state.current.number
+        self._seen.copy_(self._result, non_blocking=True)
 
     def _start(self) -> None:
         with self._lock:
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
+                device = torch.empty(0, device=self._device).device  # with the index of this one
                 self._thread = threading.Thread(
-                    target=_run, args=(weakref.ref(self),), name="shardfuse-watch", daemon=True
+                    target=_run,
+                    args=(weakref.ref(self), device),
+                    name="shardfuse-watch",
+                    daemon=True,
                 )
                 self._thread.start()
                 _watchdogs.add(self)
@@ -576,8 +600,7 @@ class Watchdog:
         try:
             # Where waits do not block the host, it is not known whether this rank still waits.
             self._state.poll_peers(lambda: self._host_waits and self._since == since)
-            if self._differences is not None and bool(self._differences.any()):
-                self._state.raise_mismatch(self._before)
+            self._read_result()
         except PeerError as error:
             if not self._host_waits:
                 logger.error("%s", error)
@@ -588,11 +611,33 @@ class Watchdog:
             return True
         return False
 
+    def _read_result(self) -> None:
+        """Raise PeerError if the device has found a difference; log if it waits for a late rank."""
+        if self._seen is None:
+            return
+        *differences, number = self._seen.tolist()
+        if any(differences):
+            self._state.raise_mismatch(self._before)
+        now = time.monotonic()
+        if number != self._progress[0] or number >= self._launched:
+            self._progress = number, now
+        elif now - self._progress[1] >= LATE_S:
+            self._state.log_late_rank(now - self._progress[1])
+
+    def _note_error(self) -> None:
+        """Log, once, the exception that a tick has raised."""
+        if not self._has_logged_error:
+            self._has_logged_error = True
+            logger.exception("[rank %d] The watchdog goes on after an error.", self._state.rank)
+
 
 _watchdogs: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 
 
-def _run(watchdog_ref: weakref.ref[Watchdog]) -> None:
+def _run(watchdog_ref: weakref.ref[Watchdog], device: torch.device) -> None:
+    if device.type != "cpu":
+        # A new thread has device 0, where an abort would create a context.
+        torch.get_device_module(device).set_device(device.index)
     idle_since = time.monotonic()
     while True:
         watchdog = watchdog_ref()
@@ -600,10 +645,13 @@ def _run(watchdog_ref: weakref.ref[Watchdog]) -> None:
             return
         period = PATIENCE_S if watchdog._host_waits else _PERIOD_S
         stop = watchdog._stop
-        if watchdog._since is not None:
-            idle_since = time.monotonic()
-        if watchdog._tick(idle_since):
-            return
+        try:
+            if watchdog._since is not None:
+                idle_since = time.monotonic()
+            if watchdog._tick(idle_since):
+                return
+        except Exception:
+            watchdog._note_error()
         del watchdog
         if stop.wait(period):
             return

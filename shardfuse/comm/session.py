@@ -10,7 +10,10 @@ A usual step does not use the process group's store. A rank that has waited for 
 reads there
 
 * failures: a rank that fails inside a region reports it before it raises;
-* the regions of its peers: where these differ from its own, it reports the mismatch itself.
+* a digest of the regions of a neighbour, and these themselves if the digest is another than its
+  own: where the regions differ, it reports the mismatch itself.
+
+How often it reads is limited: [Note: store traffic] in polls.py.
 
 So the error of one rank is raised on all ranks, and none waits for the timeout of the group. Before
 the next region, all ranks meet in the store and restart the numbers of regions and messages: the
@@ -23,7 +26,6 @@ Session.on_restart() are the only two ways to keep one.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import time
@@ -35,22 +37,33 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
-import torch
+from shardfuse.comm.polls import PollSchedule
+from shardfuse.comm.regions import (
+    LabelledSends,
+    Region,
+    compare,
+    digest,
+    find_extra_backward,
+    parse_regions,
+)
 
 logger = logging.getLogger("shardfuse")
 
 PATIENCE_S = 0.1
-"""Seconds that a rank waits before it reads the store, and between two reads."""
+"""Seconds that a rank waits before it polls its peers, and between two polls."""
 
 RESOLVE_S = 1.5
 """Seconds that ranks in different regions have to publish which."""
+
+LATE_S = 5.0
+"""Seconds of a wait after which a rank logs that the next rank was not seen in this region."""
 
 _REJOIN_S = 30.0
 _NUM_REMEMBERED = 4
 _MAX_NEIGHBOURS = 8
 _MAX_TEXT = 4000
-_MAX_OPS = 100
-"""Collectives of a region, the last ones, that peers can read."""
+_LONGEST_WAIT_S = 2.0
+"""Of one request that waits for a key: a signal is not handled meanwhile."""
 
 
 class PeerError(RuntimeError):
@@ -275,209 +288,6 @@ class GroupSession:
         self._at_region_end.append(weakref.WeakMethod(method))
 
 
-# One region, and what differs between those of two ranks
-
-
-@dataclass
-class Region:
-    """One region, as this rank runs it."""
-
-    number: int
-    name: str
-    declared: tuple[tuple[str, ...], ...] = ()
-    """The entries of each declare(): a region may be made of several parts."""
-    digest: int = 0  # of the last part
-    ops: list[str] = field(default_factory=list)
-    is_verified: bool = False
-    num_verified: int = 0
-    is_over: bool = False
-    is_failed: bool = False
-
-    def describe(self) -> dict[str, Any]:
-        """Return the description that peers can read."""
-        return {
-            "number": self.number,
-            "name": self.name,
-            "declared": [list(entries) for entries in self.declared],
-            "ops": self.ops[-_MAX_OPS:],
-            "num_ops": len(self.ops),
-            "num_confirmed": self.num_verified,
-            "is_over": self.is_over,
-        }
-
-    def declare(self, entries: Sequence[str]) -> None:
-        """Add entries that must be equal on all ranks from here on."""
-        if entries:
-            self.declared = (*self.declared, tuple(entries))
-        self.digest = digest("\n".join((str(self.number), self.name, *entries)))
-        self.is_verified = False
-
-    def note(self, kind: str, numel: int, dtype: torch.dtype) -> int:
-        """Count a collective; return the digest of its messages.
-
-        Two ranks have the same one only if region, entries, number of the collective, kind, size
-        and dtype are the same.
-        """
-        name = f"{kind} of {numel} {str(dtype).removeprefix('torch.')}"
-        self.ops.append(name)
-        return digest(f"{self.digest} {len(self.ops)} {name}")
-
-
-class _LabelledSends:
-    """Counts the labelled reduce-scatters that this rank has launched, inside regions or not."""
-
-    def __init__(self) -> None:
-        self._last = 0, 0  # generation, and number in it
-        self._num_in_flight = 0
-
-    def _count(self, generation: int) -> int:
-        # In the generation before an error, some ranks may have launched more than others.
-        return self._last[1] if self._last[0] == generation else 0
-
-    def begin(self, generation: int) -> None:
-        """Count one more."""
-        self._last = generation, self._count(generation) + 1
-
-    @contextmanager
-    def in_flight(self) -> Iterator[None]:
-        """Hold while one is being launched or waited for."""
-        self._num_in_flight += 1
-        try:
-            yield
-        finally:
-            self._num_in_flight -= 1
-
-    def describe(self, generation: int) -> dict[str, Any]:
-        """Return the description that peers can read."""
-        return {"num_between": self._count(generation), "is_sending": self._num_in_flight > 0}
-
-
-_KINDS = {
-    "number": int,
-    "name": str,
-    "num_ops": int,
-    "num_confirmed": int,
-    "is_over": bool,
-    "num_between": int,
-    "is_sending": bool,
-}
-
-
-def parse_regions(text: str) -> list[dict[str, Any]]:
-    """Return the regions that a peer has published.
-
-    Raises:
-        ValueError: no rank writes such a text.
-    """
-    try:
-        regions = json.loads(text)
-    except RecursionError as error:
-        raise ValueError(str(error)) from error
-    if not isinstance(regions, list) or not regions or not all(map(_is_region, regions)):
-        raise ValueError("no regions")
-    return regions
-
-
-def _is_region(region: Any) -> bool:
-    if not isinstance(region, dict):
-        return False
-    lists = region.get("declared"), region.get("ops")
-    are_texts = all(isinstance(found, list) for found in lists) and all(
-        isinstance(text, str) for found in (*(lists[0] or ()), lists[1]) for text in found or ()
-    )
-    return are_texts and all(isinstance(region.get(key), kind) for key, kind in _KINDS.items())
-
-
-def digest(text: str) -> int:
-    """Return a hash of 56 bits, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-
-
-def compare(
-    rank: int, mine: list[dict[str, Any]], peer: int, theirs: list[dict[str, Any]]
-) -> str | None:
-    """Return the first difference between the regions of two ranks; None if none shows yet."""
-    by_number = {region["number"]: region for region in theirs}
-    for region in mine:
-        match = by_number.get(region["number"])
-        if match is None or region["number"] == 0:
-            continue
-        if region["name"] != match["name"]:
-            return (
-                f"rank {rank} is in {region['name']}, rank {peer} in {match['name']}. Every rank "
-                "has to make the same calls in the same order."
-            )
-        # One of them may be in a later part, about which the other shows nothing.
-        for entries, others in zip(region["declared"], match["declared"], strict=False):
-            if entries != others:
-                return _first_different_entry(region["name"], rank, entries, peer, others)
-        difference = _first_different_op(region, match)
-        if difference is not None:
-            number, op, other_op = difference
-            return (
-                f"in {region['name']}, collective {number} of rank {rank} is {op}, that of rank "
-                f"{peer} is {other_op}. Every rank has to make the same calls in the same order."
-            )
-    return None
-
-
-def find_extra_backward(
-    rank: int, mine: dict[str, Any], peer: int, theirs: dict[str, Any]
-) -> str | None:
-    """Return that the peer sends gradients that this rank, in a region by now, will not send.
-
-    Only the rank inside the region can tell, while it waits there: its own state is current, while
-    ``theirs`` may be stale. In a step() that sends gradients itself, because this rank had no
-    backward, it may launch each bucket later than a peer under backward, and more will follow. A
-    rank that waits in a collective of the region has sent everything that it had to send before.
-    """
-    is_inside = not mine["is_over"] and len(mine["declared"]) > 0 and not mine["is_sending"]
-    if not is_inside or theirs["num_between"] <= mine["num_between"]:
-        return None
-    if theirs["is_over"] and theirs["number"] == mine["number"] - 1:
-        return (
-            f"rank {rank} is in {mine['name']} while rank {peer} is under backward and has "
-            "sent more gradients. Run as many backward() on every rank before each call."
-        )
-    done, others = (region["num_ops"] + region["num_confirmed"] for region in (mine, theirs))
-    is_before = theirs["number"] == mine["number"] and others == 0 < done
-    if is_before and not theirs["is_over"] and theirs["is_sending"]:
-        return (
-            f"rank {rank} is in {mine['name']} while rank {peer} sends more gradients in it. Run "
-            "as many backward() on every rank before each call, and zero_grad() at the same place."
-        )
-    return None
-
-
-def _first_different_op(
-    mine: dict[str, Any], theirs: dict[str, Any]
-) -> tuple[int, str, str] | None:
-    """Return (number, mine, theirs) of the first collective of a region that is not the same."""
-    ops, others = (
-        dict(enumerate(region["ops"], region["num_ops"] - len(region["ops"]) + 1))
-        for region in (mine, theirs)
-    )
-    is_over = mine["is_over"] and theirs["is_over"]
-    for number in sorted(ops.keys() | others.keys() if is_over else ops.keys() & others.keys()):
-        op, other = ops.get(number, "none"), others.get(number, "none")
-        if op != other:
-            return number, op, other
-    return None
-
-
-def _first_different_entry(
-    name: str, rank: int, mine: Sequence[str], peer: int, theirs: Sequence[str]
-) -> str:
-    """Return an error text with the first entry that two ranks do not have in common."""
-    only_mine = next((entry for entry in mine if entry not in theirs), "nothing of the kind")
-    only_theirs = next((entry for entry in theirs if entry not in mine), "nothing of the kind")
-    first, second = sorted([(rank, only_mine), (peer, only_theirs)])
-    return (
-        f"the ranks disagree in {name}: rank {first[0]} has {first[1]}; rank {second[0]} has "
-        f"{second[1]}. Set it alike on every rank."
-    )
-
-
 # The process group
 
 
@@ -497,7 +307,7 @@ class GroupState:
     generation: int = 0  # how often the ranks have met again after an error
     _num_sessions: int = 0
     _numbered: Any = field(default_factory=weakref.WeakKeyDictionary)  # each: in which region
-    _sends: _LabelledSends = field(default_factory=_LabelledSends)
+    _sends: LabelledSends = field(default_factory=LabelledSends)
     _restarts: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list)
     _refreshed: int = 0  # the generation for which these were called
     _error: str | None = None  # of the last region that failed
@@ -505,9 +315,18 @@ class GroupState:
     _regions: deque[Region] = field(default_factory=lambda: deque(maxlen=_NUM_REMEMBERED))
     _depth: int = 0
     _published: str = ""
+    _num_looks: int = 0
+    _peers: dict[int, tuple[str, list[dict[str, Any]]]] = field(default_factory=dict)
+    """The digest and the regions of a peer, as last read."""
+    _next_rank: tuple[float, int] = (0.0, 0)  # when this one has read its region, and which
+    _late_in: int = 0  # the region in which a late rank was last logged
 
     def __post_init__(self) -> None:
         self._regions.append(Region(0, "nothing yet"))
+        self._schedule = PollSchedule(self.rank, self.world_size)
+        steps = [sign * step for step in range(1, _MAX_NEIGHBOURS // 2 + 1) for sign in (1, -1)]
+        around = [(self.rank + step) % self.world_size for step in steps]
+        self._neighbours = [rank for rank in dict.fromkeys(around) if rank != self.rank]
 
     # This rank
 
@@ -585,39 +404,54 @@ class GroupState:
         Raises:
             PeerError: a rank cannot go on, or does not come.
         """
-        key = f"again/{self.generation}"
-        deadline = time.monotonic() + _REJOIN_S
-        texts: list[str] = []
         try:
-            if self._closed is None:
-                # Not set(): peers may have read what this rank wrote before an interrupt.
-                mine = json.dumps([self.current.number, self._num_sessions])
-                self.store.compare_set(f"{key}/{self.rank}", "", mine)
-            for rank in range(self.world_size):
-                while not self.store.check([f"{key}/{rank}"]) and self._closed is None:
-                    if time.monotonic() > deadline:
-                        self._closed = f"rank {rank} has not come back after an error."
-                    time.sleep(0.002)
-                if self._closed is None:
-                    texts.append(_text(self.store.get(f"{key}/{rank}")))
-            met = [_parse_numbers(text, f"{key}/{rank}") for rank, text in enumerate(texts)]
-            reason = self._closed or next((found for found in met if isinstance(found, str)), None)
-            if reason is not None:
-                # For ranks that come later.
-                self.store.set(f"{key}/{self.rank}", json.dumps(reason))
+            outcome = self._meet(f"again/{self.generation}")
         except RuntimeError as error:
             raise self.attribute_error(error) from error
-        if reason is not None:
-            self._closed = reason
-            self.raise_peer_error(_out_of_step(reason))
+        if isinstance(outcome, str):
+            self._closed = self._closed or outcome
+            self.raise_peer_error(_out_of_step(self._closed))
+        first, last, self._num_sessions = outcome
         self.generation += 1
         self._error = None
-        numbers, counts = zip(*[found for found in met if not isinstance(found, str)], strict=True)
-        self._regions = deque([Region(max(numbers) + 1, self.current.name)], _NUM_REMEMBERED)
-        self._num_sessions = max(counts)
+        self._peers.clear()
+        self._regions = deque([Region(last + 1, self.current.name)], _NUM_REMEMBERED)
         for session, number in list(self._numbered.items()):
-            if number >= min(numbers) - 1:  # in a region that has failed somewhere, or after it
+            if number >= first - 1:  # in a region that has failed somewhere, or after it
                 session.number = 0
+
+    def _meet(self, key: str) -> tuple[int, ...] | str:
+        """Return the least and the largest number of a region, and of sessions; or an error.
+
+        Rank 0 waits for all and writes what the others wait for: four requests a rank. The outcome
+        is what is written first, so that all ranks have the same.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        keys = [f"{key}/{rank}" for rank in range(self.world_size)]
+        if self._closed is None:
+            # Not set(): peers may have read what this rank wrote before an interrupt.
+            mine = json.dumps([self.current.number, self._num_sessions])
+            self.store.compare_set(keys[self.rank], "", mine)
+            wanted = keys if self.rank == 0 else [f"{key}/outcome"]
+            has_met = self._wait_for(wanted, _REJOIN_S, lambda: self._closed is not None, 1.0)
+            if has_met and self.rank > 0:
+                return _parse_numbers(_text(self.store.get(wanted[0])), wanted[0], 3)
+            outcome: tuple[int, ...] | str
+            if has_met:
+                texts = _read_all(self.store, keys)
+                outcome = _merge(
+                    [_parse_numbers(text, k) for k, text in zip(keys, texts, strict=True)]
+                )
+            elif self._closed is None:
+                absent = next((r for r, k in enumerate(keys) if not self.store.check([k])), 0)
+                outcome = f"rank {absent} has not come back after an error."
+        if self._closed is not None:
+            outcome = self._closed
+            self.store.set(keys[self.rank], json.dumps(outcome))  # rank 0 waits for it
+        text = _text(self.store.compare_set(f"{key}/outcome", "", json.dumps(outcome)))
+        return _parse_numbers(text, f"{key}/outcome", 3)
 
     def assign_number(self, session: Any) -> int:
         """Return the number of a session that is in its first region, the same on all ranks.
@@ -649,7 +483,7 @@ class GroupState:
         try:
             if not self.store.check([f"told/{topic}"]):
                 return [None] * self.world_size
-            return [_text(self.store.get(k)) if self.store.check([k]) else None for k in keys]
+            return [_peek(self.store, key) for key in keys]
         except RuntimeError:
             self.is_store_gone = True
             return [None] * self.world_size
@@ -663,22 +497,64 @@ class GroupState:
             self.store.compare_set(f"alarm/{self.current.number}", "", message[:_MAX_TEXT])
             self.store.compare_set(f"first alarm/{self.generation}", "", message[:_MAX_TEXT])
 
-    def poll_peers(self, still_waits: Callable[[], bool] = lambda: True) -> None:
-        """Look for a reported failure, publish this rank's regions, and compare them.
+    def poll_peers(
+        self, still_waits: Callable[[], bool] = lambda: True, *, at_once: bool = False
+    ) -> None:
+        """Look for a reported failure, publish this rank's regions, and compare them with a peer's.
+
+        How often it does is limited: [Note: store traffic] in polls.py.
 
         Args:
             still_waits: whether this rank is where it was when the poll began; another thread than
                 the one that waits may poll.
+            at_once: do it now, and compare with all neighbours.
 
         Raises:
             PeerError: a rank failed, or does something else than this one.
         """
-        try:
-            found = self._find_failure() or self._find_mismatch(still_waits)
-        except RuntimeError:
-            return  # the store is gone; the wait itself will fail by its own transport
+        is_waiting = still_waits()
+        is_fresh = self._schedule.is_fresh(self._position(), is_waiting=is_waiting)
+        found = None
+        with suppress(
+            RuntimeError
+        ):  # the store is gone; the wait itself will fail by its transport
+            if at_once:
+                found = self._find_failure() or self._find_mismatch(still_waits)
+            else:
+                if self._schedule.failures.take_turn() or is_fresh:
+                    found = self._find_failure()
+                if found is None and (self._schedule.mismatches.take_turn() or is_fresh):
+                    found = self._look_around(still_waits, is_fresh)
         if found is not None:
             self.raise_peer_error(found)
+        if is_waiting and not self.current.is_over:
+            self.log_late_rank(time.monotonic() - self._schedule.since_s)
+
+    def _position(self) -> object:
+        """Return what changes whenever this rank goes on."""
+        region = self.current
+        sends = tuple(self._sends.describe(self.next_generation).values())
+        return region.number, len(region.declared), len(region.ops), region.is_over, sends
+
+    def log_late_rank(self, waited_s: float) -> None:
+        """Log, once a region, if the next rank was not seen in the region that this one waits in.
+
+        The rank before it does: one of the group, without a request of its own.
+        """
+        number, late = self.current.number, (self.rank + 1) % self.world_size
+        # By then a rank that waits has published where, and this one has read it.
+        patience_s = max(LATE_S, 2 * self._schedule.mismatches.period_s - 2)
+        read_s, seen = self._next_rank
+        is_read = read_s >= time.monotonic() - waited_s + patience_s / 2
+        if waited_s >= patience_s and is_read and seen < number != self._late_in:
+            self._late_in = number
+            logger.warning(
+                "[rank %d] %s: has waited for %.0f s. Not seen in this call: rank %d.",
+                self.rank,
+                self.current.name,
+                waited_s,
+                late,
+            )
 
     def raise_peer_error(self, text: str) -> NoReturn:
         """Raise PeerError."""
@@ -718,10 +594,9 @@ class GroupState:
 
     def raise_mismatch(self, rank: int) -> NoReturn:
         """Raise PeerError: ``rank`` has sent a message of another collective."""
-        deadline = time.monotonic() + RESOLVE_S
-        while time.monotonic() < deadline:
-            self.poll_peers()
-            time.sleep(0.01)
+        for pause_s in _pauses(RESOLVE_S):
+            self.poll_peers(at_once=True)
+            time.sleep(pause_s)
         text = (
             f"rank {rank} is in another collective than rank {self.rank}, which is in "
             f"{(self.current.ops or ['none'])[-1]}."
@@ -747,7 +622,10 @@ class GroupState:
         try:
             key = f"confirm/{region.number}/{region.num_verified}"
             self.store.set(f"{key}/{self.rank}", mine)
-            theirs = self._wait_for(f"{key}/{before}")
+            timeout_s = self.store.timeout.total_seconds()
+            if not self._wait_for([f"{key}/{before}"], timeout_s, self.poll_peers, PATIENCE_S):
+                raise RuntimeError("it did not come within the timeout of the group's store.")
+            theirs = _text(self.store.get(f"{key}/{before}"))
             self.store.delete_key(f"confirm/{region.number - 2}/1/{self.rank}")
         except PeerError:
             raise
@@ -757,24 +635,41 @@ class GroupState:
             self.raise_mismatch(before)
         region.is_verified = True
 
-    def _wait_for(self, key: str) -> str:
-        """Return the text of ``key`` as soon as it is there.
+    def _wait_for(
+        self,
+        keys: list[str],
+        timeout_s: float,
+        between: Callable[[], bool | None],
+        first_s: float,
+    ) -> bool:
+        """Return whether all ``keys`` came within ``timeout_s``.
+
+        Args:
+            between: called after ``first_s``, and then at least every two seconds; if it returns
+                True, this does not wait any longer.
 
         Raises:
-            RuntimeError: it does not come within the store's timeout.
+            RuntimeError: the store is gone.
         """
-        deadline = time.monotonic() + self.store.timeout.total_seconds()
-        while not self.store.check([key]):
+        start_s = time.monotonic()
+        while True:
+            waited_s = time.monotonic() - start_s
+            wait_s = min(max(first_s, waited_s), _LONGEST_WAIT_S, max(timeout_s - waited_s, 0.001))
             with suppress(RuntimeError):
-                self.store.wait([key], timedelta(seconds=PATIENCE_S))
-                break
-            self.poll_peers()
-            if time.monotonic() > deadline:
-                raise RuntimeError("it did not come within the timeout of the group's store.")
-        return _text(self.store.get(key))
+                self.store.wait(keys, timedelta(seconds=wait_s))
+                return True
+            if self.store.check(keys):  # an error here is not that of a timeout
+                return True
+            if between() or time.monotonic() - start_s >= timeout_s:
+                return False
 
     def _find_failure(self) -> str | None:
-        """Return the text of a failure in the current region, or the one before or after it."""
+        """Return the text of a failure in the current region, or the one before or after it.
+
+        While no rank has failed, that is one request.
+        """
+        if not self.store.check([f"first alarm/{self.generation}"]):
+            return None
         # If a region failed here too, all ranks have left it.
         numbers = [region.number for region in list(self._regions)[-2:] if not region.is_failed]
         if self.current.is_over:
@@ -785,42 +680,71 @@ class GroupState:
 
     def _find_mismatch(self, still_waits: Callable[[], bool]) -> str | None:
         """Publish this rank's regions; return how those of a neighbour differ from them."""
+        mine = self._describe()
+        self._publish_regions(mine)
+        found = (self._compare_with(rank, mine, still_waits) for rank in self._neighbours)
+        return next((text for text in found if text is not None), None)
+
+    def _look_around(self, still_waits: Callable[[], bool], is_fresh: bool) -> str | None:
+        """Do the same for one neighbour, another one each time; if not fresh, by one request."""
+        mine = self._describe()
+        if (self._publish_regions(mine) and not is_fresh) or not self._neighbours:
+            return None
+        self._num_looks += 1
+        rank = self._neighbours[self._num_looks % len(self._neighbours)]
+        return self._compare_with(rank, mine, still_waits)
+
+    def _describe(self) -> list[dict[str, Any]]:
         sends = self._sends.describe(self.next_generation)
-        mine = [{**region.describe(), **sends} for region in self._regions]
+        return [{**region.describe(), **sends} for region in list(self._regions)]
+
+    def _publish_regions(self, mine: list[dict[str, Any]]) -> bool:
+        """Write this rank's regions, and their digest; return whether they are other ones."""
         text = json.dumps(mine)
-        if text != self._published:
-            self.store.set(f"doing/{self.rank}", text)
-            self._published = text
-        for distance in range(1, min(self.world_size, _MAX_NEIGHBOURS + 1)):
-            rank = (self.rank + distance) % self.world_size
-            if not self.store.check([f"doing/{rank}"]):
-                continue
-            text = _text(self.store.get(f"doing/{rank}"))
-            try:
-                theirs = parse_regions(text)
-            except ValueError:
-                found = str(unreadable(f"doing/{rank}", text))
-                self.report_failure(f"stopped: {found}")
-                return found
-            difference = compare(self.rank, mine, rank, theirs)
-            if difference is None and still_waits():
-                difference = find_extra_backward(self.rank, mine[-1], rank, theirs[-1])
-                difference = difference if still_waits() else None
-            if difference is not None:
-                self.report_failure(f"stopped: {difference}")
-                return difference
-        return None
+        if text == self._published:
+            return False
+        # The digest last: who reads it may read the text.
+        keys = [f"doing/{self.rank}", f"at/{self.rank}"]
+        _write_all(self.store, keys, [text, _summary(mine, text)])
+        self._published = text
+        return True
+
+    def _compare_with(
+        self, rank: int, mine: list[dict[str, Any]], still_waits: Callable[[], bool]
+    ) -> str | None:
+        """Return how the regions of ``rank`` differ, and report it; None if they do not."""
+        summary = _peek(self.store, f"at/{rank}")
+        if rank == (self.rank + 1) % self.world_size:
+            self._next_rank = time.monotonic(), _number_of(summary)
+        if summary is None:
+            return None
+        theirs = mine
+        if summary != _summary(mine, self._published):
+            known, theirs = self._peers.get(rank, (None, mine))
+            if summary != known:
+                text = _text(self.store.get(f"doing/{rank}"))
+                try:
+                    theirs = parse_regions(text)
+                except ValueError:
+                    found = str(unreadable(f"doing/{rank}", text))
+                    self.report_failure(f"stopped: {found}")
+                    return found
+        self._peers[rank] = summary, theirs
+        difference = compare(self.rank, mine, rank, theirs)
+        if difference is None and still_waits():
+            difference = find_extra_backward(self.rank, mine[-1], rank, theirs[-1])
+            difference = difference if still_waits() else None
+        if difference is not None:
+            self.report_failure(f"stopped: {difference}")
+        return difference
 
     def _unseen_ranks(self) -> str:
         """Return, for an error, which ranks have not been seen waiting in the current region."""
-        number, missing = self.current.number, []
+        missing = []
         try:
             for rank in range(min(self.world_size, 64)):
-                key, regions = f"doing/{rank}", list[dict[str, Any]]()
-                with suppress(ValueError):
-                    if self.store.check([key]):
-                        regions = parse_regions(_text(self.store.get(key)))
-                if rank != self.rank and all(region["number"] != number for region in regions):
+                summary = _peek(self.store, f"at/{rank}") if rank != self.rank else None
+                if rank != self.rank and _number_of(summary) < self.current.number:
                     missing.append(str(rank))
         except RuntimeError:
             return ""
@@ -836,28 +760,76 @@ def _out_of_step(reason: str) -> str:
 
 def _find_cause(group: GroupState, patience_s: float) -> str | None:
     """Return a reported failure, or how a peer's regions differ, as soon as there is either."""
-    deadline = time.monotonic() + patience_s
-    while True:
+    for pause_s in (*_pauses(patience_s), 0.0):
         found = group._find_failure() or group._find_mismatch(lambda: False)
         if found is not None:
             return found
-        if time.monotonic() >= deadline:
-            # Hosts that run ahead of their devices are in other regions when they learn of it.
-            return _failure_at(group.store, f"first alarm/{group.generation}")
-        time.sleep(0.01)
+        time.sleep(pause_s)
+    # Hosts that run ahead of their devices are in other regions when they learn of it.
+    return _failure_at(group.store, f"first alarm/{group.generation}")
+
+
+def _pauses(total_s: float) -> Iterator[float]:
+    """Yield pauses of this sum, each twice as long as the one before."""
+    pause_s = 0.01
+    while total_s > 0:
+        yield min(pause_s, total_s)
+        total_s -= pause_s
+        pause_s *= 2
+
+
+# What is in the store
+
+_NOTHING = "?"
+"""A value that no key has."""
+
+
+def _peek(store: Any, key: str) -> str | None:
+    """Return the text of ``key``, or None, by one request that does not wait."""
+    # Where there is no such key, and the expected value is not empty, it is returned.
+    text = _text(store.compare_set(key, _NOTHING, _NOTHING))
+    return None if text == _NOTHING else text
+
+
+def _read_all(store: Any, keys: list[str]) -> list[str]:
+    """Return the texts of keys that are there."""
+    if store.has_extended_api():
+        return [_text(value) for value in store.multi_get(keys)]
+    return [_text(store.get(key)) for key in keys]
+
+
+def _write_all(store: Any, keys: list[str], texts: list[str]) -> None:
+    """Write the texts, in order."""
+    if store.has_extended_api():
+        store.multi_set(keys, texts)
+        return
+    for key, text in zip(keys, texts, strict=True):
+        store.set(key, text)
+
+
+def _summary(regions: list[dict[str, Any]], text: str) -> str:
+    """Return the number of the last of these regions, and the digest of their text."""
+    return f"{regions[-1]['number']} {digest(text)}"
+
+
+def _number_of(summary: str | None) -> int:
+    """Return the number in a summary; -1 if there is none."""
+    parts = (summary or "").split(" ")
+    is_whole = len(parts) == 2 and all(part.isdecimal() and len(part) < 20 for part in parts)
+    return int(parts[0]) if is_whole else -1
 
 
 def _failure_at(store: Any, key: str) -> str | None:
-    if not store.check([key]):
+    text = _peek(store, key)
+    if text is None:
         return None
-    text = _text(store.get(key))
     if not text.startswith("rank "):
         return str(unreadable(key, text))
     return text if text.endswith(".") else f"{text}."
 
 
-def _parse_numbers(text: str, key: str) -> tuple[int, int] | str:
-    """Return the numbers of a rank's region and sessions, or why it cannot go on.
+def _parse_numbers(text: str, key: str, length: int = 2) -> tuple[int, ...] | str:
+    """Return so many numbers that a rank has written, or why it cannot go on.
 
     For a text that no rank writes, that is the text of the error.
     """
@@ -865,9 +837,18 @@ def _parse_numbers(text: str, key: str) -> tuple[int, int] | str:
         found = json.loads(text)
         if isinstance(found, str):
             return found
-        if isinstance(found, list) and [type(number) for number in found] == [int, int]:
-            return found[0], found[1]
+        if isinstance(found, list) and [type(number) for number in found] == [int] * length:
+            return tuple(found)
     return str(unreadable(key, text))
+
+
+def _merge(met: list[tuple[int, ...] | str]) -> tuple[int, ...] | str:
+    """Return the least and largest number of a region, and of sessions; or the first error."""
+    reason = next((found for found in met if isinstance(found, str)), None)
+    if reason is not None:
+        return reason
+    numbers, counts = zip(*met, strict=True)
+    return min(numbers), max(numbers), max(counts)
 
 
 def _text(value: bytes) -> str:

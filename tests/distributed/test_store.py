@@ -88,6 +88,7 @@ def test_what_another_rank_does(text: str) -> None:
     store = dist.HashStore()
     boards = [GroupState(store, rank, world_size=2) for rank in range(2)]
     store.set("doing/1", text)
+    store.set("at/1", text)
     with (
         pytest.raises(PeerError, match=r"store has .* under 'doing/1'"),
         boards[0].region("step()"),
@@ -114,6 +115,7 @@ def test_an_alarm_that_no_rank_has_raised(text: str) -> None:
     store = dist.HashStore()
     board = GroupState(store, 0, world_size=2)
     store.set("alarm/1", text)
+    store.set("first alarm/0", text)
     with pytest.raises(PeerError, match=r"store has .* under 'alarm/1'"), board.region("step()"):
         board.poll_peers()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from shardfuse.comm.session import Region, compare
+from shardfuse.comm.regions import Region, compare
 
 LR, OTHER_LR, TO = ("lr = 0.1",), ("lr = 0.2",), ("to = 0",)
 

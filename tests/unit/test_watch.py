@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from shardfuse.comm import native as watch_module
@@ -26,7 +27,7 @@ def test_remedy_of_a_mismatch(
     """It is named where the transport says that collectives differ, and nowhere else."""
     monkeypatch.setattr(watch_module, "RESOLVE_S", 0.0)
     board = GroupState(dist.HashStore(), rank=0, world_size=2)
-    watch = Watchdog(board, lambda: None, host_waits=False, mismatch_code=code)
+    watch = Watchdog(board, lambda: None, device=torch.device("cuda", 0), mismatch_code=code)
     with board.region("step()"):
         text = str(watch.attribute_error(RuntimeError(error), failed="hccl"))
     assert text.startswith(f"[rank 0] step(): hccl failed: {error}")

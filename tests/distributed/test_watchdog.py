@@ -1,0 +1,227 @@
+"""The watchdog's thread: it waits for no device, and an error of a tick does not end it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardfuse import ShardedAdamW
+from shardfuse.comm import native
+from shardfuse.comm import session as session_module
+from shardfuse.comm.native import Watchdog
+from shardfuse.comm.session import GroupState, PeerError
+from tests.support import placing
+from tests.support.harness import log_of_shardfuse, run_procs
+
+pytestmark = pytest.mark.timeout(100)
+
+PATIENCE_S = 20.0
+
+
+class Work:
+    """A collective that no peer joins: wait() returns when the transport is aborted."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+
+    def wait(self) -> None:
+        assert self.aborted.wait(PATIENCE_S), "nobody has aborted it"
+        raise RuntimeError("aborted")
+
+
+def watched() -> tuple[Watchdog, Work, GroupState]:
+    """Return the watchdog of rank 0, of two, whose peer has failed; and a collective of it."""
+    store, work = dist.HashStore(), Work()
+    state, peer = (GroupState(store, rank, world_size=2) for rank in range(2))
+    watchdog = Watchdog(state, work.aborted.set, device=torch.device("cpu"))
+    for one in (state, peer):
+        one._enter("step()")
+    peer.report_failure("failed in step(): KeyError: 'batch 17'")
+    return watchdog, work, state
+
+
+def test_a_tick_that_raises_does_not_end_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's do under set_sync_debug_mode("error"): told once, and the next ticks come."""
+    (watchdog, work, state), told = watched(), log_of_shardfuse()
+    find, errors = state._find_failure, iter([RuntimeError("of a tick")] * 3)
+
+    def fail_first(*_: Any, **__: Any) -> None:
+        error = next(errors, None)
+        if error is not None:
+            raise error
+        monkeypatch.undo()
+        state.poll_peers()
+
+    monkeypatch.setattr(state, "poll_peers", fail_first)
+    with pytest.raises(PeerError, match="rank 1 failed in step"):
+        watchdog.wait(work)
+    assert told == ["[rank 0] The watchdog goes on after an error."]
+    assert find() is None  # of a region that has failed here, too
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_has_ended_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    watchdog, work, _ = watched()
+
+    def end(*_: Any) -> bool:
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(watchdog, "_tick", end)
+        watchdog._start()
+        thread = watchdog._thread
+        assert thread is not None
+        thread.join(PATIENCE_S)
+    with pytest.raises(PeerError, match="rank 1 failed in step"):
+        watchdog.wait(work)
+    assert watchdog._thread is not thread
+
+
+# Late ranks
+
+
+def wait_until(condition: Any) -> bool:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    return bool(condition())
+
+
+def train(late: int) -> tuple[str, list[str]]:
+    """Have one rank come late to a step, when it has been named; return what was logged."""
+    native.LATE_S = session_module.LATE_S = 1.0  # type: ignore[misc]
+    told, rank = log_of_shardfuse(), dist.get_rank()
+    model = torch.nn.Linear(8, 8)
+    optimizer = ShardedAdamW(
+        model.named_parameters(), sharding={"kernel": "eager", "collectives": "native"}
+    )
+    store = dist.distributed_c10d._get_default_store()
+    for step in range(3):
+        model(torch.ones(4, 8)).square().mean().backward()
+        if step == 2 and rank == late and not wait_until(lambda: store.check(["named"])):
+            return "was not named", told
+        if step == 2 and (rank + 1) % dist.get_world_size() == late:
+            naming = threading.Thread(target=_note, args=(told, store), daemon=True)
+            naming.start()
+        optimizer.step()
+        optimizer.zero_grad()
+        next(model.parameters()).sum().item()
+    return "", told
+
+
+def _note(told: list[str], store: Any) -> None:
+    if wait_until(lambda: any("Not seen in this call" in line for line in told)):
+        store.set("named", "")
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_rank_that_waits_in_a_collective_names_a_late_one(late: int) -> None:
+    """Within seconds, wherever the wait is: in the host's wait, or in the device's."""
+    found = run_procs(3, train, late, timeout=50)
+    assert [problem for problem, _ in found] == [""] * 3
+    for rank, (_, told) in enumerate(found):
+        lines = [line for line in told if "Not seen in this call" in line]
+        assert len(lines) == ((rank + 1) % 3 == late)
+        assert all(line.endswith(f"Not seen in this call: rank {late}.") for line in lines)
+        assert all("step(): has waited for" in line for line in lines)
+
+
+# The thread and its device
+
+
+class _Ops(TorchDispatchMode):
+    """Notes operators on tensors of the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+        if any(tensor.device.type != "cpu" for tensor in tensors):
+            self.found.append(str(func))
+        return out
+
+
+@contextmanager
+def _watched_ticks() -> Iterator[tuple[list[int], list[str], list[int]]]:
+    """Yield a list that grows by each tick, the operators of ticks, and the thread's devices."""
+    from tests.support import npu
+
+    tick, ticks, ops, devices = Watchdog._tick, list[int](), list[str](), list[int]()
+
+    def noted(watchdog: Watchdog, idle_since: float) -> bool:
+        devices.append(torch.npu.current_device())  # type: ignore[attr-defined]
+        with _Ops() as mode, npu.host_syncs() as syncs:
+            result = tick(watchdog, idle_since)
+        ops.extend([*mode.found, *syncs])
+        ticks.append(1)
+        return result
+
+    Watchdog._tick = noted  # type: ignore[method-assign]
+    try:
+        yield ticks, ops, devices
+    finally:
+        Watchdog._tick = tick  # type: ignore[method-assign]
+
+
+def fail_late() -> tuple[str, list[str], set[int], str]:
+    """Have rank 0's device wait for rank 1, which fails once rank 0's thread has ticked thrice."""
+    placed = torch.npu.current_device()  # type: ignore[attr-defined]
+    model = torch.nn.Linear(8, 8)
+    optimizer = ShardedAdamW(model.named_parameters(), sharding={"kernel": "eager"})
+    store, rank, problem, error = (
+        dist.distributed_c10d._get_default_store(),
+        dist.get_rank(),
+        "",
+        "",
+    )
+    with _watched_ticks() as (ticks, ops, devices):
+        for step in range(4):
+            model(torch.ones(4, 8)).square().mean().backward()
+            if step == 2 and rank == 1:
+                if not wait_until(lambda: store.check(["ticked"])):
+                    problem = "rank 0's thread was held up"
+            try:
+                optimizer.step(_fail if step == 2 and rank == 1 else None)
+            except (ArithmeticError, PeerError) as raised:
+                error = str(raised)
+                break
+            if step == 2:
+                before = len(ticks)
+                if wait_until(lambda before=before: len(ticks) >= before + 3):  # type: ignore[misc]
+                    store.set("ticked", "")
+                with_error = wait_until(lambda: optimizer_is_closed(optimizer))
+                problem = "" if with_error else "rank 0 was not told"
+            optimizer.zero_grad()
+    return problem, ops, {device - placed for device in devices}, error
+
+
+def optimizer_is_closed(optimizer: Any) -> bool:
+    state: GroupState = optimizer.communicator.world.session.group
+    return state._closed is not None
+
+
+def _fail() -> None:
+    raise ArithmeticError("of rank 1")
+
+
+@pytest.mark.skipif(not placing.on_device(), reason="of the device of pytest --device npu")
+def test_the_thread_waits_for_no_device() -> None:
+    """It launches nothing there either; so it reads of the error of a rank that came late."""
+    found = run_procs(2, fail_late, timeout=80)
+    for rank, (problem, ops, devices, error) in enumerate(found):
+        assert problem == "", rank
+        assert ops == []
+        assert devices == {0}  # of this rank
+        assert "of rank 1" in error
