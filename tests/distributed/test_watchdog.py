@@ -189,9 +189,8 @@ def fail_late() -> tuple[str, list[str], set[int], str]:
     with _watched_ticks() as (ticks, ops, devices):
         for step in range(4):
             model(torch.ones(4, 8)).square().mean().backward()
-            if step == 2 and rank == 1:
-                if not wait_until(lambda: store.check(["ticked"])):
-                    problem = "rank 0's thread was held up"
+            if step == 2 and rank == 1 and not wait_until(lambda: store.check(["ticked"])):
+                problem = "rank 0's thread was held up"
             try:
                 optimizer.step(_fail if step == 2 and rank == 1 else None)
             except (ArithmeticError, PeerError) as raised:
