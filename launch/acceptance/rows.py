@@ -49,6 +49,7 @@ ROWS = (
     Row("process group"),
     Row("sums over ranks"),
     Row("inf and nan"),
+    Row("minus zero"),
     Row("overflow of one rank"),
     Row("alignment"),
     Row("formats", "npu"),

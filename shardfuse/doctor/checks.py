@@ -24,6 +24,7 @@ from shardfuse import checkpoint, optim
 from shardfuse.buffers import PLAIN_FORMATS
 from shardfuse.comm import Communicator
 from shardfuse.comm.session import unreadable
+from shardfuse.comm.transport import add_up
 from shardfuse.doctor.host import Finding, buffer_mb
 from shardfuse.layout import SLOT_NBYTES
 from shardfuse.scaling import ShardedGradScaler
@@ -303,6 +304,32 @@ def non_finite(comm: Communicator, device: Device) -> Finding:
     )
 
 
+def minus_zero(comm: Communicator, device: Device) -> Finding:
+    """Sums of -0.0 keep the sign, and one +0.0 shows: -0.0 marks gradients that no rank has."""
+    lost = []
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = torch.empty(1024 * comm.world_size, dtype=dtype, device=device).fill_(-0.0)
+        if comm.rank == comm.world_size - 1:
+            whole[1::2] = 0.0
+        own, reduced = torch.empty_like(whole[:1024]), whole.clone()
+        with comm.session.region("doctor: minus zero"):
+            add_up(comm.reduce_scatter(whole.clone()).wait(), own)
+            comm.all_reduce(reduced).wait()
+        for name, found in (("reduce-scatter", own), ("all-reduce", reduced)):
+            is_marked = (found.signbit() & (found == 0)).view(-1, 2)
+            if not is_marked[:, 0].all() or is_marked[:, 1].any():
+                lost.append(f"{name} of {str(dtype).removeprefix('torch.')}")
+    if not lost:
+        return Finding("", "ok", "sums of -0.0 alone are -0.0, and +0.0 shows in them")
+    return Finding(
+        "",
+        "failed",
+        f"the sign of zero is wrong after {', '.join(lost)}",
+        "Report this device. Until then give each parameter a gradient in every step, or freeze "
+        "it: without one it is updated as if its gradient were zero, or not at all.",
+    )
+
+
 def overflow(comm: Communicator, device: Device) -> Finding:
     """An overflow on one rank skips the step of all ranks."""
     param = nn.Parameter(torch.ones(2000, device=device))
@@ -519,6 +546,7 @@ Check = Callable[[Communicator, Device], Finding]
 CHECKS: dict[str, Check] = {
     "sums over ranks": sums,
     "inf and nan": non_finite,
+    "minus zero": minus_zero,
     "overflow of one rank": overflow,
     "alignment": alignment,
     "formats": memory_formats,

@@ -472,7 +472,7 @@ class _Costs:
             # Agreement on buckets that changed after they were sent, or were sent less often.
             small.append(len(numels) + (NUM_COUNTS if self.config.stage == 2 else 0))
         if self.progress is AsyncModel.ORDERED:
-            small.append(4)  # NCCL's and HCCL's ranks compare their calls
+            small.append(6)  # NCCL's and HCCL's ranks compare their calls
         if small:
             total = 4 * sum(small)
             every = self.shards * self.replicas

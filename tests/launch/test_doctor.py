@@ -102,6 +102,11 @@ ILL = {
         "inf and nan",
         "inf and nan arrive as",
     ),
+    "minus zero": (
+        "P.all_reduce = lambda s, t, *a, f=P.all_reduce, **k: f(s, t.add_(0.0), *a, **k)",
+        "minus zero",
+        "the sign of zero is wrong after all-reduce of float32, all-reduce of bfloat16",
+    ),
     "raises": (
         "checks.CHECKS['alignment'] = lambda *a: 1 / 0",
         "alignment",

@@ -59,6 +59,24 @@ def test_formats(number: int, verdict: str) -> None:
         assert found.values == {**before, "after": [number, 2]}
 
 
+@pytest.mark.parametrize("ill", ["reduce-scatter", "the sum that is there, too", ""])
+def test_minus_zero(ill: str) -> None:
+    """A sum that loses the sign is found, and so is one that keeps it where a rank has +0.0."""
+
+    class Sums(SingleRank):
+        def reduce_scatter(self, input: torch.Tensor, *args: Any, **options: Any) -> Any:
+            if ill == "reduce-scatter":
+                input = input + 0.0
+            elif ill:
+                input = torch.full_like(input, -0.0)
+            return super().reduce_scatter(input, *args, **options)
+
+    found = checks.minus_zero(Sums(), CPU)
+    assert found.verdict == ("failed" if ill else "ok")
+    if ill:
+        assert "after reduce-scatter of float32, reduce-scatter of bfloat16" in found.text
+
+
 @pytest.mark.parametrize(
     ("jit", "internal", "words"),
     [
