@@ -8,9 +8,11 @@ a rounding error is added to the edited parameter.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +21,16 @@ from shardfuse.buffers import FlatBuffer, ShardArena, zeros
 from shardfuse.comm import Communicator
 from shardfuse.comm.transport import BufferPool, Completion, PartialSums
 from shardfuse.layout import BLOCK, PART_NBYTES, Bucket, round_up
+from shardfuse.runtime import copy_to_host
 
-_TILE = 128 * BLOCK
-"""Elements encoded at a time, so that temporaries stay in the cache."""
+_HOST = ("cpu",)
+"""Types of device whose results the host reads without a wait for what was launched before."""
+
+_TILE_BLOCKS = 128
+"""Blocks encoded at a time on the host, so that temporaries stay in the cache."""
+
+_NEGATIVE_ZERO = -(1 << 31)
+"""The bits of -0.0 in fp32, the least number of 32 bits."""
 
 _TINY = torch.finfo(torch.float32).tiny
 """Smaller scales have no reciprocal in fp32; they count as zero."""
@@ -44,6 +53,9 @@ class BlockQuantizer(NamedTuple):
     step, halves to even, so that the error of an element is at most half of its block's scale. If
     an element is not finite, no element of its decoded block is. A block of -0.0 alone is decoded
     as -0.0; see [Note: absent gradients] in grads/full.py.
+
+    On an accelerator the number of kernels depends on neither k nor n, and encode() makes fp32
+    temporaries of all elements.
     """
 
     bits: int
@@ -56,45 +68,60 @@ class BlockQuantizer(NamedTuple):
         """Return the bytes of ``numel`` encoded elements, which are whole blocks."""
         return numel * self.bits // 8 + numel // BLOCK * 4
 
+    def part_nbytes(self, numel: int, num_more: int = 0) -> int:
+        """Return the bytes of one rank's part and so many more, padded to an aligned end."""
+        return round_up(self.nbytes(numel) + num_more, PART_NBYTES)
+
     def encode(self, values: Tensor, out: Tensor, factor: float | None = None) -> None:
-        """Write ``values`` (n,) times ``factor`` as bytes into ``out`` (nbytes(n),)."""
+        """Write parts ``values`` (k, n) times ``factor`` as bytes into ``out`` (k, nbytes(n))."""
         for part, scales, codes in self._tiles(values, out):
-            rows = part.view(-1, BLOCK).float()
+            rows = part.float()
             rows = rows if factor is None else rows * factor
-            torch.amax(rows.abs(), dim=1, out=scales)
-            is_zero = scales == 0
-            scales.div_(self._most).masked_fill_(scales < _TINY, 0.0)
-            steps = (rows * torch.where(scales > 0, scales.reciprocal(), 0.0)[:, None]).round_()
+            most = rows.abs().amax(-1)
+            scale = most / self._most
+            is_small = scale < _TINY
+            scale.masked_fill_(is_small, 0.0)
             # On an accelerator always: the host would wait for the condition.
-            if scales.device.type != "cpu" or is_zero.any():
-                scales.masked_fill_(is_zero & rows.signbit().all(dim=1), -0.0)
-            whole = steps.to(torch.int8)
+            if rows.device.type not in _HOST or (most == 0).any():
+                scale.masked_fill_(rows.view(torch.int32).amax(-1) == _NEGATIVE_ZERO, -0.0)
+            scales.copy_(scale)
+            inverse = scale.reciprocal_().masked_fill_(is_small, 0.0)
+            steps = (rows * inverse[..., None]).round_()
             if self.bits == 8:
-                codes.view(torch.int8).view(-1, BLOCK).copy_(whole)
+                codes.view(torch.int8).copy_(steps)
             else:
-                low, high = whole.add_(8).view(torch.uint8).chunk(2, dim=1)
-                torch.bitwise_or(low, high << 4, out=codes.view(-1, BLOCK // 2))
+                low, high = steps.to(torch.int8).add_(8).view(torch.uint8).chunk(2, dim=-1)
+                torch.add(low, high, alpha=16, out=codes)
 
     def add(self, encoded: Tensor, into: Tensor) -> None:
-        """Add the decoded ``encoded`` (nbytes(n),) to fp32 ``into`` (n,); equal on every rank."""
+        """Add decoded ``encoded`` (k, nbytes(n)) to fp32 ``into`` (k, n); equal on every rank."""
         for part, scales, codes in self._tiles(into, encoded):
             if self.bits == 8:
-                steps = codes.view(torch.int8).view(-1, BLOCK).float()
+                steps = codes.view(torch.int8).float()
             else:
-                pairs = codes.view(-1, BLOCK // 2)
-                steps = torch.cat([pairs & 15, pairs >> 4], dim=1).float().sub_(8.0)
-            part.view(-1, BLOCK).add_(steps.mul_(scales[:, None]))
+                steps = torch.cat([codes & 15, codes >> 4], dim=-1).float().sub_(8.0)
+            part.add_(steps.mul_(scales[..., None]))
 
     def _tiles(self, values: Tensor, encoded: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield (elements, their scales, their codes); all scales come first in ``encoded``."""
-        num_blocks = values.numel() // BLOCK
-        scales = encoded[: 4 * num_blocks].view(torch.float32)
-        codes = encoded[4 * num_blocks :]
-        for start in range(0, values.numel(), _TILE):
-            stop = min(start + _TILE, values.numel())
-            of_blocks = slice(start // BLOCK, stop // BLOCK)
-            of_codes = slice(start * self.bits // 8, stop * self.bits // 8)
-            yield values[start:stop], scales[of_blocks], codes[of_codes]
+        """Yield (rows (..., 512), their scales (...), their codes (..., bytes)) of parts.
+
+        All scales come first in ``encoded``. On an accelerator there is one tile.
+        """
+        num_parts, num_blocks = len(values), values.shape[1] // BLOCK
+        rows = values.view(num_parts, num_blocks, BLOCK)
+        scales = encoded[:, : 4 * num_blocks].view(torch.float32)
+        codes = encoded[:, 4 * num_blocks :].view(num_parts, num_blocks, -1)
+        if values.device.type not in _HOST:
+            yield rows, scales, codes
+            return
+        for part, start in product(range(num_parts), range(0, num_blocks, _TILE_BLOCKS)):
+            tile = part, slice(start, start + _TILE_BLOCKS)
+            yield rows[tile], scales[tile], codes[tile]
+
+
+def _others(parts: Tensor, rank: int) -> list[Tensor]:
+    """Return those of ``parts`` (world_size, n) before and after that of ``rank``, as (k, n)."""
+    return [others for others in (parts[:rank], parts[rank + 1 :]) if len(others) > 0]
 
 
 # Gradients
@@ -120,25 +147,34 @@ class ReduceRequest:
     into: Tensor | None = None
 
 
-class GradCodec(Protocol):
+class GradCodec(ABC):
     """How the gradients of one flat are encoded and summed."""
 
     def factor_after_sum(self, num_summed: int) -> float | None:
         """Return the factor from the sum to the mean; None is 1."""
+        return None if num_summed == 1 else 1.0 / num_summed
 
+    @abstractmethod
     def launch(
         self, comm: Communicator, buffers: BufferPool, request: ReduceRequest
     ) -> Completion[PartialSums]:
         """Launch the reduce-scatter; its result are tensors (n,) that add up to this shard."""
 
+    @abstractmethod
+    def _message(self, comm: Communicator, bucket: Bucket) -> tuple[int, torch.dtype]:
+        """Return the size and the dtype of what launch() sends of a bucket."""
+
     def post_receive(
         self, comm: Communicator, bucket: Bucket, where: Tensor, label: str, slot: int
     ) -> None:
         """Post the receives of the bucket of that label ahead, on the device of ``where``."""
+        numel, dtype = self._message(comm, bucket)
+        like = torch.empty(1, dtype=dtype, device=where.device).expand(numel)
+        comm.post_receive("reduce_scatter", like, label=label, slot=slot)
 
 
 @dataclass(frozen=True)
-class CastCodec:
+class CastCodec(GradCodec):
     """In a dtype of torch's.
 
     Args:
@@ -151,7 +187,7 @@ class CastCodec:
     is_summed: bool = True
 
     def factor_after_sum(self, num_summed: int) -> float | None:
-        return None if num_summed == 1 or self.dtype == torch.float16 else 1.0 / num_summed
+        return None if self.dtype == torch.float16 else super().factor_after_sum(num_summed)
 
     def launch(
         self, comm: Communicator, buffers: BufferPool, request: ReduceRequest
@@ -179,15 +215,12 @@ class CastCodec:
             return send.copy_(whole).mul_(factor)
         return torch.mul(whole, factor, out=send)
 
-    def post_receive(
-        self, comm: Communicator, bucket: Bucket, where: Tensor, label: str, slot: int
-    ) -> None:
-        like = torch.empty(1, dtype=self.dtype, device=where.device).expand(bucket.numel)
-        comm.post_receive("reduce_scatter", like, label=label, slot=slot)
+    def _message(self, comm: Communicator, bucket: Bucket) -> tuple[int, torch.dtype]:
+        return bucket.numel, self.dtype
 
 
 @dataclass(frozen=True)
-class QuantCodec:
+class QuantCodec(GradCodec):
     """In 8 or 4 bits, which no backend can sum; a rank's own part is not rounded.
 
     Blocks hold elements of one parameter each, so that an absent gradient is decoded as absent. The
@@ -196,23 +229,17 @@ class QuantCodec:
 
     quantizer: BlockQuantizer
 
-    def _part_nbytes(self, numel: int) -> int:
-        return round_up(self.quantizer.nbytes(numel), PART_NBYTES)
-
-    def factor_after_sum(self, num_summed: int) -> float | None:
-        return None if num_summed == 1 else 1.0 / num_summed
-
     def launch(
         self, comm: Communicator, buffers: BufferPool, request: ReduceRequest
     ) -> Completion[PartialSums]:
-        parts = request.whole.chunk(comm.world_size)
-        numel = parts[0].numel()
-        nbytes = self._part_nbytes(numel)
-        like = torch.empty(0, dtype=torch.uint8, device=request.whole.device)
+        parts = request.whole.view(comm.world_size, -1)
+        numel = parts.shape[1]
+        num_codes, nbytes = self.quantizer.nbytes(numel), self.quantizer.part_nbytes(numel)
+        like = torch.empty(0, dtype=torch.uint8, device=parts.device)
         send = buffers.get("send", request.send_buffer, comm.world_size * nbytes, like)
-        for rank, (part, out) in enumerate(zip(parts, send.chunk(comm.world_size), strict=True)):
-            if rank != comm.rank:
-                self.quantizer.encode(part, out[: self.quantizer.nbytes(numel)], request.factor)
+        codes = send.view(comm.world_size, nbytes)[:, :num_codes]
+        for values, out in zip(_others(parts, comm.rank), _others(codes, comm.rank), strict=True):
+            self.quantizer.encode(values, out, request.factor)
         completion = comm.reduce_scatter(
             send, slot=request.slot, label=request.label, is_summed=False
         )
@@ -226,19 +253,14 @@ class QuantCodec:
             total.copy_(own)
             if factor is not None:
                 total.mul_(factor)
-            num_codes = self.quantizer.nbytes(numel)
-            for part in received[1:]:
-                self.quantizer.add(part[:num_codes], total)
+            for part in received[1:]:  # one after another: the order decides the last bits
+                self.quantizer.add(part[None, :num_codes], total[None])
             return (total,)
 
         return completion.then(decode)
 
-    def post_receive(
-        self, comm: Communicator, bucket: Bucket, where: Tensor, label: str, slot: int
-    ) -> None:
-        nbytes = self._part_nbytes(bucket.shard_numel) * comm.world_size
-        like = torch.empty(1, dtype=torch.uint8, device=where.device).expand(nbytes)
-        comm.post_receive("reduce_scatter", like, label=label, slot=slot)
+    def _message(self, comm: Communicator, bucket: Bucket) -> tuple[int, torch.dtype]:
+        return self.quantizer.part_nbytes(bucket.shard_numel) * comm.world_size, torch.uint8
 
 
 class GradCodecChoice(NamedTuple):
@@ -335,6 +357,15 @@ class ParamCodec:
     def decode(self, bucket: Bucket) -> None:
         """Write the gathered values into the parameters."""
 
+    def check(self) -> None:
+        """Check what decode() has read, as far as the device has got; never wait for it.
+
+        Called in every step after decode(), and before the next one.
+
+        Raises:
+            DifferentParams: as of DeltaCodec.decode().
+        """
+
 
 class CastParamCodec(ParamCodec):
     """fp32 parameters in another dtype, from masters."""
@@ -396,22 +427,24 @@ class DeltaCodec(ParamCodec):
         self.key = ERROR if has_feedback else None
         self._in_update: set[int] = set()  # buckets whose part of the arena holds exact values
         self._send_buffers: dict[int, Tensor] = {}
-        flat, start = params.flat, 0
-        world_size = flat.buckets[0].numel // flat.buckets[0].shard_numel if flat.buckets else 1
-        sizes = [world_size * self._part_nbytes(bucket) for bucket in flat.buckets]
-        self._data = zeros(sum(sizes), params.data.device, torch.uint8)
-        for bucket, size in zip(flat.buckets, sizes, strict=True):
-            self._send_buffers[bucket.index] = self._data[start : start + size]
-            start += size
+        buckets, start = params.flat.buckets, 0
+        self._world_size = buckets[0].numel // buckets[0].shard_numel if buckets else 1
+        parts = [quantizer.part_nbytes(bucket.shard_numel, CHECK_NBYTES) for bucket in buckets]
+        device = params.data.device
+        self._data = zeros(self._world_size * sum(parts), device, torch.uint8)
+        for bucket, nbytes in zip(buckets, parts, strict=True):
+            stop = start + self._world_size * nbytes
+            self._send_buffers[bucket.index], start = self._data[start:stop], stop
+        self._places = {bucket.index: place for place, bucket in enumerate(buckets)}
+        self._differs = torch.zeros(len(buckets), dtype=torch.bool, device=device)
+        self._is_unread = False  # whether decode() has written to it since the last copy
+        self._copy: tuple[Tensor, torch.Event | None] | None = None  # on its way to the host
 
-    def _part_nbytes(self, bucket: Bucket) -> int:
-        nbytes = self._quantizer.nbytes(bucket.shard_numel) + CHECK_NBYTES
-        return round_up(nbytes, PART_NBYTES)
-
-    def _split(self, bucket: Bucket, part: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes and the checksum of a slice."""
+    def _parts(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """Return the codes (world_size, nbytes) and the checksums (world_size, 8) of all ranks."""
+        parts = self.send_buffer(bucket).view(self._world_size, -1)
         num_codes = self._quantizer.nbytes(bucket.shard_numel)
-        return part[:num_codes], part[num_codes : num_codes + CHECK_NBYTES]
+        return parts[:, :num_codes], parts[:, num_codes : num_codes + CHECK_NBYTES]
 
     @property
     def keeps_arena(self) -> bool:
@@ -444,10 +477,11 @@ class DeltaCodec(ParamCodec):
         if self.arena is None:
             return
         value, shard = self.arena.view(bucket), self._shard(bucket)
-        codes, check = self._split(bucket, self.own_slice(bucket))
-        check.copy_(_checksum(shard))
-        self._quantizer.encode(value - shard, codes)
-        self._quantizer.add(codes, shard)
+        own = slice(self._rank, self._rank + 1)
+        codes, checks = (parts[own] for parts in self._parts(bucket))
+        checks.copy_(_checksums(shard[None]))
+        self._quantizer.encode((value - shard)[None], codes)
+        self._quantizer.add(codes, shard[None])
         value.sub_(shard)
         if not self._has_feedback:
             value.zero_()
@@ -460,22 +494,37 @@ class DeltaCodec(ParamCodec):
         """Add the differences of the other ranks.
 
         Raises:
-            DifferentParams: the parameters here are not those that the differences are to.
+            DifferentParams: the parameters here are not those that the differences are to. On an
+                accelerator check() raises it, because the host would wait for the answer.
         """
-        whole = torch.split(self.send_buffer(bucket), self._part_nbytes(bucket))
-        parts = [self._split(bucket, part) for part in whole]
-        shards = [self._params.shard(bucket, rank) for rank in range(len(parts))]
-        others = [rank for rank in range(len(parts)) if rank != self._rank]
-        for rank in others:
-            if not torch.equal(parts[rank][1], _checksum(shards[rank])):
-                raise DifferentParams(bucket)
-        for rank in others:
-            self._quantizer.add(parts[rank][0], shards[rank])
+        codes, checks = self._parts(bucket)
+        params = self._buckets[bucket.index].view(self._world_size, -1)
+        differs = checks != _checksums(params)
+        differs[self._rank].fill_(False)  # this rank's have been updated
+        if differs.device.type not in _HOST:
+            self._differs[self._places[bucket.index]].logical_or_(differs.any())
+            self._is_unread = True
+        elif differs.any():
+            raise DifferentParams(bucket)
+        for part, into in zip(_others(codes, self._rank), _others(params, self._rank), strict=True):
+            self._quantizer.add(part, into)
+
+    def check(self) -> None:
+        if self._copy is not None:
+            differs, copied = self._copy
+            if copied is not None and not copied.query():
+                return
+            self._copy = None
+            if differs.any():
+                self._differs.zero_()
+                raise DifferentParams(self._params.flat.buckets[differs.tolist().index(True)])
+        if self._is_unread:
+            self._copy, self._is_unread = copy_to_host(self._differs), False
 
 
-def _checksum(values: Tensor) -> Tensor:
-    """Return the sum of the bits of ``values`` (n,), eight bytes a number, as bytes (8,)."""
-    return values.view(torch.int64).sum().view(1).view(torch.uint8)
+def _checksums(values: Tensor) -> Tensor:
+    """Return the sums of the bits of ``values`` (k, n), eight bytes a number, as bytes (k, 8)."""
+    return values.view(torch.int64).sum(-1, keepdim=True).view(torch.uint8)
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -27,6 +27,7 @@ __all__ = [
     "before_tracing",
     "caller",
     "compiling_kernels",
+    "copy_to_host",
     "current_stream",
     "is_in_compiled",
     "stacklevel_of_caller",
@@ -119,6 +120,16 @@ def current_stream(device: torch.device) -> Any:
     if device.type == "cpu":
         return None
     return torch.get_device_module(device).current_stream(device)
+
+
+def copy_to_host(values: Tensor) -> tuple[Tensor, torch.Event | None]:
+    """Start a copy to the host; return it, and an event of its end, or None if it is complete."""
+    if values.device.type == "cpu":
+        return values.clone(), None
+    host = values.to("cpu", non_blocking=True)  # asynchronous, into pinned memory
+    copied = torch.Event(values.device)
+    copied.record()
+    return host, copied
 
 
 class Streams:

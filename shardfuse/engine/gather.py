@@ -175,16 +175,22 @@ class ParamGatherer:
         self._launched.append((completion, bucket.index))
 
     def _decode(self, state: GatheredFlat, bucket: Bucket) -> None:
-        """Write the gathered values into the parameters.
+        """Write the gathered values into the parameters."""
+        with self._explained(state):
+            state.codec.decode(bucket)
+
+    @contextmanager
+    def _explained(self, state: GatheredFlat) -> Iterator[None]:
+        """Have DifferentParams raised on all ranks, with the names.
 
         Raises:
             RuntimeError: parameters were equal on all ranks, and no longer are.
         """
         try:
-            state.codec.decode(bucket)
+            yield
             return
-        except DifferentParams:
-            names = ", ".join(state.specs[i].name for i in slots_in(state.flat, bucket))
+        except DifferentParams as different:
+            names = ", ".join(state.specs[i].name for i in slots_in(state.flat, different.bucket))
         error = RuntimeError(
             f"{on_rank(self._comm)}Parameters have other values here than on the rank that "
             f"updates them, although only differences travel (param_sync_bits): {names}. "
@@ -309,6 +315,10 @@ class ParamGatherer:
             for completion, _ in launched:
                 completion.wait()
             self.wait_deferred()
+        with self.lock:
+            for state in self._flats.values():
+                with self._explained(state):
+                    state.codec.check()
 
     def wait_deferred(self) -> None:
         """Wait for all that step() has left in flight, from any thread, also during a step.

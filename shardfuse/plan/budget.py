@@ -31,7 +31,7 @@ from shardfuse.comm.transport import (
 from shardfuse.config import ShardConfig
 from shardfuse.grads.full import IN_FLIGHT
 from shardfuse.grads.sharded import NUM_COUNTS, num_in_flight
-from shardfuse.layout import PART_NBYTES, FlatLayout, ParamSpec, dense_stride, round_up
+from shardfuse.layout import FlatLayout, ParamSpec, dense_stride, round_up
 from shardfuse.plan.models import NamedShape, count_elements
 
 _NUMEL = 4096
@@ -412,8 +412,8 @@ class _Costs:
     def _grad_nbytes(self, numel: int) -> int:
         """Return the bytes of a bucket of gradients as it is sent."""
         if self.config.grad_sync_bits is not None:
-            part = BlockQuantizer(self.config.grad_sync_bits).nbytes(numel // self.shards)
-            return self.shards * round_up(part, PART_NBYTES)
+            quantizer = BlockQuantizer(self.config.grad_sync_bits)
+            return self.shards * quantizer.part_nbytes(numel // self.shards)
         return numel * self._grad_itemsize()
 
     def _param_nbytes(self, numel: int) -> int:
@@ -422,8 +422,8 @@ class _Costs:
         if self.dtype != torch.float32:
             return numel * self.dtype.itemsize
         if config.param_sync_bits is not None:
-            part = BlockQuantizer(config.param_sync_bits).nbytes(numel // self.shards)
-            return self.shards * round_up(part + CHECK_NBYTES, PART_NBYTES)
+            quantizer = BlockQuantizer(config.param_sync_bits)
+            return self.shards * quantizer.part_nbytes(numel // self.shards, CHECK_NBYTES)
         return numel * (config.param_sync_dtype or self.dtype).itemsize
 
     def _bucket(self, numel: int, padded: int) -> BucketCost:

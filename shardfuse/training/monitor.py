@@ -15,6 +15,7 @@ from torch import Tensor
 from shardfuse.engine.step import StepNorms
 from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.rules.lamb import LambSwitches
+from shardfuse.runtime import copy_to_host
 
 _CLIP_OPEN = 0.999
 """A factor above this clips nothing."""
@@ -273,7 +274,7 @@ class StepMonitor:
         if norms.ratio is not None:
             rows.append(norms.ratio)
         clip = torch.ones_like(rows[0]) if norms.clip is None else norms.clip.expand_as(rows[0])
-        values, copied = _copy_to_host(torch.stack([clip, *rows]))
+        values, copied = copy_to_host(torch.stack([clip, *rows]))
         self._pending.append(_PendingRecord(step, lr, norms, values, copied))
 
     def _read(self, pending: _PendingRecord) -> StepRecord:
@@ -289,13 +290,3 @@ class StepMonitor:
         }
         total = pending.values[1].double().norm().item()
         return StepRecord(pending.step, pending.lr, total, clip[0], tensors)
-
-
-def _copy_to_host(values: Tensor) -> tuple[Tensor, torch.Event | None]:
-    """Start a copy to the host; return it, and an event of its end, or None if it is complete."""
-    if values.device.type == "cpu":
-        return values.clone(), None
-    host = values.to("cpu", non_blocking=True)  # asynchronous, into pinned memory
-    copied = torch.Event(values.device)
-    copied.record()
-    return host, copied
