@@ -75,9 +75,14 @@ class ShardConfig:
     """
 
     grad_sync_dtype: torch.dtype | None = None
-    """Dtype in which gradients are sent. bf16 and fp16 gradients are summed in fp32 on arrival.
+    """Dtype in which gradients are sent: fp32, bf16 or fp16. They are then summed in fp32, those of
+    bf16 and fp16 on arrival: an accelerator receives all ranks' parts of a bucket.
 
-    None: the parameter's own dtype, in which a backend may also sum them.
+    None: the parameter's own dtype. gloo's ranks sum it in fp32, too. NCCL, HCCL and
+    ``collectives="native"`` sum it in transit, which for bf16 and fp16 may be in that dtype, as
+    under DistributedDataParallel and FSDP2. That is the default there because a sum on arrival
+    needs an all-to-all, which is slow between hosts. Set bf16 for bf16 parameters on one host, and
+    fp32 on many: see "Sums of bf16 gradients" in shardfuse/optim/README.md.
     """
 
     param_sync_dtype: torch.dtype | None = None
@@ -108,6 +113,9 @@ class ShardConfig:
     are sent: each step compares checksums of all parameters. Load or edit parameters in the same
     way on all ranks. Parameters of lower precision are sent as they are. A single rank rounds
     nothing.
+
+    Ranks that differ raise an error: on the CPU in that step, on an accelerator in the next one or
+    later, because the host does not wait for the answer.
     """
 
     error_feedback: bool = True
@@ -119,7 +127,8 @@ class ShardConfig:
     A gradient that changes afterwards is sent again, so steps are the same bit for bit. Run all
     backwards of a step except the last inside no_sync(). auto: with gloo over sockets and no mesh,
     where bytes move while a rank computes and no measurement was slower. Received parts of all
-    buckets stay in memory: with gloo (W - 1) / W of the gradients' bytes, else 1 / W.
+    buckets stay in memory: with gloo (W - 1) / W of the bytes sent; with another backend 1 / W, or
+    all of them where ``grad_sync_dtype`` of 16 bits or ``grad_sync_bits`` is set.
     """
 
     overlap_param_sync: bool | Literal["auto"] = "auto"

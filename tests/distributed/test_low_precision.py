@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import shardfuse
 from shardfuse import ShardedAdam, ShardedAdamW, ShardedBertAdam, ShardedLamb, ShardedSGD
 from tests.support.harness import run_procs, run_threads
 from tests.support.models import rank_grads
 from tests.support.oracles import AdamOracle, BertAdamOracle, LambOracle, SGDOracle
+from tests.support.placing import on_device
 from tests.support.runs import (
     Case,
     assert_bitwise,
@@ -150,6 +153,76 @@ def test_a_low_wire_is_summed_in_fp32(collectives: str, sharding: dict[str, Any]
     """Only what travels is rounded, whatever a backend would do; not the sum, nor what is kept."""
     for value in run_procs(2, train_on_a_sum_of_nine_bits, collectives, sharding):
         assert torch.equal(value, torch.full((3000,), -257.0 / 2))
+
+
+def sum_of_ranks(alike: bool, sharding: dict[str, Any]) -> float:
+    """Return the error of a sum of bf16 gradients: its rms over that of the sum in fp64."""
+    grads = grads_of_ranks(dist.get_world_size(), alike)
+    weight = torch.nn.Parameter(torch.zeros(len(grads[0]), dtype=torch.bfloat16))
+    optimizer = ShardedSGD([weight], lr=1.0, sharding={"kernel": "eager", **sharding})
+    weight.grad = grads[dist.get_rank()].to(weight.device)
+    optimizer.step()
+    optimizer.consolidate_state_dict(to=None)
+    master = optimizer.state_dict()["state"][0]["param"].cpu()
+    return relative_rms(-master.double() * len(grads), grads)
+
+
+def grads_of_ranks(world_size: int, alike: bool, numel: int = 4096) -> list[Tensor]:
+    """Return standard-normal gradients in bf16; or, ``alike``, of mean 1 and deviation 0.1."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(world_size, numel, generator=generator)
+    return list((1 + 0.1 * noise if alike else noise).bfloat16())
+
+
+def relative_rms(total: Tensor, grads: list[Tensor]) -> float:
+    exact = torch.stack(grads).double().sum(0)
+    return float((total.double() - exact).norm() / exact.norm())
+
+
+SUMS: list[dict[str, Any]] = [
+    {"collectives": "auto"},
+    {"collectives": "pairwise"},
+    {"collectives": "pairwise", "stage": 2},
+    {"collectives": "native", "grad_sync_dtype": torch.bfloat16},
+    {"collectives": "native", "grad_sync_dtype": torch.bfloat16, "stage": 2},
+    {"collectives": "native", "grad_sync_dtype": torch.float32},
+    {"collectives": "native"},
+]
+
+
+def errors_of_sums() -> list[list[float]]:
+    return [[sum_of_ranks(alike, sharding) for alike in (False, True)] for sharding in SUMS]
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_sums_of_bf16_gradients(world_size: int) -> None:
+    """In fp32, unless it is the backend's own sum: that is in bf16, as the page says."""
+    for of_rank in run_procs(world_size, errors_of_sums):
+        for sharding, found in zip(SUMS, of_rank, strict=True):
+            is_pairwise = not on_device() and sharding["collectives"] != "native"
+            if is_pairwise or "grad_sync_dtype" in sharding:
+                assert max(found) < 1e-6, sharding
+            else:
+                assert 1e-3 < min(found) <= max(found) < 4e-3, sharding
+
+
+def sum_as_a_ring(grads: list[Tensor]) -> Tensor:
+    """Return the sum in the dtype of the gradients, rank by rank."""
+    total = grads[0]
+    for grad in grads[1:]:
+        total = total + grad
+    return total
+
+
+def test_the_table_of_sums() -> None:
+    """The figures of the page."""
+    page = (Path(shardfuse.__file__).parent / "optim" / "README.md").read_text()
+    for world_size in (8, 64, 1024):
+        drawn = [grads_of_ranks(world_size, alike) for alike in (False, True)]
+        own, alike = (100 * relative_rms(sum_as_a_ring(grads), grads) for grads in drawn)
+        fp32 = (relative_rms(sum_as_a_ring([g.float() for g in grads]), grads) for grads in drawn)
+        assert max(fp32) < 1e-6
+        assert f"| {world_size:,} | {own:.1f} % | {alike:.1f} % |" in page
 
 
 def test_fp16_sum_does_not_overflow() -> None:
