@@ -160,10 +160,10 @@ def sum_of_ranks(alike: bool, sharding: dict[str, Any]) -> float:
     grads = grads_of_ranks(dist.get_world_size(), alike)
     weight = torch.nn.Parameter(torch.zeros(len(grads[0]), dtype=torch.bfloat16))
     optimizer = ShardedSGD([weight], lr=1.0, sharding={"kernel": "eager", **sharding})
-    weight.grad = grads[dist.get_rank()].to(weight.device)
+    weight.grad = grads[dist.get_rank()]
     optimizer.step()
     optimizer.consolidate_state_dict(to=None)
-    master = optimizer.state_dict()["state"][0]["param"].cpu()
+    master = optimizer.state_dict()["state"][0]["param"].to(grads[0].device)
     return relative_rms(-master.double() * len(grads), grads)
 
 
