@@ -426,17 +426,15 @@ class DeltaCodec(ParamCodec):
         self._has_feedback = has_feedback
         self.key = ERROR if has_feedback else None
         self._in_update: set[int] = set()  # buckets whose part of the arena holds exact values
-        self._send_buffers: dict[int, Tensor] = {}
-        buckets, start = params.flat.buckets, 0
+        buckets, device = params.flat.buckets, params.data.device
+        indices = [bucket.index for bucket in buckets]
         self._world_size = buckets[0].numel // buckets[0].shard_numel if buckets else 1
         parts = [quantizer.part_nbytes(bucket.shard_numel, CHECK_NBYTES) for bucket in buckets]
-        device = params.data.device
         self._data = zeros(self._world_size * sum(parts), device, torch.uint8)
-        for bucket, nbytes in zip(buckets, parts, strict=True):
-            stop = start + self._world_size * nbytes
-            self._send_buffers[bucket.index], start = self._data[start:stop], stop
-        self._places = {bucket.index: place for place, bucket in enumerate(buckets)}
+        sends = torch.split(self._data, [self._world_size * nbytes for nbytes in parts])
+        self._send_buffers = dict(zip(indices, sends, strict=True))
         self._differs = torch.zeros(len(buckets), dtype=torch.bool, device=device)
+        self._differs_in = dict(zip(indices, self._differs.unbind(), strict=True))
         self._is_unread = False  # whether decode() has written to it since the last copy
         self._copy: tuple[Tensor, torch.Event | None] | None = None  # on its way to the host
 
@@ -502,7 +500,7 @@ class DeltaCodec(ParamCodec):
         differs = checks != _checksums(params)
         differs[self._rank].fill_(False)  # this rank's have been updated
         if differs.device.type not in _HOST:
-            self._differs[self._places[bucket.index]].logical_or_(differs.any())
+            self._differs_in[bucket.index].logical_or_(differs.any())
             self._is_unread = True
         elif differs.any():
             raise DifferentParams(bucket)
