@@ -41,7 +41,7 @@ class Turns:
         following_s = now_s + self.period_s - (now_s - self._phase_s) % self.period_s
         # Ranks that have not asked for long would all do so where they begin to wait.
         is_due = now_s - 2 * self.period_s < self._due_s <= now_s
-        if is_due or self._due_s <= now_s:
+        if self._due_s <= now_s:
             self._due_s = following_s
         return is_due
 
