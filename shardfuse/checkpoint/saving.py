@@ -16,12 +16,10 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from shardfuse.checkpoint.collective import (
     CheckpointGroup,
@@ -29,6 +27,7 @@ from shardfuse.checkpoint.collective import (
     check_state,
     next_sequence_number,
 )
+from shardfuse.checkpoint.copies import DeferredCopies, HostBuffers
 from shardfuse.checkpoint.index import (
     MANIFEST,
     METADATA,
@@ -49,11 +48,10 @@ from shardfuse.checkpoint.replacement import (
     staging_path,
 )
 from shardfuse.checkpoint.state import TrainingState
-from shardfuse.checkpoint.storage import DeferredCopies, ShardWriter, dcp_metadata, pickle_metadata
+from shardfuse.checkpoint.storage import ShardWriter, dcp_metadata, pickle_metadata
 from shardfuse.comm.session import PeerError, unreadable
 from shardfuse.files import FolderHandle, is_folder, make_folder
 from shardfuse.optim.base import ShardedOptimizer
-from shardfuse.runtime import current_stream
 
 logger = logging.getLogger("shardfuse")
 
@@ -240,7 +238,6 @@ class AsyncSave:
     ) -> None:
         self._save, self._copies, self._on_complete = operation, copies, on_complete
         self._ranks = operation.ranks
-        self._begin = _record_event(operation.ranks.device)
         self._error: Exception | None = None
         self._written = threading.Event()
         self._checksum = 0
@@ -307,9 +304,8 @@ class AsyncSave:
         return not self._was_waited_for
 
     def _run(self) -> None:
-        with _on_device_after(self._ranks.device, self._begin):
-            self._checksum, self._error = self._save.write()
-            self._copies.copy_pending()
+        with self._copies.on_own_stream():
+            self._checksum, self._error = self._write()
         comm = self._ranks.comm
         text = "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
         if comm.world_size > 1:
@@ -320,6 +316,16 @@ class AsyncSave:
                 self._commit_when_written()
             except PeerError as error:
                 self._error = error
+
+    def _write(self) -> tuple[int, Exception | None]:
+        """Write this rank's shard as _SaveOperation.write() does, from copies."""
+        checksum, error = 0, None
+        if self._ranks.device.type != "cpu":
+            _, error = catch(self._copies.copy)
+        if error is None:
+            checksum, error = self._save.write()
+        _, failure = catch(self._copies.close)  # waits for copies in flight
+        return (checksum, error) if failure is None else (0, error or failure)
 
     def _commit_when_written(self) -> None:
         """Commit once all ranks have written; runs in the first rank's thread."""
@@ -360,30 +366,6 @@ def _parse_checksum(text: str, key: str) -> int:
     raise unreadable(key, text)
 
 
-def _record_event(device: torch.device) -> Any:
-    """Return an event after the work that this thread has launched; None on the CPU."""
-    stream = current_stream(device)
-    return None if stream is None else stream.record_event()
-
-
-@contextmanager
-def _on_device_after(device: torch.device, begin: Any) -> Iterator[None]:
-    """Run this thread on ``device``, on a stream of its own that waits for ``begin`` only.
-
-    A new thread uses the host's first device, another rank's, and the default stream, which
-    training uses and torch's writer synchronizes with. (Not run on hardware.)
-    """
-    if begin is None:
-        yield
-        return
-    module = torch.get_device_module(device)
-    module.set_device(device)
-    stream = module.Stream(device)
-    stream.wait_event(begin)
-    with module.stream(stream):
-        yield
-
-
 def async_save(
     state: Mapping[str, Any],
     folder: str | os.PathLike[str],
@@ -395,10 +377,13 @@ def async_save(
     """Save as save() does, while training continues; return at once. Collective.
 
     Optimizer states and this rank's shards of the parameters do not change before the next step().
-    So a thread copies and writes one fragment at a time, and the next step() first copies the rest.
-    The extra memory is one fragment, or at most this rank's shards if step() comes first
-    (``extra_nbytes`` has the peak). Everything else, such as buffers of modules, is copied before
-    this function returns. load() and load_state_dict() first copy the rest, too. Nothing else may
+    So a thread copies and writes one piece of up to 64 MiB at a time, and the next step() first
+    copies the rest. The extra memory is one piece, or at most this rank's shards if step() comes
+    first (``extra_nbytes`` has the peak). On an accelerator the thread copies this rank's shards at
+    once, to pinned host memory that the next save uses again and that is freed with the optimizer;
+    the next step() then waits on its stream, and the host does not. (Not run on hardware.)
+    Everything else, such as buffers of modules, is copied before this function returns. load() and
+    load_state_dict() first copy the rest, too. Nothing else may
     change parameters or states: call wait() before you load in another way. The thread uses a core
     for one second per GB, and the time of the disk. If ranks leave no core free, training is slower
     during that time.
@@ -417,12 +402,26 @@ def async_save(
     operation = _SaveOperation(state, folder, process_group, info, copies)
     with operation.ranks.region("checkpoint.async_save()", f"name = {operation.target.name}"):
         saving = AsyncSave(operation, copies, then)
+    copies.begin(operation.ranks.device, _buffers_for(state))
     # Registered before the thread starts: a step() right after this call must find the save.
     for value in state.values():
         if isinstance(value, ShardedOptimizer):
             register_running_save(value, saving)
     saving.start()
     return saving
+
+
+_host_buffers: weakref.WeakKeyDictionary[ShardedOptimizer, HostBuffers] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _buffers_for(state: Mapping[str, Any]) -> HostBuffers:
+    """Return the host memory of the first optimizer in ``state``, which lives as long as it."""
+    for value in state.values():
+        if isinstance(value, ShardedOptimizer):
+            return _host_buffers.setdefault(value, HostBuffers())
+    return HostBuffers()
 
 
 _running_saves: weakref.WeakKeyDictionary[ShardedOptimizer, list[AsyncSave]] = (

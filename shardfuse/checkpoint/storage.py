@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,6 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType
 
+from shardfuse.checkpoint.copies import DeferredCopies
 from shardfuse.checkpoint.index import (
     CheckpointError,
     CheckpointReader,
@@ -158,43 +158,6 @@ class _FileSystemWriter(FileSystemWriter):
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
-
-
-class DeferredCopies:
-    """Copies of fragments, made one by one as they are written, or at once before they change.
-
-    [Note: live state] States and a rank's shards of the params do not change between two calls
-    of step(). So a save need not copy them when it begins. The writing thread copies each fragment
-    just before it writes it, and the next step() first copies the fragments that are still pending.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pending: dict[MetadataIndex, Tensor] = {}
-        self._copied: dict[MetadataIndex, Tensor] = {}
-        self.peak_nbytes = 0
-
-    def add(self, index: MetadataIndex, live: Tensor) -> None:
-        """Register a fragment."""
-        self._pending[index] = live
-
-    def take(self, index: MetadataIndex) -> Tensor:
-        """Return the copy of a fragment and drop it here."""
-        with self._lock:
-            if index in self._pending:
-                self._copy(index)
-            return self._copied.pop(index)
-
-    def copy_pending(self) -> None:
-        """Copy all fragments that have no copy yet; afterwards they may change."""
-        with self._lock:
-            for index in list(self._pending):
-                self._copy(index)
-
-    def _copy(self, index: MetadataIndex) -> None:
-        self._copied[index] = self._pending.pop(index).to("cpu", copy=True)
-        nbytes = sum(tensor.nbytes for tensor in self._copied.values())
-        self.peak_nbytes = max(self.peak_nbytes, nbytes)
 
 
 class ShardWriter:

@@ -241,9 +241,9 @@ class LocalCheckpointState:
             buckets = [bucket for bucket in state.flat.buckets if self._writes(bucket)]
             owned = [f for bucket in buckets for f in state.fragments[bucket.index]]
             first = {fragment.param for fragment in owned if fragment.param_start == 0}
-            for slot in state.flat.slots:
+            steps = torch.tensor([state.step_of(slot.param) for slot in state.flat.slots])
+            for slot, step in zip(state.flat.slots, steps, strict=True):
                 is_mine = slot.param in first or (not slot.numel and self.comm.rank == 0)
-                step = torch.tensor(state.step_of(slot.param))
                 chunks = [Chunk((), step)] if is_mine else []
                 key = f"state.{opt.layout.specs[slot.param].name}.step"
                 result[key] = FragmentTensor((), step.dtype, step.device, chunks)

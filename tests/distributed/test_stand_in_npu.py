@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch import nn
 
 from shardfuse import ShardedAdam, ShardedSGD
 from shardfuse.checkpoint import async_save
+from shardfuse.checkpoint import saving as saving_module
 from shardfuse.checkpoint.storage import ShardWriter
 from shardfuse.comm import communicator_for
 from shardfuse.doctor import checks
@@ -225,6 +228,38 @@ def test_a_save_beside_training_keeps_to_its_rank(
 
     run_threads(2, save)
     assert used == {("shardfuse save", rank, True) for rank in range(2)}
+
+
+def save_twice(folder: Path) -> tuple[int, list[str], bool, bool]:
+    """Save twice beside a step.
+
+    Returns the number of buffers, what the host waited for in the step, whether the second save
+    used the buffers of the first, and whether they are freed with the optimizer.
+    """
+    params = [(f"p{i}", nn.Parameter(torch.ones(300))) for i in range(20)]
+    optimizer = ShardedAdam(params, lr=0.1)
+    addresses = []
+    for index in range(2):
+        for _, param in params:
+            param.grad = torch.ones(300)
+        optimizer.step()
+        saving = async_save({"optimizer": optimizer}, folder / str(index))
+        with npu.host_syncs() as found:
+            optimizer.step()
+        saving.wait()
+        kept = [b for free in saving_module._host_buffers[optimizer]._free.values() for b in free]
+        addresses.append(sorted(buffer.data_ptr() for buffer in kept))
+    refs = [weakref.ref(buffer) for buffer in kept]
+    del optimizer, saving, kept, params, param
+    gc.collect()
+    is_freed = all(ref() is None for ref in refs)
+    return len(addresses[0]), found, addresses[0] == addresses[1], is_freed
+
+
+def test_saves_share_host_memory_and_no_step_waits(tmp_path: Path) -> None:
+    """One buffer for each arena of two states, for 20 params; the optimizer's last one frees it."""
+    for result in run_threads(2, save_twice, tmp_path):
+        assert result == (2, [], True, True)
 
 
 def train_on_two_streams(sharding: dict[str, Any] | None, is_second_first: bool) -> Any:
