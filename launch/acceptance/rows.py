@@ -59,6 +59,7 @@ ROWS = (
     Row("LAMB's norms"),
     Row("save and load"),
     Row("bandwidth", "hardware"),
+    Row("all-gather in place"),
     Row("order of a step"),
     Row("memory against the plan", "hardware"),
     Row("no host synchronization", "hardware"),

@@ -37,6 +37,7 @@ SCRIPT = "launch/bert/pretrain.py"
 VARIABLES = (
     *("HCCL_CONNECT_TIMEOUT", "TASK_QUEUE_ENABLE", "CPU_AFFINITY_CONF"),
     *("MULTI_STREAM_MEMORY_REUSE", "PYTORCH_NPU_ALLOC_CONF", "TORCH_HCCL_ZERO_COPY"),
+    "SHARDFUSE_IN_PLACE_ALL_GATHER",
     *("HCCL_BUFFSIZE", "HCCL_SOCKET_IFNAME", "ASCEND_RT_VISIBLE_DEVICES"),
 )
 """Of the environment, that are shown where they are set."""

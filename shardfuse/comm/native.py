@@ -87,7 +87,8 @@ _TRAITS = {
     "gloo": BackendTraits(in_place_all_gather=True, prefers_pairwise=True, aborts_on_mismatch=True),
     "nccl": BackendTraits(in_place_all_gather=True),
     # HCCL's documents can be read as forbidding overlap of send and receive buffers, so it gets a
-    # staged copy until the in-place form has been run on hardware. EI0005 reports a mismatch.
+    # staged copy unless IN_PLACE_VARIABLE says that the doctor found the in-place form right. (Not
+    # run on hardware.) EI0005 reports a mismatch.
     # TORCH_HCCL_ZERO_COPY (beta) turns zero-copy on; the input is checked without it, too.
     "hccl": BackendTraits(in_place_all_gather=False, mismatch_code="EI0005", changes_inputs=None),
 }
@@ -96,9 +97,15 @@ _CAUTIOUS = BackendTraits(in_place_all_gather=False, changes_inputs=None)
 """Of a backend that is not listed."""
 
 
+IN_PLACE_VARIABLE = "SHARDFUSE_IN_PLACE_ALL_GATHER"
+"""Environment variable; 1: every backend gathers in place. Ranks may differ in it."""
+
+
 def traits_of(backend: str) -> BackendTraits:
     """Return the traits of ``backend``, a name as ``torch.distributed.get_backend`` gives it."""
     traits = _TRAITS.get(backend, _CAUTIOUS)
+    if os.environ.get(IN_PLACE_VARIABLE, "0") not in ("", "0"):
+        traits = replace(traits, in_place_all_gather=True)
     if backend == "hccl" and os.environ.get("TORCH_HCCL_ZERO_COPY", "0") not in ("", "0"):
         # CANN 9.0, "Zero-copy: Before You Start". (Not run on hardware.)
         return replace(traits, changes_inputs=True)
@@ -353,6 +360,18 @@ class ProcessGroupCommunicator:
         self._note("all_gather", output)
         work = self._launch(all_gather_single, output, input, async_op=True)
         return self._completion(work, output, input)
+
+    def try_all_gather_in_place(self, output: torch.Tensor) -> Completion[None]:
+        """Gather every rank's part of ``output``, from where it lies, whatever the traits say.
+
+        Raises:
+            RuntimeError: the backend refuses it; the ranks stay connected.
+        """
+        assert all_gather_single is not None
+        part = output.chunk(self.world_size)[self.rank]
+        self._note("all_gather in place", output)
+        work = all_gather_single(output, part, group=self._live_group(), async_op=True)
+        return self._completion(work, output)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Completion[None]:
         self._note(f"all_reduce by {op}", tensor)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from shardfuse import checkpoint, optim
 from shardfuse.buffers import PLAIN_FORMATS
 from shardfuse.comm import Communicator
+from shardfuse.comm.native import IN_PLACE_VARIABLE, ProcessGroupCommunicator, traits_of
 from shardfuse.comm.session import unreadable
 from shardfuse.comm.transport import add_up
 from shardfuse.doctor.host import Finding, buffer_mb
@@ -103,6 +104,42 @@ def _measure_rates(
         _synchronize(device)
         found[kind] = moved * repeats / (time.perf_counter() - started) / 1e9
     return found
+
+
+def all_gather_in_place(comm: Communicator, device: torch.device) -> Finding:
+    """An all-gather whose input lies in its output gives the bits of one from a copy.
+
+    shardfuse sends copies where that is not known: 1 / world_size of the params more at the peak.
+    """
+    if not isinstance(comm, ProcessGroupCommunicator):
+        return Finding("", "not run", "one rank gathers nothing")
+    is_used, refusal, are_equal = traits_of(comm.backend).in_place_all_gather, "", True
+    sizes = [*_SIZES_MIB, *([_LARGE_MIB] if device.type != "cpu" else [])]
+    with comm.session.region("doctor: all-gather in place"):
+        for mib in sizes:
+            numel = (mib << 20) // 4 // (512 * comm.world_size) * 512
+            # Other integers on each rank, which fp32 holds.
+            own = torch.arange(numel, device=device, dtype=torch.float32).remainder_(4093)
+            own += 4093 * (comm.rank % 4096)
+            expected = torch.empty(numel * comm.world_size, device=device)
+            comm.all_gather(expected, own).wait()
+            out = torch.full_like(expected, -1.0)
+            out.chunk(comm.world_size)[comm.rank].copy_(own)
+            try:
+                comm.try_all_gather_in_place(out).wait()
+            except RuntimeError as error:
+                refusal = str(error).splitlines()[0][:300]
+                break
+            are_equal &= torch.equal(out, expected)
+    if not refusal and are_equal:
+        text = f"right at {', '.join(map(str, sizes))} MiB"
+        if not is_used:
+            text += f"; copies are sent all the same, unless {IN_PLACE_VARIABLE}=1 is set"
+        return Finding("", "ok", text)
+    text = f"refused: {refusal}" if refusal else "wrong values"
+    if is_used:
+        return Finding("", "failed", text, f"Unset {IN_PLACE_VARIABLE}.")
+    return Finding("", "ok", f"not used, and not possible: {text}")
 
 
 def _synchronize(device: torch.device) -> None:
@@ -556,6 +593,7 @@ CHECKS: dict[str, Check] = {
     "LAMB's norms": lamb_norms,
     "save and load": save_and_load,
     "bandwidth": bandwidth,
+    "all-gather in place": all_gather_in_place,
     "bandwidth, 4 bytes off": bandwidth_misaligned,
 }
 """Run in this order, each on all ranks."""
