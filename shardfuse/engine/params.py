@@ -6,14 +6,14 @@ import itertools
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from shardfuse.buffers import FlatBuffer, ShardArena, are_at
+from shardfuse.buffers import FlatBuffer, ShardArena, are_at, return_freed_memory
 from shardfuse.codecs import MASTER_DTYPE, ParamCodec
 from shardfuse.engine.gather import ParamGatherer
 from shardfuse.engine.step import BlockMap, ParamSet, ShardProvider, StepRange, UpdateUnit
@@ -25,6 +25,9 @@ _REMEDY = (
     "Convert and move the model before building the optimizer; or change it back, as by "
     "model.to({}), and call opt.rebind()."
 )
+
+_TRIM_NBYTES = 32 << 20
+"""Bytes of parameters that move between two calls of return_freed_memory()."""
 
 
 # Of this process. Parameters themselves have no weak references: torch would not swap them then.
@@ -96,11 +99,18 @@ class FlatState:
         change = self.change()
         if change:
             raise TypeError(change)
+        nbytes = 0
         for position, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
             view = self.params_buffer.own_view(position, spec)
             if param.data_ptr() != view.data_ptr() or param.stride() != view.stride():
                 view.copy_(param.detach())
-                param.data = view
+                param.data = view  # frees its own memory, unless other code refers to that
+                nbytes += view.nbytes
+                if nbytes >= _TRIM_NBYTES and self.device.type == "cpu":
+                    return_freed_memory()
+                    nbytes = 0
+        if nbytes >= _TRIM_NBYTES:  # on a device once: it waits for all kernels
+            return_freed_memory(self.device)
         self._addresses = [param.data_ptr() for param in self.params]
         self._strides = [param.stride() for param in self.params]
 
@@ -243,6 +253,44 @@ class FlatState:
         slots = zip(self.flat.slots, self.params, strict=True)
         written = [p for slot, p in slots if slot.param not in skipped] if skipped else self.params
         increment_version(written)
+
+
+def move_through_host(
+    params: Sequence[Tensor],
+    specs: Sequence[ParamSpec],
+    allocate: Callable[[], Sequence[FlatBuffer]],
+    first: int = 0,
+) -> Sequence[FlatBuffer]:
+    """Move parameters to the flat buffers that ``allocate`` returns, once their memory is free.
+
+    For a device without room for both. Host memory holds a copy of the parameters meanwhile. If
+    anything raises, they have their values again. (Not run on hardware.)
+
+    Args:
+        params, specs: all parameters, by the numbers that slots have.
+        allocate: returns the flat buffers, once the parameters are freed.
+        first: number of the first parameter that moves.
+    """
+    on_host: dict[int, Tensor] = {}
+    members = [number for number in range(first, len(params)) if params[number].numel()]
+    device = params[members[0]].device if members else torch.device("cpu")
+    try:
+        for number in members:
+            on_host[number] = params[number].detach().cpu()
+            params[number].data = params[number].detach().new_empty(0)
+        return_freed_memory(device)
+        buffers = allocate()
+        for buffer in buffers:
+            for position, slot in enumerate(buffer.flat.slots):
+                if slot.param in on_host:
+                    view = buffer.own_view(position, specs[slot.param])
+                    view.copy_(on_host[slot.param])
+                    params[slot.param].data = view
+                    del on_host[slot.param]
+    finally:
+        for number, values in on_host.items():
+            params[number].data = values.to(device)
+    return buffers
 
 
 def rebind(flats: Sequence[FlatState]) -> None:

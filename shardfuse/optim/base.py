@@ -7,6 +7,7 @@ LAMB:    two passes over the shards with one all_reduce between them
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import warnings
@@ -42,7 +43,14 @@ from shardfuse.engine.ddp import (
 )
 from shardfuse.engine.gather import ParamGatherer
 from shardfuse.engine.kernels import Kernels
-from shardfuse.engine.params import FlatState, OwnShards, check_params, params_of_all, rebind
+from shardfuse.engine.params import (
+    FlatState,
+    OwnShards,
+    check_params,
+    move_through_host,
+    params_of_all,
+    rebind,
+)
 from shardfuse.engine.step import StepDriver, StepNorms
 from shardfuse.grads.full import FullGrads
 from shardfuse.grads.sharded import ShardedGrads
@@ -427,10 +435,16 @@ class ShardedOptimizer(TorchCompat):
         agree(self.communicator, self._device, entries, error)
         num_old = len(self._flats)
         self.layout = layout
+        first_param = len(self._params)
         self._params += [param for param, _ in added]
         if is_external_layout():
             return
-        for buffer in self._buffers.add(layout.flats[num_old:], self._device):
+        allocate = functools.partial(self._buffers.add, layout.flats[num_old:], self._device)
+        try:
+            buffers = allocate()
+        except torch.OutOfMemoryError:
+            buffers = list(move_through_host(self._params, layout.specs, allocate, first_param))
+        for buffer in buffers:
             flat = buffer.flat
             members = [slot.param for slot in flat.slots]
             state = FlatState(

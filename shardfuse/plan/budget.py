@@ -8,6 +8,7 @@ and temporaries of autograd are not counted.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -194,6 +195,8 @@ class Budget:
         num_shards, num_replicas: ranks along the shard axis and along the replicate axis.
         padded_numel: elements of the flat buffers.
         memory: bytes of one rank by part, longest-lived first.
+        for_a_time: bytes of one rank that are held beside these during a part of a step, by what.
+        building_nbytes: most bytes of one rank while the optimizer is built, the model included.
         published: bytes of one rank by the formulas of the ZeRO paper (arXiv 1910.02054, section
             3), with this optimizer's bytes per element in place of its K.
         overlaps: whether gradients are reduced during backward, and parameters gathered during the
@@ -209,6 +212,8 @@ class Budget:
     num_buckets: int
     bucket_nbytes: int
     memory: dict[str, int]
+    for_a_time: dict[str, int]
+    building_nbytes: int
     published: dict[str, int]
     collectives: tuple[Collective, ...]
     buckets: tuple[BucketCost, ...]
@@ -222,8 +227,16 @@ class Budget:
 
     @property
     def total_nbytes(self) -> int:
-        """Bytes that one rank holds."""
+        """Bytes that one rank holds between steps."""
         return sum(self.memory.values())
+
+    @property
+    def peak_nbytes(self) -> int:
+        """Most bytes that one rank holds: in backward, in step(), or while it builds.
+
+        It is of a loop that calls clip_grad_norm(), which keeps reduced gradients in fp32.
+        """
+        return max(self.total_nbytes + max(self.for_a_time.values()), self.building_nbytes)
 
 
 def plan(
@@ -316,6 +329,8 @@ class _Costs:
     def budget(self, device: str) -> Budget:
         layout = self._layout(device)
         self.layout = layout
+        is_hccl = device == "npu" and self.progress is AsyncModel.ORDERED
+        self._copies_gathered = is_hccl and not traits_of("hccl").in_place_all_gather
         numel, padded = count_elements(self.shapes), sum(flat.numel for flat in layout.flats)
         return Budget(
             num_params=len(self.shapes),
@@ -326,6 +341,8 @@ class _Costs:
             num_buckets=len(layout.buckets),
             bucket_nbytes=max(b.numel for b in layout.buckets) * self.dtype.itemsize,
             memory=self._memory(padded),
+            for_a_time=self._for_a_time(padded),
+            building_nbytes=self._building(padded, device),
             published=self._published(numel),
             collectives=tuple(self._collectives()),
             buckets=tuple(self._bucket(bucket.numel, padded) for bucket in layout.buckets),
@@ -347,6 +364,12 @@ class _Costs:
     # Memory
 
     def _memory(self, padded: int) -> dict[str, int]:
+        memory = self._without_staging(padded)
+        if self.shards > 1:
+            memory |= self._staging()
+        return {name: nbytes for name, nbytes in memory.items() if nbytes}
+
+    def _without_staging(self, padded: int) -> dict[str, int]:
         traits, item = self.traits, self.dtype.itemsize
         shard = padded // self.shards
         memory = {"parameters": padded * item}
@@ -360,9 +383,32 @@ class _Costs:
         if traits.keeps_reduced:
             memory["reduced gradients that a step keeps"] = shard * _MASTER_NBYTES
         memory["optimizer states and masters"] = round(shard * traits.state_itemsize)
-        if self.shards > 1:
-            memory |= self._staging()
-        return {name: nbytes for name, nbytes in memory.items() if nbytes}
+        return memory
+
+    def _for_a_time(self, padded: int) -> dict[str, int]:
+        """Return the bytes of what is there in backward only, and in a step, by what."""
+        largest = max(math.prod(shape) for _, shape in self.shapes)
+        found = {"backward: the largest fresh gradient": largest * self.dtype.itemsize}
+        is_clipped = self.traits.keeps_reduced or self.config.stage == 2
+        kept = 0 if is_clipped else padded // self.shards * _MASTER_NBYTES
+        gathered = 0
+        if self.shards > 1 and self._copies_gathered:
+            gathered = sum(self._param_nbytes(b.numel) for b in self.layout.buckets) // self.shards
+        found["step: copies that HCCL gathers from"] = gathered
+        found["step, where clip_grad_norm() is called"] = gathered + kept
+        return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+    def _building(self, padded: int, device: str) -> int:
+        """Return the most bytes while parameters move, and once gradients and states are there.
+
+        On the CPU a flat buffer takes memory as it is written, and each parameter is freed once it
+        has moved. A device without room for old and new moves them through the host.
+        """
+        item = self.dtype.itemsize
+        numels = [math.prod(shape) for _, shape in self.shapes]
+        moving = padded + (max(numels) if device == "cpu" else sum(numels))
+        built = sum(self._without_staging(padded).values())
+        return max(moving * item, built)
 
     def _staging(self) -> dict[str, int]:
         """Return the bytes of persistent send and receive buffers."""

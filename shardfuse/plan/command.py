@@ -29,6 +29,7 @@ def plan_to_json(budget: Budget, times: Times | None) -> dict[str, Any]:
     found = asdict(budget)
     del found["buckets"]
     found["world_size"], found["total_nbytes"] = budget.world_size, budget.total_nbytes
+    found["peak_nbytes"] = budget.peak_nbytes
     if times is not None:
         found["times"] = {**asdict(times), "exposed": times.exposed}
     return found
@@ -64,6 +65,11 @@ def _memory_lines(budget: Budget) -> Iterator[str]:
     rows = [(name, nbytes) for name, nbytes in budget.memory.items()]
     yield "Memory of one rank, without activations                MiB"
     yield from _table_lines([*rows, ("in all", budget.total_nbytes)])
+    yield ""
+    yield "Beside these for a time                                 MiB"
+    yield from _table_lines(list(budget.for_a_time.items()))
+    yield from _table_lines([("building, with the model, in all", budget.building_nbytes)])
+    yield from _table_lines([("the most at any time", budget.peak_nbytes)])
     yield ""
     yield "The same optimizer by the ZeRO paper's formulas         MiB"
     yield from _table_lines(list(budget.published.items()))

@@ -18,7 +18,7 @@ from shardfuse import (
 from shardfuse.comm import communicator_for
 from shardfuse.plan import Budget, plan
 from shardfuse.plan.models import shapes_of_module
-from tests.support import contract
+from tests.support import contract, placing
 from tests.support.counting import CountingCommunicator
 from tests.support.harness import run_procs
 from tests.support.placing import device_type
@@ -140,3 +140,67 @@ def test_memory_and_traffic(name: str, config: str, world_size: int) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_kind_of_rule(name: str, dtype: torch.dtype) -> None:
     check(name, dtype, {}, 2)
+
+
+def measured(name: str, sharding: dict[str, Any], clips: bool) -> dict[str, int]:
+    """Return the most bytes on this rank's device in building, in a backward and in a step."""
+    device: Any = torch.npu  # type: ignore[attr-defined]  # of a rank, which loads it later
+
+    def peak() -> int:
+        device.synchronize()
+        found = int(device.max_memory_allocated()) - before
+        device.reset_peak_memory_stats()
+        return found
+
+    before = device.memory_allocated()
+    model = large_model()
+    cls, options = OPTIMIZERS[name]
+    device.reset_peak_memory_stats()
+    own = {"kernel": "eager", "consolidate_every": 0, **sharding}
+    optimizer = cls(model.named_parameters(), **options, sharding=own)
+    found = {"building": peak()}
+    index = torch.arange(2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        peak()
+        model(index).sum().backward()
+        found["backward"] = peak()
+        if clips:
+            optimizer.clip_grad_norm(1.0)
+        optimizer.step()
+        found["step"] = peak()
+    return found
+
+
+def large_model() -> nn.Module:
+    """Return a model whose largest parameter is more than half of it."""
+    return nn.Sequential(nn.Embedding(20_000, 64), *(nn.Linear(64, 64) for _ in range(200)))
+
+
+@pytest.mark.skipif(not placing.on_device(), reason="the CPU does not count its memory")
+@pytest.mark.parametrize("clips", [False, True], ids=["", "clips"])
+@pytest.mark.parametrize(
+    ("name", "sharding"), [("adamw", {}), ("sgd", {"stage": 2})], ids=["stage 1", "stage 2"]
+)
+def test_peaks_of_a_device(name: str, sharding: dict[str, Any], clips: bool) -> None:
+    """As the stand-in counts its memory, within 3 % of all that the plan has."""
+    sharding = {"bucket_cap_mb": 0.25, **sharding}
+    cls, options = OPTIMIZERS[name]
+    budget = plan(
+        shapes_of_module(large_model()),
+        lambda params, sharding: cls(params, **options, sharding=sharding),
+        world_size=2,
+        device=device_type(),
+        sharding=ShardConfig.of(sharding),
+    )
+    held, extra = budget.total_nbytes, budget.for_a_time
+    step = (
+        "step, where clip_grad_norm() is called" if clips else "step: copies that HCCL gathers from"
+    )
+    backward = held + extra["backward: the largest fresh gradient"]
+    if clips and not sharding.get("stage"):  # kept from the first clip on
+        backward += extra[step] - extra[copies]
+    for found in run_procs(2, measured, name, sharding, clips):
+        assert found["building"] == pytest.approx(budget.building_nbytes, rel=0.03)
+        assert found["backward"] == pytest.approx(backward, rel=0.03)
+        assert found["step"] == pytest.approx(held + extra[step if clips else copies], rel=0.03)

@@ -26,6 +26,14 @@ def test_zeros(numel: int, dtype: torch.dtype) -> None:
     assert not buffer.any()
 
 
+def test_zeros_of_used_memory() -> None:
+    """Pages are dropped, and what is in front of the first and behind the last is written."""
+    for numel in (LARGE, LARGE + 3, LARGE + 5000):
+        used = [torch.ones(LARGE // 4) for _ in range(16)]
+        del used
+        assert not zeros(numel, CPU, torch.float32).any()
+
+
 def test_large_buffers_do_not_compete() -> None:
     """Addresses of any 16 in a row differ, modulo 2**18, wherever the allocator puts them."""
     buffers = []

@@ -1,0 +1,118 @@
+"""What building takes: parameters move into flat buffers, and are not there twice for long."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardfuse import ShardedAdam, ShardedSGD
+from shardfuse import buffers as buffers_module
+from tests.support import placing
+from tests.support.harness import run_procs
+
+pytestmark = pytest.mark.timeout(100)
+
+_M_MMAP_THRESHOLD = -3
+"""glibc's name of an option."""
+
+
+def resident(field: str) -> int:
+    """Return bytes of this process's memory, "VmRSS" or its peak "VmHWM"."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(f"{field}:")]
+    return int(line.split()[1]) << 10
+
+
+def grown() -> float:
+    """Return by how much building lets the peak of this process grow above the model, in P."""
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 128 << 10)  # as of a process that has freed none
+    ShardedSGD([nn.Parameter(torch.ones(5))], lr=0.1)  # what libraries load
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(32)))
+    gc.collect()
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    ShardedSGD(model.named_parameters(), lr=0.1)
+    nbytes = sum(param.nbytes for param in model.parameters())
+    return (resident("VmHWM") - before) / nbytes
+
+
+@pytest.mark.cpu_only("devices are below")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the peak")
+def test_a_model_is_not_there_twice() -> None:
+    """Of 128 MiB in tensors of 4, no more than three are; gradients take nothing before backward.
+
+    Padding, huge pages and Python's own objects are in it.
+    """
+    (found,) = run_procs(1, grown)
+    assert found <= 3 / 32
+
+
+def lacking(monkeypatch: pytest.MonkeyPatch, num: int) -> None:
+    """Have so many of the next large allocations find no memory."""
+    zeros, calls = buffers_module.zeros, iter(range(num))
+
+    def short(*args: Any) -> torch.Tensor:
+        if next(calls, None) is not None:
+            raise torch.OutOfMemoryError("out of memory")
+        return zeros(*args)
+
+    monkeypatch.setattr(buffers_module, "zeros", short)
+
+
+def mixed() -> list[tuple[str, nn.Parameter]]:
+    torch.manual_seed(0)
+    tensors = [torch.randn(300, 200), torch.randn(64, 40).t(), torch.randn(7, dtype=torch.float16)]
+    tensors += [torch.randn(()), torch.randn(0, 3), torch.randn(2, 3, 4, 5)]
+    tensors[-1] = tensors[-1].to(memory_format=torch.channels_last)
+    named = [(f"p{i}", nn.Parameter(placing.here(tensor))) for i, tensor in enumerate(tensors)]
+    named[3][1].requires_grad_(False)
+    return named
+
+
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_where_memory_is_short(num_failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters go through the host; if that is no help, they are what they were."""
+    named = mixed()
+    before = [param.detach().clone() for _, param in named]
+    strides = [param.stride() for _, param in named]
+    lacking(monkeypatch, num_failures)
+    if num_failures == 2:
+        with pytest.raises(torch.OutOfMemoryError):
+            ShardedAdam(named)
+    else:
+        optimizer = ShardedAdam(named)
+        for _, param in named[:2]:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert not torch.equal(named[0][1], before[0])
+        del before[:2], named[:2], strides[:2]
+    for (_, param), value, stride in zip(named, before, strides, strict=True):
+        assert torch.equal(param, value)
+        assert param.stride() == stride
+
+
+@pytest.mark.skipif(not placing.on_device(), reason="the host's memory is looked at above")
+def test_through_the_host_nothing_is_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without: old and new. Through the host: the larger of both."""
+    device: Any = torch.npu  # type: ignore[attr-defined]
+    peaks = []
+    for num_failures in (0, 1):
+        gc.collect()
+        before = device.memory_allocated()
+        named = [(f"p{i}", nn.Parameter(torch.ones(100_000))) for i in range(10)]
+        nbytes = device.memory_allocated() - before
+        for _, param in named:
+            param.requires_grad_(False)
+        lacking(monkeypatch, num_failures)
+        device.reset_peak_memory_stats()
+        ShardedSGD(named, lr=0.1)
+        peaks.append((device.max_memory_allocated() - before) / nbytes)
+        monkeypatch.undo()
+        del named, param
+    assert peaks == pytest.approx([2.0, 1.0], abs=0.01)
