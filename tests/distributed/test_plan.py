@@ -194,9 +194,7 @@ def test_peaks_of_a_device(name: str, sharding: dict[str, Any], clips: bool) -> 
         sharding=ShardConfig.of(sharding),
     )
     held, extra = budget.total_nbytes, budget.for_a_time
-    step = (
-        "step, where clip_grad_norm() is called" if clips else "step: copies that HCCL gathers from"
-    )
+    copies, step = "step: copies that HCCL gathers from", "step, where clip_grad_norm() is called"
     backward = held + extra["backward: the largest fresh gradient"]
     if clips and not sharding.get("stage"):  # kept from the first clip on
         backward += extra[step] - extra[copies]

@@ -175,3 +175,26 @@ def test_zero_copy_takes_copies(
     # What arrives is a quarter of each.
     sent = {"copies of gradients, for zero-copy": 4 * plain["gradients that arrive"]}
     assert copies == (sent if is_copied else {})
+
+
+@pytest.mark.parametrize(("device", "copied"), [("npu", 1 / 4), ("cuda", 0), ("cpu", 0)])
+def test_an_all_gather_in_place_takes_no_copies(
+    device: str, copied: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HCCL's gets a copy of a rank's part of all params, unless the variable says otherwise."""
+
+    def found() -> tuple[int, int]:
+        budget = plan(
+            shapes_of_module(small()),
+            lambda params, sharding: ShardedAdam(params, sharding=sharding),
+            world_size=4,
+            device=device,
+        )
+        copies = budget.for_a_time.get("step: copies that HCCL gathers from", 0)
+        return copies, budget.memory["parameters"]
+
+    monkeypatch.delenv("SHARDFUSE_IN_PLACE_ALL_GATHER", raising=False)
+    copies, params = found()
+    assert copies == copied * params
+    monkeypatch.setenv("SHARDFUSE_IN_PLACE_ALL_GATHER", "1")
+    assert found() == (0, params)
