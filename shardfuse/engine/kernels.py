@@ -1,13 +1,20 @@
-"""Kernels: runs a rule over the tiles of a shard, eagerly or through torch.compile.
+"""Kernels: runs a rule over the tiles of a shard: eagerly, by torch's fused operators, compiled.
 
 Eager passes go tile by tile: a rule makes temporaries, and in tiles that fit the cache these cost
-no memory traffic. On accelerators tiles only bound the temporaries. Compiled passes fuse the
-temporaries away and take all rows at once.
+no memory traffic. On accelerators tiles only bound the temporaries. Some updates are one operator
+of torch's, such as ``torch._fused_adamw_``. Compiled passes fuse the temporaries away and take all
+rows at once.
+
+[Note: no host waits] torch.tensor(value, device=cuda) copies from pageable memory, for which the
+host waits, and then for all that the stream has to do before. Values reach compiled passes as
+tensors that torch.full() makes: a kernel takes the number as an argument. They are kept by value,
+so that a step makes those that a schedule changes, once for all units.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from collections.abc import Callable
 from types import FunctionType
@@ -17,8 +24,8 @@ import torch
 from torch import Tensor
 
 from shardfuse.buffers import return_freed_memory
-from shardfuse.rules import ElementwiseRule, ReducingRule, UpdateRule
-from shardfuse.rules.base import Group
+from shardfuse.rules import ElementwiseRule, NormRule, ReducingRule, Settings, UpdateRule
+from shardfuse.rules.base import Fused, Group
 from shardfuse.runtime import compiling_kernels
 
 logger = logging.getLogger("shardfuse")
@@ -60,15 +67,25 @@ def ascending(scale: Scale, group: Group) -> Scale:
 def refresh_master(p: Tensor, low: Tensor) -> None:
     """Overwrite elements of ``p`` whose rounding is no longer ``low``.
 
-    Compares bits: a compiler is free to compare without rounding ``p`` first, and then every master
-    would lose its low half in each step.
+    A compiler is free to compare without rounding ``p`` first, and then every master would lose its
+    low half in each step: so the compiled kernel compares bits. NPUs compare int16 on their AI CPU,
+    which is slow: eager kernels compare numbers there. Then an edit from 0.0 to -0.0 is not seen,
+    and a NaN is written anew.
     """
-    edited = p.to(low.dtype).view(torch.int16) != low.view(torch.int16)
-    torch.where(edited, low.to(p.dtype), p, out=p)
+    rounded = p.to(low.dtype)
+    if torch.compiler.is_compiling() or p.device.type == "cpu":
+        edited = rounded.view(torch.int16) != low.view(torch.int16)
+    else:
+        edited = rounded != low
+    torch.where(edited, low, p, out=p)
 
 
 def _mean(grad: tuple[Tensor, ...], scale: Scale, dtype: torch.dtype) -> Tensor:
-    g = grad[0].to(dtype)
+    g = grad[0]
+    if len(grad) == 1 and isinstance(scale, Tensor) and g.dtype != dtype:
+        # One pass: tensors of one dimension or more promote each other, unlike numbers.
+        return torch.mul(g, scale if scale.dim() else scale.view(1, 1))
+    g = g.to(dtype)
     for part in grad[1:]:
         g = g + part
     return g if scale is None else g * scale
@@ -88,6 +105,33 @@ def only_pass(rule: ElementwiseRule, flags: Any, h: Any, scale: Scale, tile: Til
         low.copy_(p)
 
 
+def fused_pass(rule: ElementwiseRule, fused: Fused, h: Any, scale: Scale, tile: Tile) -> None:
+    """Do the same by one operator of torch's; ``h`` is the step as a tensor."""
+    p, low = tile.p, tile.low
+    assert p is not None
+    if low is not None:
+        refresh_master(p, low)
+    g = _mean(tile.grad, scale, p.dtype)
+    missing = -p.numel() % _FUSED_WIDTH
+    if missing:
+        own = [torch.nn.functional.pad(t.flatten(), (0, missing)) for t in (p, g, *tile.states)]
+        fused.call(own[0], own[1], own[2:], h)
+        for tensor, padded in zip((p, *tile.states), (own[0], *own[2:]), strict=True):
+            tensor.copy_(padded[: p.numel()].view_as(tensor))
+    else:
+        fused.call(p, g, tile.states, h)
+    if low is not None:
+        low.copy_(p)
+
+
+_FUSED_WIDTH = 16
+"""Elements of a vector of AVX-512, and of torch's tasks for threads.
+
+Elements behind the last full vector are rounded otherwise by fused operators on the CPU, so there
+must be none: a shard has none, and an odd tail is padded.
+"""
+
+
 def first_pass(rule: ReducingRule, flags: Any, h: Any, scale: Scale, tile: Tile) -> None:
     """Update the states of a tile, and write the products to be summed, if there are any."""
     p, sums = tile.p, tile.aux
@@ -99,8 +143,15 @@ def first_pass(rule: ReducingRule, flags: Any, h: Any, scale: Scale, tile: Tile)
     if sums is None:
         return
     u = rule.direction(flags, h, p, g, *tile.states)
+    if isinstance(rule, NormRule):
+        for out, (vector, factor) in zip(sums, rule.vectors(flags, h, p, u), strict=True):
+            _sum_squares(vector, factor, out)
+        return
     for out, product in zip(sums, rule.products(p, g, u), strict=True):
-        out.copy_(product.sum(1) if out.dim() == 1 else product)
+        if isinstance(product, Tensor):
+            out.copy_(product)
+        else:
+            torch.mul(*product, out=out)
 
 
 def second_pass(rule: ReducingRule, flags: Any, h: Any, scale: Scale, tile: Tile) -> None:
@@ -110,7 +161,7 @@ def second_pass(rule: ReducingRule, flags: Any, h: Any, scale: Scale, tile: Tile
     g = _mean(tile.grad, scale, p.dtype) if tile.grad else None
     if factors is not None and factors.dim() == 2:
         factors = factors[:, :, None]
-    rule.apply(flags, h, p, rule.direction(flags, h, p, g, *tile.states), factors)
+    rule.move(flags, h, p, g, factors, *tile.states)
     if tile.low is not None:
         tile.low.copy_(p)
 
@@ -119,8 +170,21 @@ def square_sum_pass(rule: None, flags: Any, h: Any, scale: Scale, tile: Tile) ->
     """Write the row sums of squares of the gradient to ``aux`` (1, rows), in fp32."""
     sums = tile.aux
     assert sums is not None
-    g = _mean(tile.grad, scale, sums.dtype)
-    sums[0].copy_((g * g).sum(1))
+    _sum_squares(_mean(tile.grad, scale, sums.dtype), None, sums[0])
+
+
+def _sum_squares(x: Tensor, factor: Any, out: Tensor) -> None:
+    """Write the row sums of squares of x * factor to ``out`` (rows,); None is 1."""
+    if torch.compiler.is_compiling():  # which joins this loop with the one that makes x
+        out.copy_((x * x).sum(1) if factor is None else (x * x).sum(1) * (factor * factor))
+        return
+    if x.dtype == out.dtype:
+        torch.linalg.vector_norm(x, dim=1, out=out)
+    else:
+        out.copy_(torch.linalg.vector_norm(x, dim=1))
+    if factor is not None:
+        out.mul_(factor)
+    out.square_()
 
 
 # The choice of how to run them
@@ -129,6 +193,9 @@ def square_sum_pass(rule: None, flags: Any, h: Any, scale: Scale, tile: Tile) ->
 CPU_TILE = 256 << 10
 DEVICE_TILE = 16 << 20
 """Elements per eager tile."""
+
+MOST_CONSTANTS = 1024
+"""Values that are kept on the device; then all are made anew."""
 
 COMPILE_MIN_NUMEL = 2 << 20
 """Smaller shards repay a compilation only after a thousand steps or more.
@@ -160,14 +227,19 @@ class Kernels:
         self._device = device
         self._tells = tells
         self._compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
+        self._constants: dict[tuple[float, int | None, torch.dtype], Tensor] = {}
         self.choice, self.reason = "", ""
         self._has_compiled = False  # since tidy()
+        self._operators = {name for name in rule.fused_operators if _has_kernel(name, device)}
+        self._has_fused = False
 
     def choose(self, shard_numel: int) -> None:
         """Choose how to run on shards of so many elements together; compiled kernels are kept."""
-        if self.reason.startswith(_FAILED):
+        if f" {_FAILED}: " in self.reason:
             return
         self.choice, self.reason = _choose(self._kernel, self._device, shard_numel)
+        if self._kernel == "auto" and self.choice == "eager" and self._operators:
+            self.choice = "fused"
         logger.info("kernel=%s on %s: %s", self.choice, self._device, self.reason)
 
     def tidy(self) -> None:
@@ -181,18 +253,31 @@ class Kernels:
             return_freed_memory()
 
     def run(
-        self, function: Pass, flags: Any, h: Any, scale: Scale, tile: Tile, *, is_tail: bool
+        self, function: Pass, settings: Settings, scale: Scale, tile: Tile, *, is_tail: bool
     ) -> None:
         """Run ``function`` on the rows of ``tile``.
 
         ``scale`` is one factor, or of norm rules (rows, 1). ``is_tail``: rows of a length that
         occurs nowhere else, not worth a compilation.
         """
+        flags, h, fused = settings.flags, settings.h, settings.fused
         if self.choice == "compile" and not is_tail:
             if function is first_pass and self._rule.granularity == "block":
                 scale = self._per_row(scale, _shape(tile)[0])
             if self._run_compiled(function, flags, h, scale, tile):
                 return
+        if function is only_pass and self.choice == "fused" and self._has_operator(fused):
+            assert fused is not None
+            if self._run_fused(fused, scale, tile):
+                return
+        if function is only_pass and isinstance(scale, float):
+            h, scale = self._absorbed(flags, h, scale)
+        self._run_tiles(function, flags, h, scale, tile)
+
+    def _run_tiles(self, function: Pass, flags: Any, h: Any, scale: Scale, tile: Tile) -> None:
+        """Run ``function`` on a few rows of ``tile`` at a time."""
+        if isinstance(scale, float) and [part.dtype.itemsize for part in tile.grad] == [2]:
+            scale = self._constant(scale)  # see _mean()
         num_rows, row = _shape(tile)
         tile_rows = max(1, self._tile_numel // row)
         if num_rows <= tile_rows:
@@ -209,6 +294,44 @@ class Kernels:
             )
             function(self._rule, flags, h, _narrow(scale, start, length), part)
 
+    def _absorbed(self, flags: Any, h: Any, scale: float) -> tuple[Any, Scale]:
+        """Return h and scale, with scale in h if that changes no rounding and saves its pass."""
+        assert isinstance(self._rule, ElementwiseRule)
+        is_power_of_two = abs(math.frexp(scale)[0]) == 0.5
+        absorbed = self._rule.absorb(flags, h, scale) if is_power_of_two else None
+        return (h, scale) if absorbed is None else (absorbed, None)
+
+    def _has_operator(self, fused: Fused | None) -> bool:
+        return fused is not None and fused.name in self._operators
+
+    def _run_fused(self, fused: Fused, scale: Scale, tile: Tile) -> bool:
+        """Run an operator of torch's; if the device refuses the first call, go eager for good."""
+        try:
+            self._run_tiles(fused_pass, fused, self._constant(float(fused.step)), scale, tile)
+        except RuntimeError as error:
+            if self._has_fused or self._device.type == "cpu":
+                raise
+            # It is refused before anything is written, so an eager run can take over.
+            self.choice, self.reason = "eager", f"{fused.name} {_FAILED}: {error}"
+            logger.warning("kernel=eager on %s: %s", self._device, self.reason)
+            return False
+        self._has_fused = True
+        return True
+
+    def _constant(
+        self, value: float, *, rows: int | None = None, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Return ``value`` as a kept tensor, () or (rows, 1); see [Note: no host waits]."""
+        key = (value, rows, dtype)
+        kept = self._constants.get(key)
+        if kept is None:
+            if len(self._constants) >= MOST_CONSTANTS:
+                self._constants.clear()
+            shape = () if rows is None else (rows, 1)
+            kept = torch.full(shape, value, dtype=dtype, device=self._device)
+            self._constants[key] = kept
+        return kept
+
     def _run_compiled(self, function: Pass, flags: Any, h: Any, scale: Scale, tile: Tile) -> bool:
         """Run ``function`` compiled; on a compiler's failure, log it and go eager for good."""
         tensors = [*tile.grad, tile.p, tile.low, *tile.states, tile.aux]
@@ -223,10 +346,16 @@ class Kernels:
                 )
             compiled = self._compiled[key] = torch.compile(_copy(function), dynamic=True)
             self._has_compiled = True
+        dtype = torch.float32 if tile.p is None else tile.p.dtype
         if isinstance(scale, float):
-            scale = torch.tensor(scale, dtype=torch.float32, device=self._device)
-        values = torch.tensor(h, dtype=torch.float32, device=self._device).unbind()
-        h = type(h)(*values) if h else h
+            scale = self._constant(scale)
+        if h:
+            h = type(h)(
+                *(
+                    v.to(dtype) if isinstance(v, Tensor) else self._constant(v, dtype=dtype)
+                    for v in h
+                )
+            )
         row = _shape(tile)[1]
         for tensor in tensors:
             if tensor is not None and tensor.shape[-1] == row:
@@ -238,7 +367,7 @@ class Kernels:
             # Compilation happens before anything is written, so an eager run can take over.
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 raise
-            self.choice, self.reason = "eager", f"{_FAILED}: {error}"
+            self.choice, self.reason = "eager", f"torch.compile {_FAILED}: {error}"
             logger.warning("kernel=eager on %s: %s", self._device, self.reason)
             return False
         return True
@@ -252,11 +381,12 @@ class Kernels:
         """
         if isinstance(scale, Tensor) and scale.dim() > 0:
             return scale
-        rows = torch.empty(num_rows, 1, dtype=torch.float32, device=self._device)
-        return rows.fill_(1.0 if scale is None else scale)
+        if isinstance(scale, Tensor):
+            return scale.expand(num_rows, 1).contiguous()
+        return self._constant(1.0 if scale is None else scale, rows=num_rows)
 
 
-_FAILED = "torch.compile failed"
+_FAILED = "failed"
 
 
 def _copy(function: Pass) -> Pass:
@@ -280,6 +410,12 @@ def _narrow(scale: Scale, start: int, length: int) -> Scale:
     """Return the part of ``scale`` for some rows: itself, unless it has a factor per row."""
     per_row = isinstance(scale, Tensor) and scale.dim() > 0
     return scale.narrow(0, start, length) if per_row else scale  # type: ignore[union-attr]
+
+
+def _has_kernel(name: str, device: torch.device) -> bool:
+    """Return whether torch has the operator for ``device``, and not by way of the CPU."""
+    key = torch._C._dispatch_key_for_device(device.type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
 
 
 def _choose(kernel: str, device: torch.device, shard_numel: int) -> tuple[str, str]:

@@ -40,7 +40,7 @@ from shardfuse.engine.kernels import (
     square_sum_pass,
 )
 from shardfuse.layout import BLOCK, Fragment, ParamSpec
-from shardfuse.rules import Clip, NormRule, ReducingRule, RowRule, Rows, UpdateRule
+from shardfuse.rules import Clip, NormRule, ReducingRule, RowRule, Rows, Settings, UpdateRule
 
 
 class StepDriver:
@@ -167,8 +167,7 @@ class StepDriver:
             settings = self._rule.settings(param_set.group, param_set.policy, step_range.step)
             self._kernels.run(
                 function,
-                settings.flags,
-                settings.h,
+                settings,
                 unit.scale(step_range, scale),
                 unit.tile(step_range, aux),
                 is_tail=unit.is_tail,
@@ -240,7 +239,7 @@ class StepDriver:
         """Write the sum of squares of every block of a mean gradient into ``blocks`` (1, n)."""
         tile = unit.tile_of_blocks(blocks)
         scale = self._shards.mean(unit.param_set)
-        self._kernels.run(square_sum_pass, None, (), scale, tile, is_tail=unit.is_tail)
+        self._kernels.run(square_sum_pass, Settings(None, ()), scale, tile, is_tail=unit.is_tail)
 
     def _total(self, sums: Tensor) -> Tensor:
         """Return ``sums`` added up over the ranks."""

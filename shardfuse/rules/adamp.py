@@ -10,13 +10,17 @@ from torch import Tensor
 
 from shardfuse.rules.base import (
     Group,
+    Product,
     RowRule,
     Rows,
     Settings,
+    add_,
+    add_product_,
     check_at_least_zero,
     check_betas,
     check_lr,
     divide,
+    learning_rate,
     update_moments,
     vanishes,
     with_takes,
@@ -34,10 +38,9 @@ class _Scalars(NamedTuple):
     take1: float
     beta2: float
     take2: float
-    eps: float
+    eps: float  # times the root of v's bias correction, as step_size is: u is without it
     decay: float
     step_size: float
-    root_correction2: float
 
 
 class AdamPRule(RowRule):
@@ -65,17 +68,17 @@ class AdamPRule(RowRule):
         return ("exp_avg", "exp_avg_sq")
 
     def settings(self, group: Group, policy: str, step: int) -> Settings:
-        lr = float(group["lr"])
+        lr = learning_rate(group)
         beta1, beta2 = (float(beta) for beta in group["betas"])
         nesterov = bool(group["nesterov"])
+        root_correction2 = (1.0 - beta2**step) ** 0.5
         h = _Scalars(
             *with_takes(beta1, beta2),
-            eps=float(group["eps"]),
+            eps=float(group["eps"]) * root_correction2,
             decay=lr * float(group["weight_decay"]),
-            step_size=lr / (1.0 - beta1**step),
-            root_correction2=(1.0 - beta2**step) ** 0.5,
+            step_size=lr * (root_correction2 / (1.0 - beta1**step)),
         )
-        flags = _Flags(group["weight_decay"] > 0, nesterov, vanishes(group["eps"]))
+        flags = _Flags(group["weight_decay"] > 0, nesterov, vanishes(h.eps))
         return Settings(flags, h, keeps_gradient=nesterov)
 
     def moments(self, flags: _Flags, h: _Scalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
@@ -87,11 +90,11 @@ class AdamPRule(RowRule):
         exp_avg, exp_avg_sq = state
         if flags.nesterov:
             assert g is not None
-            exp_avg = exp_avg * h.beta1 + g * h.take1
-        return divide(exp_avg, exp_avg_sq.sqrt() / h.root_correction2 + h.eps, guard=flags.guard)
+            exp_avg = exp_avg.lerp(g, h.take1)
+        return divide(exp_avg, exp_avg_sq.sqrt().add_(h.eps), guard=flags.guard)
 
-    def products(self, p: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, ...]:
-        return p * p, g * g, p * g, p * u
+    def products(self, p: Tensor, g: Tensor, u: Tensor) -> tuple[Product, ...]:
+        return (p, p), (g, g), (p, g), (p, u)
 
     def factors(self, group: Group, sums: Tensor, rows: Rows) -> Tensor:
         eps, delta = float(group["eps"]), float(group["delta"])
@@ -117,10 +120,10 @@ class AdamPRule(RowRule):
             if flags.decay:
                 p.mul_(1.0 - h.decay)
         else:
-            u = u - p * factors[0]
+            u = u.addcmul(p, factors[0], value=-1.0)
             if flags.decay:
-                p.mul_(1.0 - factors[1] * h.decay)
-        p.sub_(u * h.step_size)
+                add_product_(p, p, factors[1], -h.decay)
+        add_(p, u, -h.step_size)
 
 
 def _cosine(sums: Tensor, eps: float) -> tuple[Tensor, Tensor]:

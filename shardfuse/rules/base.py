@@ -6,6 +6,13 @@ constant for a flat, and ``h``, a NamedTuple of values. These are Python floats 
 0-D fp32 tensors in compiled mode, so that a schedule never recompiles. The same code runs in both
 modes, and annotates both as float.
 
+[Note: eager passes] In eager mode every operator is a kernel and a pass over memory, so rules use
+operators of several operands: ``lerp_``, and plus(), add_(), add_product_() and add_quotient_(),
+which are torch's add, addcmul and addcdiv. These take their factor as a number; where it is a
+tensor, torch would wait for the device to read it, and the four functions multiply by it instead.
+An element's result does not depend on its place in the tensor (tests/unit/test_kernels.py), so
+that it is the same in any cut of the shards.
+
 Rules import torch and nothing of shardfuse. They have no access to buffers and process groups.
 """
 
@@ -14,7 +21,7 @@ from __future__ import annotations
 import math
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -22,6 +29,9 @@ import torch
 from torch import Tensor
 
 Group = Mapping[str, Any]
+
+Product = Tensor | tuple[Tensor, Tensor]
+"""A tensor, or two whose product is meant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,20 @@ class Clip:
     eps: float = 0.0
 
 
+class Fused(NamedTuple):
+    """An operator of torch's that makes the whole update in one kernel, for fp32 elements.
+
+    Its results depend on the place of an element modulo 16 alone, if at all.
+    """
+
+    name: str
+    """Of the operator, such as "_fused_adamw_"; some devices have none of that name."""
+    step: float
+    """Number of the update, from 1."""
+    call: Callable[[Tensor, Tensor, Sequence[Tensor], Tensor], None]
+    """Takes the parameter, the mean gradient, the states, and the step as a () fp32 tensor."""
+
+
 class Settings(NamedTuple):
     """The constants of the math for one group, policy and step."""
 
@@ -51,6 +75,8 @@ class Settings(NamedTuple):
     """Whether a ReducingRule needs factors; if not, nothing is summed."""
     keeps_gradient: bool = False
     """Whether the direction needs the gradient, which is then kept until the second pass."""
+    fused: Fused | None = None
+    """The same update as one operator of torch's, if there is one under these flags."""
 
 
 class Member(NamedTuple):
@@ -115,6 +141,9 @@ class UpdateRule(ABC):
     def state_names(self, group: Group) -> tuple[str, ...]:
         """Return the names of the fp32 states, in the order of the math's arguments."""
 
+    fused_operators: ClassVar[tuple[str, ...]] = ()
+    """The names of operators in ``Settings.fused``."""
+
     optional_states: ClassVar[tuple[str, ...]] = ()
     """States that only some hyper-parameters need; without them, loaded ones do not change."""
 
@@ -158,6 +187,13 @@ class ElementwiseRule(UpdateRule):
     def update(self, flags: Any, h: Any, p: Tensor, g: Tensor, *state: Tensor) -> None:
         """Update ``p`` and ``state`` in place from the mean gradient ``g``, all (rows, n)."""
 
+    def absorb(self, flags: Any, h: Any, scale: float) -> Any:
+        """Return ``h`` for gradients that are still to be multiplied by ``scale``; None if not.
+
+        ``scale`` is plus or minus a power of two, so that factors round as the gradient would.
+        """
+        return None
+
 
 class ReducingRule(UpdateRule):
     """A rule of two passes: factors from sums over several ranks scale the step.
@@ -183,8 +219,8 @@ class ReducingRule(UpdateRule):
         """
 
     @abstractmethod
-    def products(self, p: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, ...]:
-        """Return ``num_sums`` tensors (rows, n) to be summed; ``u`` is the direction."""
+    def products(self, p: Tensor, g: Tensor, u: Tensor) -> tuple[Product, ...]:
+        """Return ``num_sums`` products (rows, n) to be summed; ``u`` is the direction."""
 
     @abstractmethod
     def apply(self, flags: Any, h: Any, p: Tensor, u: Tensor, factors: Tensor | None) -> None:
@@ -193,11 +229,34 @@ class ReducingRule(UpdateRule):
         ``factors`` are (num_factors, rows, 1) by tensor, (num_factors, rows, n) by row.
         """
 
+    def move(
+        self,
+        flags: Any,
+        h: Any,
+        p: Tensor,
+        g: Tensor | None,
+        factors: Tensor | None,
+        *state: Tensor,
+    ) -> None:
+        """Do all of the second pass: direction() and apply(), or the same in fewer passes."""
+        self.apply(flags, h, p, self.direction(flags, h, p, g, *state), factors)
+
 
 class NormRule(ReducingRule):
     """A rule that scales each parameter's step by a ratio of norms of the full parameter."""
 
     granularity = "block"
+
+    @abstractmethod
+    def vectors(self, flags: Any, h: Any, p: Tensor, u: Tensor) -> tuple[tuple[Tensor, Any], ...]:
+        """Return ``num_sums`` pairs (tensor (rows, n), factor) whose product's squares are summed.
+
+        A factor is a value of ``h``, or None for 1. ``u`` is the direction.
+        """
+
+    def products(self, p: Tensor, g: Tensor, u: Tensor) -> tuple[Product, ...]:
+        """Raise NotImplementedError: the sums are those of vectors()."""
+        raise NotImplementedError
 
     @abstractmethod
     def ratio(self, sums: Tensor) -> Tensor:
@@ -387,15 +446,56 @@ def with_takes(beta1: float, beta2: float) -> tuple[float, float, float, float]:
     return beta1, 1.0 - beta1, beta2, 1.0 - beta2
 
 
+def learning_rate(group: Group) -> Any:
+    """Return ``group["lr"]`` as a float, or as a () tensor if it lies on an accelerator.
+
+    The host would wait for the device to read that; the math then runs on tensors (see [Note: eager
+    passes]), also where ``lr`` is annotated as float.
+    """
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.device.type != "cpu":
+        return lr.detach().reshape(())
+    return float(lr)
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether a value of ``h`` is a tensor, although ``h`` is annotated as of floats."""
+    return isinstance(value, Tensor)
+
+
+def plus(x: Tensor, y: Tensor, factor: float) -> Tensor:
+    """Return x + factor * y."""
+    return x + y * factor if is_tensor(factor) else torch.add(x, y, alpha=factor)
+
+
+def add_(out: Tensor, x: Tensor, factor: float) -> Tensor:
+    """Add factor * x to ``out``, which is returned."""
+    return out.add_(x * factor) if is_tensor(factor) else out.add_(x, alpha=factor)
+
+
+def add_product_(out: Tensor, x: Tensor, y: Tensor, factor: float) -> Tensor:
+    """Add factor * x * y to ``out``, which is returned."""
+    if is_tensor(factor):
+        return out.add_(x * y * factor)
+    return out.addcmul_(x, y, value=factor)
+
+
+def add_quotient_(out: Tensor, x: Tensor, y: Tensor, factor: float, *, guard: bool) -> Tensor:
+    """Add factor * divide(x, y, guard=guard) to ``out``, which is returned."""
+    if guard or is_tensor(factor):
+        return add_(out, divide(x, y, guard=guard), factor)
+    return out.addcdiv_(x, y, value=factor)
+
+
 def update_moments(h: Any, g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
     """Update Adam's moments in place by the betas and takes in ``h``."""
-    exp_avg.mul_(h.beta1).add_(g * h.take1)
-    exp_avg_sq.mul_(h.beta2).add_(g * g * h.take2)
+    exp_avg.lerp_(g, h.take1)
+    add_product_(exp_avg_sq.mul_(h.beta2), g, g, h.take2)
 
 
 def vanishes(eps: Any) -> bool:
     """Return whether ``eps`` is zero in fp32, so that 0 / (sqrt(0) + eps) would be NaN."""
-    return torch.tensor(float(eps), dtype=torch.float32).item() == 0.0
+    return float(eps) <= 2.0**-150  # half of the least fp32 number, and rounds to even
 
 
 def divide(numerator: Tensor, denominator: Tensor, *, guard: bool) -> Tensor:

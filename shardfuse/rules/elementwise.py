@@ -15,8 +15,9 @@ Sources of the formulas, which tests compare element by element:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,14 +26,21 @@ from shardfuse.rules.base import (
     LARGEST,
     Clip,
     ElementwiseRule,
+    Fused,
     Group,
     Settings,
+    add_,
+    add_product_,
+    add_quotient_,
     check_at_least_zero,
     check_betas,
     check_lr,
     check_number,
     divide,
+    is_tensor,
+    learning_rate,
     number,
+    plus,
     update_moments,
     vanishes,
     with_takes,
@@ -57,6 +65,7 @@ class SGDRule(ElementwiseRule):
     """buf = momentum * buf + (1 - dampening) * g (the first time buf = g); p -= lr * buf."""
 
     counts_steps: ClassVar[bool] = False
+    fused_operators: ClassVar[tuple[str, ...]] = ("_fused_sgd_",)
     torch_keys: ClassVar[frozenset[str]] = frozenset({"momentum", "dampening", "nesterov"})
     optional_states: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
 
@@ -81,27 +90,51 @@ class SGDRule(ElementwiseRule):
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
     def settings(self, group: Group, policy: str, step: int) -> Settings:
-        momentum = float(group["momentum"])
+        momentum, dampening = float(group["momentum"]), float(group["dampening"])
         first = step == 1
         h = _SgdScalars(
-            lr=float(group["lr"]),
+            lr=learning_rate(group),
             weight_decay=float(group["weight_decay"]),
             momentum=momentum,
             keep=0.0 if first else momentum,
-            take=1.0 if first else 1.0 - float(group["dampening"]),
+            take=1.0 if first else 1.0 - dampening,
         )
-        return Settings(_SgdFlags(h.weight_decay != 0, momentum != 0, bool(group["nesterov"])), h)
+        flags = _SgdFlags(h.weight_decay != 0, momentum != 0, bool(group["nesterov"]))
+        fused = None  # plain SGD is one kernel as it is
+        if not is_tensor(h.lr) and (flags.momentum or flags.decay):
+            call = partial(
+                _fused_sgd,
+                weight_decay=h.weight_decay,
+                momentum=momentum,
+                lr=h.lr,
+                dampening=dampening,
+                nesterov=flags.nesterov,
+                is_first_step=first,
+            )
+            fused = Fused("_fused_sgd_", step, call)
+        return Settings(flags, h, fused=fused)
+
+    def absorb(self, flags: _SgdFlags, h: _SgdScalars, scale: float) -> _SgdScalars | None:
+        if flags.decay or flags.nesterov:
+            return None
+        return h._replace(take=h.take * scale) if flags.momentum else h._replace(lr=h.lr * scale)
 
     def update(
         self, flags: _SgdFlags, h: _SgdScalars, p: Tensor, g: Tensor, *state: Tensor
     ) -> None:
         if flags.decay:
-            g = g + p * h.weight_decay
+            g = plus(g, p, h.weight_decay)
         if flags.momentum:
             (buf,) = state
-            buf.mul_(h.keep).add_(g * h.take)
-            g = g + buf * h.momentum if flags.nesterov else buf
-        p.sub_(g * h.lr)
+            add_(buf.mul_(h.keep), g, h.take)
+            g = plus(g, buf, h.momentum) if flags.nesterov else buf
+        add_(p, g, -h.lr)
+
+
+def _fused_sgd(
+    p: Tensor, g: Tensor, states: Sequence[Tensor], step: Tensor, **options: Any
+) -> None:
+    torch._fused_sgd_([p], [g], list(states), maximize=False, **options)
 
 
 class _AdamFlags(NamedTuple):
@@ -116,11 +149,10 @@ class _AdamScalars(NamedTuple):
     take1: float
     beta2: float
     take2: float
-    eps: float
+    eps: float  # times the root of v's bias correction, as step_size is
     weight_decay: float
     shrink: float
     step_size: float
-    root_correction2: float
 
 
 class AdamRule(ElementwiseRule):
@@ -131,6 +163,7 @@ class AdamRule(ElementwiseRule):
     1711.05101); the key need not be in a group.
     """
 
+    fused_operators: ClassVar[tuple[str, ...]] = ("_fused_adam_", "_fused_adamw_")
     torch_keys: ClassVar[frozenset[str]] = frozenset({"amsgrad", "decoupled_weight_decay"})
     optional_states: ClassVar[tuple[str, ...]] = ("max_exp_avg_sq",)
     squares: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
@@ -150,38 +183,63 @@ class AdamRule(ElementwiseRule):
         return bool(group.get("decoupled_weight_decay", False))
 
     def settings(self, group: Group, policy: str, step: int) -> Settings:
-        lr = float(group["lr"])
+        lr, eps = learning_rate(group), float(group["eps"])
         beta1, beta2 = (float(beta) for beta in group["betas"])
         weight_decay = float(group["weight_decay"])
+        root_correction2 = (1.0 - beta2**step) ** 0.5
+        h = _AdamScalars(
+            *with_takes(beta1, beta2),
+            eps=eps * root_correction2,
+            weight_decay=weight_decay,
+            shrink=1.0 - lr * weight_decay,
+            step_size=lr * (root_correction2 / (1.0 - beta1**step)),
+        )
         flags = _AdamFlags(
             decay=weight_decay != 0,
             decoupled=self.is_decoupled(group),
             amsgrad=bool(group["amsgrad"]),
-            guard=vanishes(group["eps"]),
+            guard=vanishes(h.eps),
         )
-        h = _AdamScalars(
-            *with_takes(beta1, beta2),
-            eps=float(group["eps"]),
-            weight_decay=weight_decay,
-            shrink=1.0 - lr * weight_decay,
-            step_size=lr / (1.0 - beta1**step),
-            root_correction2=(1.0 - beta2**step) ** 0.5,
-        )
-        return Settings(flags, h)
+        fused = None
+        if not flags.guard and not is_tensor(lr):
+            name = "_fused_adamw_" if flags.decoupled else "_fused_adam_"
+            options = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
+            fused = Fused(
+                name, step, partial(_fused_adam, name, **options, weight_decay=weight_decay)
+            )
+        return Settings(flags, h, fused=fused)
 
     def update(
         self, flags: _AdamFlags, h: _AdamScalars, p: Tensor, g: Tensor, *state: Tensor
     ) -> None:
         exp_avg, exp_avg_sq = state[:2]
-        if flags.decoupled:
+        if flags.decoupled and flags.decay:
             p.mul_(h.shrink)
         elif flags.decay:
-            g = g + p * h.weight_decay
+            g = plus(g, p, h.weight_decay)
         update_moments(h, g, exp_avg, exp_avg_sq)
         if flags.amsgrad:
             exp_avg_sq = torch.maximum(state[2], exp_avg_sq, out=state[2])
-        denominator = exp_avg_sq.sqrt() / h.root_correction2 + h.eps
-        p.sub_(divide(exp_avg, denominator, guard=flags.guard) * h.step_size)
+        denominator = exp_avg_sq.sqrt().add_(h.eps)
+        add_quotient_(p, exp_avg, denominator, -h.step_size, guard=flags.guard)
+
+
+def _fused_adam(
+    name: str, p: Tensor, g: Tensor, states: Sequence[Tensor], step: Tensor, **options: float
+) -> None:
+    exp_avg, exp_avg_sq, *largest = ([state] for state in states)
+    operator = getattr(torch, name)
+    operator(
+        [p],
+        [g],
+        exp_avg,
+        exp_avg_sq,
+        *(largest or [[]]),
+        [step],
+        amsgrad=bool(largest),
+        maximize=False,
+        **options,
+    )
 
 
 class AdamWRule(AdamRule):
@@ -249,10 +307,10 @@ class BertAdamRule(ElementwiseRule):
         return ("exp_avg", "exp_avg_sq")
 
     def settings(self, group: Group, policy: str, step: int) -> Settings:
-        lr = float(group["lr"])
+        lr = learning_rate(group)
         if group["t_total"] != -1:
             schedule = SCHEDULES[group["schedule"]]
-            lr *= schedule((step - 1) / float(group["t_total"]), float(group["warmup"]))
+            lr = lr * schedule((step - 1) / float(group["t_total"]), float(group["warmup"]))
         b1, b2 = float(group["b1"]), float(group["b2"])
         h = _BertAdamScalars(
             *with_takes(b1, b2),
@@ -269,10 +327,10 @@ class BertAdamRule(ElementwiseRule):
     ) -> None:
         exp_avg, exp_avg_sq = state
         update_moments(h, g, exp_avg, exp_avg_sq)
-        u = divide(exp_avg, exp_avg_sq.sqrt() + h.eps, guard=flags.guard)
+        u = divide(exp_avg, exp_avg_sq.sqrt().add_(h.eps), guard=flags.guard)
         if flags.decay:
-            u += p * h.weight_decay
-        p.sub_(u * h.lr)
+            add_(u, p, h.weight_decay)
+        add_(p, u, -h.lr)
 
 
 def warmup_cosine(x: float, warmup: float = 0.002) -> float:
@@ -363,7 +421,7 @@ class RMSpropRule(ElementwiseRule):
     def settings(self, group: Group, policy: str, step: int) -> Settings:
         alpha = float(group["alpha"])
         h = _RmspropScalars(
-            lr=float(group["lr"]),
+            lr=learning_rate(group),
             alpha=alpha,
             take=1.0 - alpha,
             eps=float(group["eps"]),
@@ -385,16 +443,17 @@ class RMSpropRule(ElementwiseRule):
     ) -> None:
         square_avg = state[0]
         if flags.decay:
-            g = g + p * h.weight_decay
-        square_avg.mul_(h.alpha).add_(g * g * h.take)
+            g = plus(g, p, h.weight_decay)
+        add_product_(square_avg.mul_(h.alpha), g, g, h.take)
         if flags.centered:
-            grad_avg = state[-1]
-            grad_avg.mul_(h.alpha).add_(g * h.take)
-            square_avg = square_avg - grad_avg * grad_avg
-        u = divide(g, square_avg.sqrt() + h.eps, guard=flags.guard)
+            grad_avg = state[-1].lerp_(g, h.take)
+            square_avg = square_avg.addcmul(grad_avg, grad_avg, value=-1.0)
+        denominator = square_avg.sqrt().add_(h.eps)
         if flags.momentum:
-            u = state[1].mul_(h.momentum).add_(u)
-        p.sub_(u * h.lr)
+            u = add_quotient_(state[1].mul_(h.momentum), g, denominator, 1.0, guard=flags.guard)
+            add_(p, u, -h.lr)
+        else:
+            add_quotient_(p, g, denominator, -h.lr, guard=flags.guard)
 
 
 class RMSpropTFRule(RMSpropRule):
@@ -432,21 +491,20 @@ class RMSpropTFRule(RMSpropRule):
     ) -> None:
         square_avg = state[0]
         if flags.decay and flags.decoupled:
-            p.sub_(p * h.weight_decay)
+            p.mul_(1.0 - h.weight_decay)
         elif flags.decay:
-            g = g + p * h.weight_decay
-        square_avg.add_((g * g - square_avg) * h.take)
+            g = plus(g, p, h.weight_decay)
+        add_product_(square_avg.mul_(h.alpha), g, g, h.take)
         if flags.centered:
-            grad_avg = state[-1]
-            grad_avg.add_((g - grad_avg) * h.take)
-            square_avg = square_avg - grad_avg * grad_avg
-        u = divide(g, (square_avg + h.eps).sqrt(), guard=flags.guard)
-        if flags.momentum and flags.lr_in_momentum:
-            p.sub_(state[1].mul_(h.momentum).add_(u * h.lr))
-        elif flags.momentum:
-            p.sub_(state[1].mul_(h.momentum).add_(u) * h.lr)
+            grad_avg = state[-1].lerp_(g, h.take)
+            square_avg = square_avg.addcmul(grad_avg, grad_avg, value=-1.0)
+        denominator = (square_avg + h.eps).sqrt_()
+        if flags.momentum:
+            rate, rest = (h.lr, 1.0) if flags.lr_in_momentum else (1.0, h.lr)
+            u = add_quotient_(state[1].mul_(h.momentum), g, denominator, rate, guard=flags.guard)
+            add_(p, u, -rest)
         else:
-            p.sub_(u * h.lr)
+            add_quotient_(p, g, denominator, -h.lr, guard=flags.guard)
 
 
 class _AdadeltaFlags(NamedTuple):
@@ -483,7 +541,7 @@ class AdadeltaRule(ElementwiseRule):
     def settings(self, group: Group, policy: str, step: int) -> Settings:
         rho = float(group["rho"])
         h = _AdadeltaScalars(
-            lr=float(group["lr"]),
+            lr=learning_rate(group),
             rho=rho,
             take=1.0 - rho,
             eps=float(group["eps"]),
@@ -496,9 +554,9 @@ class AdadeltaRule(ElementwiseRule):
     ) -> None:
         square_avg, acc_delta = state
         if flags.decay:
-            g = g + p * h.weight_decay
-        square_avg.mul_(h.rho).add_(g * g * h.take)
+            g = plus(g, p, h.weight_decay)
+        add_product_(square_avg.mul_(h.rho), g, g, h.take)
         root = (acc_delta + h.eps).sqrt_()
         delta = divide(root, (square_avg + h.eps).sqrt_(), guard=flags.guard).mul_(g)
-        acc_delta.mul_(h.rho).add_(delta * delta * h.take)
-        p.sub_(delta * h.lr)
+        add_product_(acc_delta.mul_(h.rho), delta, delta, h.take)
+        add_(p, delta, -h.lr)

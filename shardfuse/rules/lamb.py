@@ -23,13 +23,18 @@ from shardfuse.rules.base import (
     Member,
     NormRule,
     Settings,
+    add_,
+    add_product_,
     check_at_least_zero,
     check_betas,
     check_lr,
     check_number,
     check_switch,
     divide,
+    is_tensor,
+    learning_rate,
     number,
+    plus,
     update_moments,
     vanishes,
     with_takes,
@@ -151,6 +156,7 @@ class LambFlags(NamedTuple):
 
     decay: bool
     guard: bool
+    by_decay: bool  # what the direction is divided by: the weight decay, else the gain
     bounded: bool = False
     regularized: bool = False
 
@@ -163,10 +169,9 @@ class LambScalars(NamedTuple):
     beta2: float
     take2: float
     eps: float
-    weight_decay: float
     lr: float
-    correction1: float
-    correction2: float
+    unit: float  # the direction is u / unit
+    share: float  # of p in u / unit, or with by_decay of m / (sqrt(v) + eps)
     l2: float = 0.0
     lower: float = 0.0
     upper: float = 0.0
@@ -281,20 +286,29 @@ class LambRule(NormRule):
 
     def settings(self, group: Group, policy: str, step: int) -> Settings:
         beta1, beta2 = (float(beta) for beta in group["betas"])
-        correction1, correction2 = 1.0 / (1.0 - beta1**step), 1.0 / (1.0 - beta2**step)
-        lr, corrects = float(group["lr"]), self.switches.bias_correction
-        if corrects == "outside":
-            lr *= correction1 / correction2**0.5
+        lr, eps, weight_decay = (
+            learning_rate(group),
+            float(group["eps"]),
+            self._weight_decay(group, policy),
+        )
+        # u = gain * m / (sqrt(v) + eps) + weight_decay * p, with the corrections in gain and eps.
+        gain, root_correction2 = 1.0, (1.0 - beta2**step) ** 0.5
+        corrections = root_correction2 / (1.0 - beta1**step)
+        if self.switches.bias_correction == "outside":
+            lr = lr * corrections
+        elif self.switches.bias_correction:
+            gain, eps = corrections, eps * root_correction2
+        # The least decay keeps squares of u / weight_decay, and their sums, far from overflow.
+        by_decay = abs(weight_decay) > 1e-6 * gain
         h = LambScalars(
             *with_takes(beta1, beta2),
-            eps=float(group["eps"]),
-            weight_decay=self._weight_decay(group, policy),
+            eps=eps,
             lr=lr,
-            correction1=correction1,
-            correction2=correction2,
+            unit=weight_decay if by_decay else gain,
+            share=gain / weight_decay if by_decay else weight_decay / gain,
         )
         clip = Clip(self.max_grad_norm, "global") if self.use_global_grad_norm else None
-        flags = LambFlags(h.weight_decay != 0, vanishes(h.eps))
+        flags = LambFlags(weight_decay != 0, vanishes(h.eps), by_decay)
         return Settings(flags, h, clip, adapts=self._adapts(group, policy))
 
     def moments(self, flags: Any, h: LambScalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
@@ -304,17 +318,18 @@ class LambRule(NormRule):
         self, flags: Any, h: LambScalars, p: Tensor, g: Tensor | None, *state: Tensor
     ) -> Tensor:
         exp_avg, exp_avg_sq = state
-        if self.switches.bias_correction is True:
-            denominator = (exp_avg_sq * h.correction2).sqrt() + h.eps
-            u = divide(exp_avg * h.correction1, denominator, guard=flags.guard)
-        else:
-            u = divide(exp_avg, exp_avg_sq.sqrt() + h.eps, guard=flags.guard)
-        if flags.decay:
-            u += p * h.weight_decay
-        return u
+        denominator = exp_avg_sq.sqrt().add_(h.eps)
+        if flags.by_decay:
+            if flags.guard or is_tensor(h.share):
+                return plus(p, divide(exp_avg, denominator, guard=flags.guard), h.share)
+            return torch.addcdiv(p, exp_avg, denominator, value=h.share)
+        u = divide(exp_avg, denominator, guard=flags.guard)
+        return add_(u, p, h.share) if flags.decay else u
 
-    def products(self, p: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, ...]:
-        return p * p, u * u
+    def vectors(
+        self, flags: Any, h: LambScalars, p: Tensor, u: Tensor
+    ) -> tuple[tuple[Tensor, Any], ...]:
+        return (p, None), (u, h.unit)
 
     def ratio(self, sums: Tensor) -> Tensor:
         weight_norm, update_norm = sums.sqrt()
@@ -326,7 +341,30 @@ class LambRule(NormRule):
     def apply(
         self, flags: Any, h: LambScalars, p: Tensor, u: Tensor, factors: Tensor | None
     ) -> None:
-        p.sub_(u * h.lr if factors is None else u * (factors[0] * h.lr))
+        rate = -h.lr * h.unit
+        if factors is None:
+            add_(p, u, rate)
+        else:
+            add_product_(p, u, factors[0], rate)
+
+    def move(
+        self,
+        flags: Any,
+        h: LambScalars,
+        p: Tensor,
+        g: Tensor | None,
+        factors: Tensor | None,
+        *state: Tensor,
+    ) -> None:
+        if not flags.by_decay or flags.guard or is_tensor(h.share):
+            super().move(flags, h, p, g, factors, *state)
+            return
+        # u / unit is p - end, so p moves towards ``end``: a pass less than by the direction.
+        exp_avg, exp_avg_sq = state
+        share = 1.0 / h.share
+        end = exp_avg / torch.rsub(exp_avg_sq.sqrt(), -h.eps * share, alpha=share)
+        weight = h.lr * h.unit if factors is None else factors[0] * (h.lr * h.unit)
+        p.lerp_(end, weight.to(p.dtype) if isinstance(weight, Tensor) else weight)
 
 
 ClipKind = Literal["global_norm", "norm", "value"]
@@ -389,7 +427,7 @@ class PaddleLambRule(LambRule):
         return self.switches.always_adapt or self._weight_decay(group, policy) > 0
 
     def settings(self, group: Group, policy: str, step: int) -> Settings:
-        rate = float(group["lr"]) * float(group["lr_scale"])
+        rate = learning_rate(group) * float(group["lr_scale"])
         plain = super().settings({**group, "lr": rate}, policy, step)
         assert isinstance(plain.flags, LambFlags)
         assert isinstance(plain.h, LambScalars)
@@ -406,5 +444,5 @@ class PaddleLambRule(LambRule):
         if flags.bounded:
             g = g.clamp(h.lower, h.upper)
         if flags.regularized:
-            g = g + p * h.l2
+            g = plus(g, p, h.l2)
         super().moments(flags, h, p, g, *state)
