@@ -115,6 +115,11 @@ class HyperParams:
         """Return the groups with other numbers, texts or flags than were accepted last."""
         return [i for i, group in enumerate(groups) if self._values.get(i) != _values_of(group)]
 
+    def is_counted(self, index: int, group: Mapping[str, Any]) -> bool:
+        """Return whether nothing but the ``step`` of a group has changed, and it was checked."""
+        values = self._values.get(index)
+        return values is not None and {**values, "step": 0} == {**_values_of(group), "step": 0}
+
     def forget(self) -> None:
         """Have all groups count as changed."""
         self._values.clear()

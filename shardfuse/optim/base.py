@@ -767,7 +767,8 @@ class ShardedOptimizer(TorchCompat):
         hyper_params = self._consistency.hyper_params
         for index in hyper_params.changed(self.param_groups):
             group = self.param_groups[index]
-            check_group(self._rule, group, f"{self._on_rank}param_groups[{index}]")
+            if not hyper_params.is_counted(index, group):  # a check reads lr, also on a device
+                check_group(self._rule, group, f"{self._on_rank}param_groups[{index}]")
             for state in [state for state in self._active if state.flat.group == index]:
                 is_new = state.allocate(self._rule.initial_states(group))
                 if is_new and not self._rule.counts_steps:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,9 +54,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def train(
-    build: Callable[..., Any], options: dict[str, Any], sharding: dict[str, Any], dtype: torch.dtype
+    build: Callable[..., Any],
+    options: dict[str, Any],
+    sharding: dict[str, Any],
+    dtype: torch.dtype,
+    *,
+    lr: Callable[[int], Any] | None = None,
 ) -> list[list[str]]:
-    """Return what this rank's host has waited for in each step, its backward included."""
+    """Return what this rank's host has waited for in each step, its backward included.
+
+    ``lr`` returns the learning rate of a step.
+    """
     model = torch.nn.Sequential(
         torch.nn.Linear(40, 300), torch.nn.LayerNorm(300), torch.nn.Linear(300, 50)
     ).to(dtype)
@@ -63,7 +72,9 @@ def train(
     named = {key: model.named_parameters()}
     optimizer = build(**named, **options, sharding={"kernel": "eager", **sharding})
     batch, syncs = torch.ones(8, 40, dtype=dtype), []
-    for _ in range(NUM_STEPS):
+    for step in range(NUM_STEPS):
+        if lr is not None:
+            optimizer.param_groups[0]["lr"] = lr(step)
         with npu.host_syncs() as found:
             model(batch).square().mean().backward()
             optimizer.step()
@@ -72,23 +83,56 @@ def train(
     return syncs
 
 
-def everywhere(*args: Any) -> list[list[list[str]]]:
+def everywhere(*args: Any, **options: Any) -> list[list[list[str]]]:
     """Return it of a process alone and of two ranks."""
-    return [train(*args), *run_threads(2, train, *args)]
+    run = partial(train, **options)
+    return [run(*args), *run_threads(2, run, *args)]
+
+
+@pytest.fixture(params=["eager", "compile"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the update runs; compiled by no compiler, as none knows the stand-in.
+
+    What is left is what Kernels does for each call of a compiled function.
+    """
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    return str(request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", BUILDS)
-def test_no_optimizer_waits(name: str, dtype: torch.dtype) -> None:
+def test_no_optimizer_waits(name: str, dtype: torch.dtype, kernel: str) -> None:
     """From the second step on: at first ranks agree on what they do, and tables are made."""
-    for syncs in everywhere(*BUILDS[name], {}, dtype):
+    for syncs in everywhere(*BUILDS[name], {"kernel": kernel, "bucket_cap_mb": 0.01}, dtype):
         assert syncs[1:] == [[]] * (NUM_STEPS - 1)
 
 
+@pytest.mark.parametrize("name", BUILDS)
+def test_no_update_waits_at_stage_2(name: str, kernel: str) -> None:
+    """The waits that are left are of grads/sharded.py: what came late, and what is absent."""
+    sharding = {"kernel": kernel, "stage": 2, "overlap_grad_sync": False, "bucket_cap_mb": 0.01}
+    most = Counter(("copy to the device", "copy to the host", "item"))
+    for syncs in run_threads(2, train, *BUILDS[name], sharding, torch.float32):
+        assert all(Counter(found) <= most for found in syncs[1:]), syncs
+
+
 @pytest.mark.parametrize("name", OPTIONS)
-def test_no_option_waits(name: str) -> None:
+def test_no_option_waits(name: str, kernel: str) -> None:
     build, options = BUILDS["BertAdam"]
-    for syncs in everywhere(build, options, OPTIONS[name], torch.float32):
+    sharding = {"kernel": kernel, **OPTIONS[name]}
+    for syncs in everywhere(build, options, sharding, torch.float32):
+        assert syncs[1:] == [[]] * (NUM_STEPS - 1)
+
+
+@pytest.mark.parametrize("is_tensor", [False, True])
+@pytest.mark.parametrize("name", BUILDS)
+def test_no_schedule_waits(name: str, is_tensor: bool, kernel: str) -> None:
+    """Another learning rate in every step, as a number or as a tensor on the device."""
+
+    def lr(step: int) -> Any:
+        return torch.full((), 1e-3 / (step + 1)) if is_tensor else 1e-3 / (step + 1)
+
+    for syncs in everywhere(*BUILDS[name], {"kernel": kernel}, torch.float32, lr=lr):
         assert syncs[1:] == [[]] * (NUM_STEPS - 1)
 
 
@@ -100,9 +144,9 @@ def test_stage_2_waits_once() -> None:
         assert [Counter(found) for found in syncs[1:]] == [most] * (NUM_STEPS - 1)
 
 
-def train_scaled(has_scaler: bool) -> list[list[str]]:
+def train_scaled(has_scaler: bool, kernel: str) -> list[list[str]]:
     model = torch.nn.Linear(40, 30)
-    optimizer = shardfuse.ShardedAdam(model.named_parameters(), sharding={"kernel": "eager"})
+    optimizer = shardfuse.ShardedAdam(model.named_parameters(), sharding={"kernel": kernel})
     scaler = ShardedGradScaler("npu", init_scale=4.0)
     syncs = []
     for _ in range(NUM_STEPS):
@@ -118,18 +162,20 @@ def train_scaled(has_scaler: bool) -> list[list[str]]:
     return syncs
 
 
-def test_a_scaler_waits_for_its_decision() -> None:
+def test_a_scaler_waits_for_its_decision(kernel: str) -> None:
     """Whether a step is skipped, and the scale, are read by the host: torch's own do so, too."""
-    for syncs in run_threads(2, train_scaled, False):
+    for syncs in run_threads(2, train_scaled, False, kernel):
         assert syncs[1:] == [[]] * (NUM_STEPS - 1)
-    for syncs in run_threads(2, train_scaled, True):
+    for syncs in run_threads(2, train_scaled, True, kernel):
         assert 1 <= len(syncs[-1]) <= 4, syncs
 
 
-def monitor() -> list[list[str]]:
+def monitor(kernel: str) -> list[list[str]]:
     """Return what the host waits for in steps of which every second is watched, and taken."""
     model = torch.nn.Linear(40, 300)
-    optimizer = shardfuse.ShardedLamb(model.parameters(), lr=1e-3, use_global_grad_norm=True)
+    optimizer = shardfuse.ShardedLamb(
+        model.parameters(), lr=1e-3, use_global_grad_norm=True, sharding={"kernel": kernel}
+    )
     records, syncs, watch = [], [], StepMonitor(optimizer, every=2)
     batch = torch.ones(8, 40)
     for _ in range(8):
@@ -145,6 +191,6 @@ def monitor() -> list[list[str]]:
     return syncs
 
 
-def test_a_watched_step_does_not_wait() -> None:
-    for syncs in [monitor(), *run_threads(2, monitor)]:
+def test_a_watched_step_does_not_wait(kernel: str) -> None:
+    for syncs in [monitor(kernel), *run_threads(2, monitor, kernel)]:
         assert syncs[2:] == [[]] * 6

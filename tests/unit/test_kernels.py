@@ -12,7 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardfuse import ShardedAdam, ShardedAdamW, ShardedBertAdam, ShardedLamb, ShardedSGD
+from shardfuse import (
+    ShardedAdadelta,
+    ShardedAdam,
+    ShardedAdamW,
+    ShardedBertAdam,
+    ShardedLamb,
+    ShardedRMSprop,
+    ShardedRMSpropTF,
+    ShardedSGD,
+)
+from shardfuse.engine.kernels import Kernels, Tile, only_pass, refresh_master
 from shardfuse.engine.step import SegmentSum
 from tests.support.models import flat_buffers
 from tests.support.placing import device_type
@@ -165,6 +175,117 @@ def test_vanishing_eps(cls: Any, options: dict[str, Any]) -> None:
     (buffer,) = flat_buffers(optimizer)
     assert buffer.numel() > 1500
     assert not buffer[1500:].any()
+
+
+ELEMENTWISE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "SGD": (ShardedSGD, {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}),
+    "Adam": (ShardedAdam, {"weight_decay": 0.1, "amsgrad": True}),
+    "AdamW": (ShardedAdamW, {"weight_decay": 0.1}),
+    "BertAdam": (ShardedBertAdam, {}),
+    "RMSprop": (ShardedRMSprop, {"momentum": 0.9, "centered": True}),
+    "RMSpropTF": (ShardedRMSpropTF, {"momentum": 0.9}),
+    "Adadelta": (ShardedAdadelta, {"weight_decay": 0.1}),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_results_do_not_depend_on_the_place(name: str) -> None:
+    """Any cut of the elements gives the same bits; fused operators round their last ones otherwise.
+
+    A cut at any place in-place, at multiples of 16 fused, and an odd tail there.
+    """
+    cls, options = ELEMENTWISE[name]
+    optimizer = cls([nn.Parameter(torch.ones(5))], lr=0.1, **options)
+    rule, group = optimizer._rule, optimizer.param_groups[0]
+    settings = rule.settings(group, "", 3)
+    generator = torch.Generator().manual_seed(0)
+    count = 2 + len(rule.state_names(group))
+    whole = torch.rand(count, 1, 4096 + 7, generator=generator)
+    for index, state in enumerate(rule.state_names(group)):
+        whole[2 + index] += float(state in rule.squares)  # above the square of the average
+    cuts = {"eager": [(1, 8), (3, 40), (17, 1), (4000, 103)]}
+    if settings.fused is not None and device_type() == "cpu":
+        cuts["fused"] = [(16, 16), (32, 1024 + 16), (4096, 7)]
+    for choice, ranges in cuts.items():
+        kernels = Kernels(rule, "auto" if choice == "fused" else "eager", whole.device)
+        kernels.choose(5)
+        assert kernels.choice == choice
+
+        def updated(tensors: Tensor, kernels: Kernels = kernels) -> Tensor:
+            p, g, *states = tensors.clone()
+            tile = Tile((g,), p, None, tuple(states))
+            kernels.run(only_pass, settings, 1 / 3, tile, is_tail=False)
+            return torch.stack([p, *states])
+
+        expected = updated(whole)
+        for start, numel in ranges:
+            part = slice(start, start + numel)
+            assert torch.equal(updated(whole[:, :, part].contiguous()), expected[:, :, part])
+
+
+@pytest.mark.parametrize("scale", [0.125, -0.25, 1 / 3])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_absorbed_scales_change_no_bit(scale: float, momentum: float) -> None:
+    """SGD takes a mean's power of two into its factors, and no other scale."""
+    optimizer = ShardedSGD([nn.Parameter(torch.ones(5))], lr=0.3, momentum=momentum)
+    rule, group = optimizer._rule, optimizer.param_groups[0]
+    settings = rule.settings(group, "", 2)
+    kernels = Kernels(rule, "eager", torch.device(device_type()))
+    p, g, buf = torch.rand(3, 4, 512, generator=torch.Generator().manual_seed(0))
+    results = []
+    for grad, factor in ((g, scale), (g * scale, None)):
+        tile = Tile((grad,), p.clone(), None, (buf.clone(),)[: int(momentum > 0)])
+        kernels.run(only_pass, settings, factor, tile, is_tail=False)
+        results.append(tile)
+    assert torch.equal(results[0].p, results[1].p)
+    assert all(map(torch.equal, results[0].states, results[1].states))
+    absorbed = rule.absorb(settings.flags, settings.h, scale)
+    assert absorbed is not None
+
+
+def test_edited_params_win_over_masters() -> None:
+    """Masters keep their low half where the rounded param is as it was; edits are taken over."""
+    p = torch.tensor([[1.001, 2.003, -3.007, 0.0, 5.0]])
+    low = p.bfloat16()
+    low[0, 1], low[0, 4] = 7.0, float("nan")
+    expected = torch.tensor([[1.001, 7.0, -3.007, 0.0, float("nan")]])
+    refresh_master(p, low)
+    assert torch.equal(p.nan_to_num(9.0), expected.nan_to_num(9.0))
+
+
+@NOT_TRACED
+def test_a_device_may_refuse_a_fused_operator(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is tried once; then the in-place forms run, and a line says so."""
+
+    def refused(*args: Any, **options: Any) -> None:
+        raise NotImplementedError("no such operator")
+
+    optimizer = ShardedAdamW([nn.Parameter(torch.ones(5))], lr=0.1)
+    rule, group = optimizer._rule, optimizer.param_groups[0]
+    kernels = Kernels(rule, "auto", torch.device("cpu"))
+    kernels.choose(5)
+    monkeypatch.setattr(torch, "_fused_adamw_", refused)
+    settings = rule.settings(group, "", 1)
+
+    def run() -> Tensor:
+        p = torch.ones(1, 512)
+        tile = Tile((torch.ones(1, 512),), p, None, (torch.zeros(1, 512), torch.zeros(1, 512)))
+        kernels.run(only_pass, settings, None, tile, is_tail=False)
+        return p
+
+    with pytest.raises(NotImplementedError):
+        run()  # the CPU has it: another error than that
+    monkeypatch.setattr(kernels, "_device", torch.device("meta"))
+    monkeypatch.setattr(kernels, "_constant", lambda value: torch.tensor(value))
+    with caplog.at_level(logging.WARNING, logger="shardfuse"):
+        assert bool((run() < 1).all())
+        run()
+    kernels.choose(5)
+    assert kernels.choice == "eager"
+    assert len(caplog.records) == 1
+    assert "no such operator" in caplog.text
 
 
 @NOT_TRACED
