@@ -19,7 +19,7 @@ def test_the_sender_is_looked_for_every_tenth_of_a_second(
 ) -> None:
     """Not at once: looking opens a file, for which malloc may need 5 ms after a backward."""
     shared = gloo.create_shared(2)
-    board: Any = SimpleNamespace(poll_peers=lambda: None)
+    board: Any = SimpleNamespace(poll_peers=lambda **_: None)
     sender, receiver = (
         MessageRing(rank, [os.getpid()] * 2, shared, 1.0, board, [0, 1]) for rank in (0, 1)
     )
