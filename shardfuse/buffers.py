@@ -112,6 +112,11 @@ def are_at(tensors: Iterable[torch.Tensor], addresses: Iterable[int]) -> bool:
     return all(map(operator.eq, map(torch.Tensor.data_ptr, tensors), addresses))
 
 
+def has_own_storage(param: torch.Tensor) -> bool:
+    """Return whether a parameter in a flat buffer has a storage to itself."""
+    return param.device.type in ("cpu", "cuda") and param.numel() > 0
+
+
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
     """Return a dense ``view`` as a tensor with a storage of its own, over the same memory.
 
@@ -126,7 +131,7 @@ def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
     Out-of-tree devices (Ascend) have a storage class of their own, and a slice is of another class:
     there the view itself is returned. So is an empty one, which has no memory.
     """
-    if view.device.type not in ("cpu", "cuda") or view.numel() == 0:
+    if not has_own_storage(view):
         return view
     start = view.storage_offset() * view.itemsize
     storage = view.untyped_storage()[start : start + view.nbytes]

@@ -125,17 +125,23 @@ class ShardConfig:
     """Send buckets of gradients during backward, as soon as they are complete.
 
     A gradient that changes afterwards is sent again, so steps are the same bit for bit. Run all
-    backwards of a step except the last inside no_sync(). auto: with gloo over sockets and no mesh,
-    where bytes move while a rank computes and no measurement was slower. Received parts of all
-    buckets stay in memory: with gloo (W - 1) / W of the bytes sent; with another backend 1 / W, or
-    all of them where ``grad_sync_dtype`` of 16 bits or ``grad_sync_bits`` is set.
+    backwards of a step except the last inside no_sync(). On accelerators the host looks at no
+    values: a write by ``p.grad.data``, or by the kernel of an extension, is not seen. A gradient
+    scaler must be ShardedGradScaler, or torch's; after unscale_() of torch's, gradients are sent in
+    step().
+
+    auto: with gloo over sockets, NCCL and HCCL, where bytes move while a rank computes; not over a
+    mesh. NCCL and HCCL, whose messages have an order, get a process group for each optimizer, so
+    the model may communicate in its own at any time. (Not run on hardware.) Received parts of all
+    buckets stay in memory: with gloo (W - 1) / W of the gradients' bytes, else 1 / W, or all of
+    them with ``grad_sync_dtype`` of 16 bits or ``grad_sync_bits``. A group of HCCL takes twice
+    HCCL_BUFFSIZE (2 x 200 MB) more.
     """
 
     overlap_param_sync: bool | Literal["auto"] = "auto"
     """Let step() return while updated parameters are in flight; reading one waits for it.
 
-    [Note: in flight] in engine/gather.py lists the reads. auto: as for
-    ``overlap_grad_sync``.
+    [Note: in flight] in engine/gather.py lists the reads. auto: as for ``overlap_grad_sync``.
     """
 
     debug_sync: bool = False

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -30,6 +30,8 @@ __all__ = [
     "copy_to_host",
     "current_stream",
     "is_in_compiled",
+    "new_stream",
+    "on_stream",
     "stacklevel_of_caller",
     "untraced",
 ]
@@ -130,6 +132,19 @@ def copy_to_host(values: Tensor) -> tuple[Tensor, torch.Event | None]:
     copied = torch.Event(values.device)
     copied.record()
     return host, copied
+
+
+def new_stream(device: torch.device) -> Any:
+    """Return a new stream of ``device``, which is not the CPU."""
+    return torch.get_device_module(device).Stream(device)
+
+
+def on_stream(stream: Any) -> AbstractContextManager[Any]:
+    """Have this thread launch on ``stream``; None: on the one that it is on."""
+    if stream is None:
+        return nullcontext()
+    context: AbstractContextManager[Any] = torch.get_device_module(stream.device).stream(stream)
+    return context
 
 
 class Streams:

@@ -42,6 +42,7 @@ from shardfuse.comm.transport import (
     ReduceOp,
     restore_if_changed,
 )
+from shardfuse.layout import BLOCK
 
 logger = logging.getLogger("shardfuse")
 
@@ -82,15 +83,20 @@ class BackendTraits:
     changes_inputs: bool | None = False
     """A reduce-scatter may change its input; None: not known before the first has run."""
 
+    overlaps: bool = False
+    """Its collectives run on a stream of the device, so it pays to launch them during backward."""
+
 
 _TRAITS = {
     "gloo": BackendTraits(in_place_all_gather=True, prefers_pairwise=True, aborts_on_mismatch=True),
-    "nccl": BackendTraits(in_place_all_gather=True),
+    "nccl": BackendTraits(in_place_all_gather=True, overlaps=True),
     # HCCL's documents can be read as forbidding overlap of send and receive buffers, so it gets a
     # staged copy unless IN_PLACE_VARIABLE says that the doctor found the in-place form right. (Not
     # run on hardware.) EI0005 reports a mismatch.
     # TORCH_HCCL_ZERO_COPY (beta) turns zero-copy on; the input is checked without it, too.
-    "hccl": BackendTraits(in_place_all_gather=False, mismatch_code="EI0005", changes_inputs=None),
+    "hccl": BackendTraits(
+        in_place_all_gather=False, mismatch_code="EI0005", changes_inputs=None, overlaps=True
+    ),
 }
 
 _CAUTIOUS = BackendTraits(in_place_all_gather=False, changes_inputs=None)
@@ -117,6 +123,7 @@ class _Shared(NamedTuple):
 
     group: GroupState
     watchdog: Watchdog | None  # None where the backend's waits need none, or cannot be ended
+    copies: list[_GroupCopy]
 
 
 _shared: weakref.WeakKeyDictionary[Any, _Shared] = weakref.WeakKeyDictionary()
@@ -130,7 +137,7 @@ def _shared_of(group: Any, device: torch.device, backend: str) -> _Shared:
         # A group may be destroyed and made again under the same name, in the same store.
         life = store.add(f"lives/{rank}", 1)
         state = GroupState(PrefixStore(str(life), store), rank, world_size)
-        _shared[group] = _Shared(state, _watchdog_of(state, group, device, backend))
+        _shared[group] = _Shared(state, _watchdog_of(state, group, device, backend), [])
     return _shared[group]
 
 
@@ -217,13 +224,16 @@ class ProcessGroupCommunicator:
         if self.rank < 0:
             raise ValueError("process_group does not contain this process's rank.")
         self.world_size = dist.get_world_size(group)
+        self.device = device
+        self.num_launched = 0
+        """Collectives so far."""
         # Weak: a gloo group that outlives destroy_process_group() aborts the process at exit.
         self._group_ref: weakref.ref[Any] = weakref.ref(group)
         self.backend = backend_for(group, device)
         self._traits = traits_of(self.backend)
         self._changes_inputs = self._traits.changes_inputs
         if parent is None:
-            self._state, self._watchdog = _shared_of(group, device, self.backend)
+            self._state, self._watchdog, _ = _shared_of(group, device, self.backend)
             self.session = GroupSession(
                 self._state, check_alive=self._live_group, verify=self._verify_declared
             )
@@ -263,6 +273,7 @@ class ProcessGroupCommunicator:
 
     def _launch(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Return ``function(...)`` of this group, a Work in flight."""
+        self.num_launched += 1
         try:
             return function(*args, group=self._live_group(), **options)
         except RuntimeError as error:
@@ -387,6 +398,117 @@ class ProcessGroupCommunicator:
 
     def _completion(self, work: Any, *tensors: torch.Tensor) -> Completion[None]:
         return Completion(_nothing, [work], tensors, watcher=self._watchdog)
+
+
+# Process groups of one user
+
+
+class _GroupCopy:
+    """A process group of the ranks of another one, for the messages of one user.
+
+    It outlives its user: another user may get it.
+    """
+
+    def __init__(self, comm: ProcessGroupCommunicator) -> None:
+        self.comm = comm
+        self._user: weakref.ref[Any] | None = None
+
+    def lend(self, user: object) -> ProcessGroupCommunicator:
+        """Return the communicator, which is in use as long as ``user`` lives."""
+        self._user = weakref.ref(user)
+        return self.comm
+
+    def numbers(self) -> list[int]:
+        """Return whether it is in use, and how many collectives this rank has launched."""
+        is_used = self._user is not None and self._user() is not None
+        return [int(is_used), self.comm.num_launched, -self.comm.num_launched]
+
+
+def overlaps_in_order(comm: Communicator) -> bool:
+    """Return whether to overlap by default although messages of ``comm`` have an order.
+
+    That needs a backend with a stream of its own, and a group_copy(). Over a mesh, where each
+    bucket takes three collectives and waits between them, it is left to the user.
+    """
+    return (
+        isinstance(comm, ProcessGroupCommunicator)
+        and comm._traits.overlaps
+        and _can_be_copied(comm)
+    )
+
+
+def _can_be_copied(comm: ProcessGroupCommunicator) -> bool:
+    """Return whether the ranks of ``comm`` can make another group without all other ranks.
+
+    If the default group is bound to a device, NCCL splits its communicator, which takes all ranks.
+    """
+    is_bound = getattr(dist.group.WORLD, "bound_device_id", None) is not None
+    return comm.backend in _TRAITS and (not is_bound or comm.world_size == dist.get_world_size())
+
+
+def group_copy(comm: Communicator, user: object) -> Communicator:
+    """Return a communicator over a process group of ``user`` alone, of the ranks of ``comm``.
+
+    Collective, in a region. Messages of two groups have no common order. So ``user`` may launch
+    collectives while the ranks communicate by ``comm`` in any order: the model's own collectives
+    (SyncBatchNorm), other optimizers, a save. Its own order must still be the same on all ranks.
+
+    On a device, kernels of two groups may wait for peers at the same time, in another order on each
+    rank. NCCL's documents allow that as long as the device has room for both; each takes a few of
+    its multiprocessors. (Not run on hardware.)
+
+    The group is kept for a later user when ``user`` is freed: a communicator of HCCL takes twice
+    HCCL_BUFFSIZE (2 x 200 MB) of the device, one of NCCL tens of MB. A group in which ranks have
+    launched different numbers of collectives is never lent again.
+
+    Returns ``comm`` itself where its messages have no order, where it is no process group of gloo,
+    NCCL or HCCL (a mesh, an object of the user's), or where no group can be made.
+    """
+    if not isinstance(comm, ProcessGroupCommunicator) or comm.async_model is not AsyncModel.ORDERED:
+        return comm
+    if not _can_be_copied(comm):
+        return comm
+    group = comm._live_group()
+    copies = _shared[group].copies
+    # torch names the new group by this count.
+    num_groups = len(dist.distributed_c10d._world.pg_names)
+    mine = [num_groups, -num_groups, *(n for copy in copies for n in copy.numbers())]
+    agreed = torch.tensor(mine, device=comm.device)
+    comm.all_reduce(agreed, "max").wait()
+    most, least, *numbers = agreed.tolist()
+    for copy, is_used, launched, fewest in zip(
+        copies, numbers[::3], numbers[1::3], numbers[2::3], strict=True
+    ):
+        if not is_used and launched == -fewest:
+            return copy.lend(user)
+    if most != -least:
+        logger.warning(
+            "Ranks are members of different numbers of process groups, so that torch cannot make "
+            "one for the optimizer alone. Gradients that are sent during backward share the "
+            "model's group: all ranks must launch collectives in one order."
+        )
+        return comm
+    copies.append(_GroupCopy(_connected(comm, group)))
+    return copies[-1].lend(user)
+
+
+def _connected(comm: ProcessGroupCommunicator, group: Any) -> ProcessGroupCommunicator:
+    """Return a communicator over a new group of the same ranks, after a first collective.
+
+    Ranks connect at the first collective, and wait there for each other. Under backward, a peer
+    might wait for this rank in a collective of the model.
+    """
+    backend = group._get_backend(comm.device)
+    made = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=getattr(getattr(backend, "options", None), "_timeout", None),
+        backend=comm.backend,
+        use_local_synchronization=True,
+    )
+    copy = ProcessGroupCommunicator(made, comm.device, parent=comm)
+    first = torch.ones(comm.world_size * BLOCK, device=comm.device)
+    copy.reduce_scatter(first, label="the first").wait()
+    return copy
 
 
 def _nothing() -> None:

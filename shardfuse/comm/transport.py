@@ -35,9 +35,14 @@ class AsyncModel(enum.Enum):
     """As soon as every rank has launched the collective of its label."""
 
 
-def overlapped(choice: bool | Literal["auto"]) -> list[AsyncModel]:
-    """Return the models under which to overlap; for "auto", those where it was measured to pay."""
-    if choice == "auto":
+def overlapped(choice: bool | Literal["auto"], *, in_order: bool) -> list[AsyncModel]:
+    """Return the models under which to overlap.
+
+    Args:
+        choice: of the configuration.
+        in_order: whether "auto" includes ORDERED; see overlaps_in_order().
+    """
+    if choice == "auto" and not in_order:
         return [AsyncModel.UNORDERED]
     return [AsyncModel.UNORDERED, AsyncModel.ORDERED] if choice else []
 

@@ -10,7 +10,9 @@ a Parameter again, and lets torch continue. Other ways to read need other means:
   module calls it: a hook on the forward of all modules, present only while something is in flight,
   waits for the module's own parameters, or for all where Python does not see which code runs.
 * A tensor that shares memory with a parameter (an old ``p.data``, a kept state dict) is read
-  without a trace. If there is one at the end of step(), step() waits for everything.
+  without a trace. If there is one at the end of step(), step() waits for everything. Where all
+  parameters share a storage (NPUs), tensors over it are counted when they are laid out, and again
+  in each step before it makes any of its own.
 * torch.compile guards on classes, and would compile a function again for each that it finds. If a
   function is compiled while something is in flight, or calls step(), every step() waits for
   everything from then on.
@@ -53,7 +55,7 @@ from torch.profiler import record_function
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfuse.agreement import on_rank
-from shardfuse.buffers import FlatBuffer
+from shardfuse.buffers import FlatBuffer, has_own_storage
 from shardfuse.codecs import DifferentParams, ParamCodec
 from shardfuse.comm import Communicator, Completion
 from shardfuse.comm.session import PeerError
@@ -73,6 +75,10 @@ class GatheredFlat(Protocol):
     @property
     def flat(self) -> Flat:
         """Geometry."""
+
+    @property
+    def params(self) -> Sequence[Tensor]:
+        """The parameters, in slot order."""
 
     @property
     def specs(self) -> Sequence[ParamSpec]:
@@ -115,6 +121,9 @@ class ParamGatherer:
         self._stream: Any = None  # of the step() that left something in flight
         self._pid = 0  # of that step()
         self._is_read_elsewhere = False  # a parameter was read on another stream
+        self._counts: dict[int, tuple[Tensor, int]] = {}
+        """By storage that parameters share: one of them, and how many tensors have the storage."""
+        self._is_aliased = False  # there were more when this step began
         comm.session.on_restart(self._restart)
         self.lock = threading.RLock()
         """Held while the set in flight changes, or is waited for; see [Note: locks]."""
@@ -136,9 +145,15 @@ class ParamGatherer:
         self._buckets = {b.index: b for state in flats for b in state.flat.buckets}
         first = {b.index: _first_read(s.flat, b) for s in flats for b in s.flat.buckets}
         self._order = sorted(first, key=lambda index: (first[index], -index))
+        for param in (param for state in flats for param in state.params):
+            key = param.untyped_storage().data_ptr()
+            if param.numel() and not has_own_storage(param) and key not in self._counts:
+                self._counts[key] = param, count_tensors(param)
 
     def post_receives(self) -> None:
         """Post the receives of this step, before this rank sends anything."""
+        pairs = self._counts.values()
+        self._is_aliased = any(not 0 < count_tensors(param) <= count for param, count in pairs)
         for index in self._order:
             bucket = self._buckets[index]
             whole = self._flats[bucket.flat].codec.send_buffer(bucket)
@@ -217,7 +232,7 @@ class ParamGatherer:
             for param in self._members[index]:
                 params[id(param)] = param
                 buckets.setdefault(id(param), []).append(index)
-        must_wait = self._is_read_elsewhere or REGISTRY.are_compiled
+        must_wait = self._is_read_elsewhere or REGISTRY.are_compiled or self._is_aliased
         if must_wait or any(map(is_shared, params.values())):
             self.wait_all()
             return
@@ -455,19 +470,21 @@ def mark_ready(param: Tensor) -> None:
         cast(Any, param).__class__ = nn.Parameter
 
 
-def is_shared(param: Tensor) -> bool:
-    """Return whether another tensor has the memory of ``param``, which has a storage to itself."""
+def count_tensors(param: Tensor) -> int:
+    """Return a number that grows with each tensor that has the storage of ``param``."""
     count = getattr(torch._C, "_storage_Use_Count", None)
-    if param.numel() == 0:
-        return False
-    return count is None or int(count(param.untyped_storage()._cdata)) > _NOT_SHARED
+    return 0 if count is None else int(count(param.untyped_storage()._cdata))
+
+
+def is_shared(param: Tensor) -> bool:
+    """Return whether another tensor has the memory of ``param``, if it has its own storage."""
+    return has_own_storage(param) and not 0 < count_tensors(param) <= _NOT_SHARED
 
 
 def _count_of_fresh() -> int:
-    count = getattr(torch._C, "_storage_Use_Count", None)
     fresh = nn.Parameter(torch.empty(1))
     fresh.data = torch.empty(1)
-    return 0 if count is None else int(count(fresh.untyped_storage()._cdata))
+    return count_tensors(fresh)
 
 
 _NOT_SHARED = _count_of_fresh()

@@ -5,7 +5,9 @@ or on none. torch does not touch a parameter without a gradient, its moments and
 the owner of a fragment has to know whether any rank had one. Absent gradients are sent as -0.0: an
 IEEE sum of -0.0 alone is -0.0, and one +0.0 or other value among them shows. The owner looks only
 at fragments whose gradient it lacks itself, so the usual step pays nothing and no collective is
-added. A gradient that is present but -0.0 in every element of a fragment counts as absent.
+added. A gradient that is present but -0.0 in every element of a fragment counts as absent. Where
+the ranks agree on buckets that were sent early, they also tell each other which gradients they
+lack, and the owner need not look: on a device the host would wait.
 
 If the caller wants gradients that zero() cleared and backward did not reach to be absent too,
 zero() fills with -0.0 and remembers the tensors; a post-accumulate hook forgets one again. freeze()
@@ -14,19 +16,26 @@ looks only at those still remembered: absent if every element is -0.0. Any edit 
 [Note: sent early] A bucket is sent from a hook as soon as autograd has made all its gradients, in
 one order on all ranks. These may not be the final values: a second backward may add to a gradient,
 and callers may clip, scale or replace it before step(). So each step compares the gradients with a
-snapshot of the bucket. The ranks then agree, by one small all-reduce, on which buckets any of them
-has changed, and send those again. The result is therefore that of a step without overlap, bit for
-bit; only time is lost. A rank need not know whether its peers have sent early. If buckets were sent
-twice in several steps in a row, none is sent early any more, and a warning names the remedy.
+snapshot of the bucket. On a device a snapshot has no checksums, so that the host waits for nothing
+under backward: writes by ``grad.data``, or by kernels of extensions, are not seen there. A gradient
+scaler unscales in such a way. ShardedGradScaler tells it. torch's shows it in step(), so nothing is
+sent early in the first step, and nothing any more after a step in which p.grad was unscaled. The
+ranks then agree, by one small all-reduce, on which buckets any of them has changed, and send those
+again. The result is therefore that of a step without overlap, bit for bit; only time is lost. A
+rank need not know whether its peers have sent early. If buckets were sent twice in several steps in
+a row, none is sent early any more, and a warning names the remedy.
 
 Receive buffers form a ring of B + 1: bucket i of the next iteration reuses the buffer of bucket
 i - 1 of this one. So its receive can be posted before this rank starts to send parameters.
 
-A backend without labels runs collectives in the order of launches. There, the rest is sent at the
-end of the backward that has sent the first bucket. A rank that had no backward sends all buckets
-before any other message, because it cannot know whether its peers have sent theirs. So all ranks
-launch alike. If torch's Join is used, no bucket is sent early: a rank that has joined expects
-Join's own message first.
+A backend without labels (NCCL, HCCL) runs collectives in the order of launches. There, buckets go
+through a process group that no other code uses (group_copy()). Each iteration launches all buckets
+there in one order, then those that are sent again, and nothing else. So all ranks keep the order,
+whatever else they communicate. The rest is sent at the end of the backward that has sent the first
+bucket. A rank that had no backward sends all buckets at the start of the next collective method. A
+mesh has no such group: nothing else may communicate between its ranks' backwards and that method.
+If torch's Join is used, no bucket is sent early: a rank that has joined expects Join's own message
+first.
 """
 
 from __future__ import annotations
@@ -54,6 +63,7 @@ from shardfuse.buffers import (
 )
 from shardfuse.codecs import GradCodec, GradCodecChoice, ReduceRequest
 from shardfuse.comm import Communicator, Completion
+from shardfuse.comm.native import group_copy
 from shardfuse.comm.session import Counter
 from shardfuse.comm.transport import AsyncModel, BufferPool, PartialSums, add_up
 from shardfuse.grads.source import (
@@ -61,6 +71,7 @@ from shardfuse.grads.source import (
     GradPhase,
     GradSnapshot,
     GradSource,
+    HostMaximum,
     MessageNames,
     PendingGrads,
     check_grad,
@@ -155,6 +166,7 @@ class FullGrads(GradSource):
     ) -> None:
         super().__init__()
         self._comm = comm
+        self._sender = comm  # of buckets that may be sent early
         self._codec = codec
         self._flats: dict[int, GradBuffer]
         self._combined = CombinedBuffers()
@@ -177,6 +189,9 @@ class FullGrads(GradSource):
         self._is_queued = False  # whether autograd calls _send_all() at the end of this backward
         self._num_wasted = 0
         self._causes: set[str] = set()  # of changes on this rank, in the steps that are wasted
+        self._has_stepped = False
+        self._agreement: HostMaximum | None = None
+        self._are_reduced_early = False  # the shards that are kept, from buckets sent early
         comm.session.on_restart(self._restart_after_error)
 
     @property
@@ -187,6 +202,7 @@ class FullGrads(GradSource):
             grads.retained.data for grads in self._flats.values() if grads.retained is not None
         ]
         staged = self._buffers.nbytes + self._comm.staging_nbytes
+        staged += self._sender.staging_nbytes if self._sender is not self._comm else 0
         return sum(tensor.nbytes for tensor in tensors) + staged
 
     def attach(self, members: Sequence[FlatParams], device: torch.device) -> None:
@@ -206,6 +222,9 @@ class FullGrads(GradSource):
         self._states = [BucketState(grads, bucket) for grads, bucket in order]
         self._pending = PendingGrads(order)
         self._restart()
+        if self._overlaps and self._agreement is None:
+            self._sender = group_copy(self._comm, self)
+            self._agreement = HostMaximum(self._comm.world, device)
         self._flats.update({grads.flat.index: grads for grads in added})
 
     def _drain(self) -> None:
@@ -254,7 +273,7 @@ class FullGrads(GradSource):
         if self._overlaps and self._may_overlap:
             grads, bucket = self._states[index].grads, self._states[index].bucket
             label, slot = self._names.label(iteration, index), self._slot(index, iteration)
-            grads.codec.post_receive(self._comm, bucket, grads.buffer.data, label, slot)
+            grads.codec.post_receive(self._sender, bucket, grads.buffer.data, label, slot)
 
     def _slot(self, index: int, iteration: int) -> int:
         first = self._names.first_slot
@@ -271,7 +290,7 @@ class FullGrads(GradSource):
         grads = self._flats[flat]
         grads.collect(position)
         self.num_made += 1
-        if not self._overlaps:
+        if not self._overlaps or not (self._has_stepped or self._sees_all_writes):
             return
         model = self._model
         if not self.control.may_send(is_ordered=model is AsyncModel.ORDERED):
@@ -292,6 +311,11 @@ class FullGrads(GradSource):
             while self._num_sent < len(self._states) and self._pending.is_ready(self._num_sent):
                 if not self._send_early():
                     break
+
+    @property
+    def _sees_all_writes(self) -> bool:
+        """Whether no write to a gradient goes unnoticed; see [Note: sent early]."""
+        return self._streams is None
 
     def _is_replaced(self) -> bool:
         before_first = None if self.before_first is None else self.before_first()
@@ -345,7 +369,8 @@ class FullGrads(GradSource):
             into = grads.retained.view(bucket) if keep and grads.retained is not None else None
             whole = grads.bucket_views[bucket.index]
             request = ReduceRequest(whole, self._factor, send_buffer, slot, label, into)
-            completion = grads.codec.launch(self._comm, self._buffers, request)
+            comm = self._sender if self._overlaps else self._comm
+            completion = grads.codec.launch(comm, self._buffers, request)
         if self._waits:
             completion.arrive()
         return completion
@@ -354,15 +379,17 @@ class FullGrads(GradSource):
 
     def unused(self, bucket: Bucket, parts: PartialSums) -> set[int]:
         grads = self._flats[bucket.flat]
-        if self._comm.world_size == 1:
+        if self._comm.world_size == 1 or not grads.no_local_grad:
             return grads.no_local_grad
-        unused = set()
-        for fragment in grads.fragments[bucket.index] if grads.no_local_grad else ():
-            if fragment.param in grads.no_local_grad:
-                stop = fragment.shard_start + fragment.numel
-                if all(is_absent(part[fragment.shard_start : stop]) for part in parts):
-                    unused.add(fragment.param)
-        return unused
+        if grads.unused is not None:
+            return grads.unused
+        lacked = [f for f in grads.fragments[bucket.index] if f.param in grads.no_local_grad]
+        if not lacked:
+            return set()
+        pieces = [[part[f.shard_start :][: f.numel] for f in lacked] for part in parts]
+        answers = torch.stack([torch.stack(list(map(is_absent, piece))) for piece in pieces])
+        are_absent = answers.all(dim=0).tolist()  # the host waits once for all
+        return {f.param for f, absent in zip(lacked, are_absent, strict=True) if absent}
 
     def mean_factor(self, flat: int) -> float | None:
         return self._flats[flat].codec.factor_after_sum(self._comm.world.world_size)
@@ -387,6 +414,25 @@ class FullGrads(GradSource):
             if self._is_shared:
                 grads.buffer.clear_padding()
 
+    def note_unscaled(self, *, is_told: bool) -> None:
+        if self._sees_all_writes or not self._overlaps:
+            return
+        if self.phase is GradPhase.REDUCED and self._are_reduced_early and not is_told:
+            raise RuntimeError(
+                "A gradient scaler has unscaled p.grad after backward, and clip_grad_norm() has "
+                "used gradients that were sent before, which torch's scaler does not tell on a "
+                "device. Use shardfuse.ShardedGradScaler, or "
+                'sharding={"overlap_grad_sync": False}.'
+            )
+        self._invalidate()
+        if not is_told and not self.control.must_wait:
+            self.control.must_wait = True
+            logger.info(
+                "A gradient scaler unscales p.grad after backward: gradients are sent in step() "
+                "from now on. With shardfuse.ShardedGradScaler and clip_grad_norm= in sharding, "
+                "without unscale_(), they are sent during backward."
+            )
+
     def scale_before_sum(self, factor: Tensor) -> None:
         if self.phase is GradPhase.REDUCED:
             raise RuntimeError(
@@ -410,8 +456,8 @@ class FullGrads(GradSource):
             grads.pack()
             grads.rebind_grads()
         self._invalidate()
-        # For good: an edit of all at once leaves no trace on any single gradient.
-        self.control.is_paused = True
+        # An edit of all at once leaves no trace on any single gradient.
+        self.control.must_wait = True
         if self.phase is GradPhase.REDUCED:
             # The shards kept for step() stay valid: being moved does not change a gradient.
             self._snapshot = self._take_snapshot()
@@ -422,12 +468,16 @@ class FullGrads(GradSource):
         return [name for grads in self._flats.values() for name in grads.written()]
 
     def consume(self) -> None:
+        self._has_stepped = True
+        self._forget()
+
+    def _forget(self) -> None:
         self.release()
         for grads in self._flats.values():
             grads.made.clear()
 
     def zero(self, set_to_none: bool, *, absent: bool = False) -> None:
-        self.consume()
+        self._forget()
         if self._num_sent:
             self._causes.add("cleared")
         self._invalidate()
@@ -499,12 +549,13 @@ class FullGrads(GradSource):
         """
         try:
             ahead = len(self._states) if self._overlaps else IN_FLIGHT
-            # The agreement goes ahead of the buckets that are left, unless messages have an order:
-            # then peers may have sent their buckets already.
-            is_unordered = self._overlaps and self._model is AsyncModel.UNORDERED
-            question = self._ask_changed() if is_unordered else None
+            early = [state for state in self._states if state.status is BucketStatus.SENT_EARLY]
+            self._are_reduced_early = len(early) > 0
+            # The agreement goes ahead of the buckets that are left. Where messages have an order,
+            # flush() has sent them.
+            self._ask_changed()
             self._send_until(ahead, keep=keep)
-            changed = self._agree_changed(question or self._ask_changed())
+            changed = self._agree_changed()
             for index, state in enumerate(self._states):
                 self._send_until(index + ahead, keep=keep)
                 with record_function("shardfuse::wait_reduce_scatter"):
@@ -529,26 +580,31 @@ class FullGrads(GradSource):
             state.status = BucketStatus.SENT
             self._num_sent += 1
 
-    def _ask_changed(self) -> tuple[Tensor, Completion[None]] | None:
-        """Launch the all-reduce over which buckets have changed since they were sent: one float
-        each.
+    def _ask_changed(self) -> None:
+        """Launch the all-reduce over what hosts must know: one float for each bucket, whether it
+        has changed since it was sent, and one for each parameter, whether it has a gradient.
         """
         if not self._overlaps:
-            return None
-        flags = torch.tensor([float(state.is_stale()) for state in self._states])
-        if flags.any() and not self._causes:
+            return
+        assert self._agreement is not None
+        flags = [float(state.is_stale()) for state in self._states]
+        if any(flags) and not self._causes:
             self._causes.add("written")
-        total = flags.to(self._states[0].grads.buffer.data.device)
-        return total, self._comm.world.all_reduce(total, "max")
+        for grads in self._flats.values():
+            flags += [-float(s.param in grads.no_local_grad) for s in grads.flat.slots]
+        self._agreement.ask(flags)
 
-    def _agree_changed(self, question: tuple[Tensor, Completion[None]] | None) -> set[int]:
+    def _agree_changed(self) -> set[int]:
         """Return which buckets have changed on any rank, and are to be sent again."""
-        if question is None:
+        if not self._overlaps:
             return set()
-        total, completion = question
+        assert self._agreement is not None
         with record_function("shardfuse::wait_agreement"):
-            completion.wait()
-        changed = {index for index, flag in enumerate(total.tolist()) if flag}
+            answer = iter(self._agreement.answer())
+        changed = {i for i, flag in enumerate(itertools.islice(answer, len(self._states))) if flag}
+        for grads in self._flats.values():
+            slots = grads.flat.slots
+            grads.unused = {s.param for s, flag in zip(slots, answer, strict=False) if flag < 0}
         self._num_wasted = self._num_wasted + 1 if changed else 0
         if self._num_wasted == _MAX_WASTED:
             self._may_overlap.clear()  # on all ranks alike
@@ -582,6 +638,7 @@ class GradBuffer:
     bucket_views: dict[int, Tensor] = field(default_factory=dict)  # of the buffer, by bucket
     retained: ShardArena | None = None  # reduced shards, when they must outlive one bucket
     no_local_grad: set[int] = field(default_factory=set)  # params without one on this rank
+    unused: set[int] | None = None  # those without one on any rank, if the ranks have told
     outside: list[int] = field(default_factory=list)  # positions whose slots pack() is to fill
     outside_grads: list[Tensor] = field(default_factory=list)  # with these gradients
     absent: list[int] = field(default_factory=list)  # positions that have none
@@ -688,7 +745,8 @@ class GradBuffer:
                 if self.may_be_aliased and has_external_refs(self.views, position):
                     detach_copy(self.views[position])
                 self.buffer.clear(position)
-        return GradSnapshot(params, [self.bucket_views[bucket.index]], grads)
+        view = self.bucket_views[bucket.index]
+        return GradSnapshot(params, [view] if view.device.type == "cpu" else [], grads)
 
     def freeze(self) -> None:
         """Find out which gradients are not in their slots, for pack(), and which do not exist.
@@ -697,6 +755,7 @@ class GradBuffer:
             RuntimeError: a gradient is sparse.
         """
         self.no_local_grad.clear()
+        self.unused = None
         self.forget()
         if self._is_in_place():
             return

@@ -14,11 +14,19 @@ backward in a step sends one iteration all the same, of absent gradients.
 A gradient that comes after its bucket was sent stays in p.grad: of a layer that is used now and
 then, or twice under reentrant checkpoints. In step() the ranks agree, by one small all-reduce, on
 the number of iterations and on which of these buckets to send again. The same all-reduce shows
-whether all ranks have cleared their gradients alike.
+whether all ranks have cleared their gradients alike, and which parameters have no gradient on any.
+
+A backend without labels (NCCL, HCCL) sends through a process group that no other code uses, as in
+[Note: sent early] of grads/full.py. So the model may communicate under forward and backward, and a
+rank need not run backward where others do. There is one exception: if ranks use different layers in
+a backward with collectives of the model's own, one rank may wait for a bucket that another rank
+sends after such a collective. They wait for each other, until the group's timeout. Use stage 1
+there, which waits for nothing under backward.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import warnings
@@ -35,18 +43,19 @@ from torch.profiler import record_function
 from shardfuse.buffers import ShardArena
 from shardfuse.codecs import GradCodec, GradCodecChoice, ReduceRequest
 from shardfuse.comm import Communicator, Completion
+from shardfuse.comm.native import group_copy
 from shardfuse.comm.session import Counter
 from shardfuse.comm.transport import AsyncModel, BufferPool, PartialSums, add_up
 from shardfuse.grads.source import (
     FlatParams,
     GradPhase,
     GradSource,
+    HostMaximum,
     MessageNames,
     PendingGrads,
     check_grad,
     clear_grads,
     in_backward_order,
-    is_absent,
     is_nested_backward,
     register_hooks,
     slot_range,
@@ -109,6 +118,8 @@ class ShardedGrads(GradSource):
     def __init__(self, comm: Communicator, codec: GradCodecChoice, *, waits: bool = False) -> None:
         super().__init__()
         self._comm = comm
+        self._sender = comm  # of buckets
+        self._agreement: HostMaximum | None = None
         self._codec = codec
         self._flats: dict[int, GradShardBuffer]
         self._buffers = BufferPool()
@@ -135,10 +146,15 @@ class ShardedGrads(GradSource):
     def nbytes(self) -> int:
         """Bytes held for gradients: shards, and buffers to send from and to receive into."""
         shards = sum(shard.arena.data.nbytes for shard in self._flats.values())
-        return shards + self._buffers.nbytes + self._comm.staging_nbytes
+        staged = self._buffers.nbytes + self._comm.staging_nbytes
+        staged += self._sender.staging_nbytes if self._sender is not self._comm else 0
+        return shards + staged
 
     def attach(self, members: Sequence[FlatParams], device: torch.device) -> None:
         self._drain()  # before anything changes here: another rank may fail meanwhile
+        if self._agreement is None:
+            self._sender = group_copy(self._comm, self)
+            self._agreement = HostMaximum(self._comm.world, device)
         added = []
         for flat, params, specs, fragments in members:
             codec = self._codec.of(params[0].dtype)
@@ -158,6 +174,7 @@ class ShardedGrads(GradSource):
         if self.phase is GradPhase.REDUCED:  # by a clip or unscale_(): the new flats have no sums
             for shard in added:
                 shard.finish_sum()
+                shard.unused = set(shard.no_local_grad)
 
     def _drain(self) -> None:
         """Receive everything in flight on any rank, before the order changes. Collective."""
@@ -205,7 +222,7 @@ class ShardedGrads(GradSource):
             state = self._states[number % len(self._states)]
             label, slot = self._label(number), self._slot(number)
             where = state.shard.arena.data
-            state.shard.codec.post_receive(self._comm, state.bucket, where, label, slot)
+            state.shard.codec.post_receive(self._sender, state.bucket, where, label, slot)
 
     # During backward
 
@@ -266,7 +283,7 @@ class ShardedGrads(GradSource):
             whole = self._buffers.get("bucket", send_buffer, bucket.numel, like)
             shard.move(bucket, whole)
             request = ReduceRequest(whole, send_buffer=send_buffer, slot=slot, label=label)
-            completion = shard.codec.launch(self._comm, self._buffers, request)
+            completion = shard.codec.launch(self._sender, self._buffers, request)
         self._in_flight.append((completion, state))
         state.num_in_flight += 1
 
@@ -309,7 +326,7 @@ class ShardedGrads(GradSource):
         self._end_iteration()
 
     def unused(self, bucket: Bucket, parts: PartialSums) -> set[int]:
-        return self._flats[bucket.flat].unused(bucket)
+        return self._flats[bucket.flat].unused
 
     def mean_factor(self, flat: int) -> float | None:
         return self._flats[flat].codec.factor_after_sum(self._comm.world.world_size)
@@ -361,11 +378,17 @@ class ShardedGrads(GradSource):
         # The number of iterations when gradients were cleared last, which must be equal.
         before = self._num_sent // len(self._states) - self._num_iterations
         mine = [self._num_iterations, before, -before, *late]
-        device = self._states[0].shard.arena.data.device
-        total = torch.tensor(mine, dtype=torch.float32, device=device)
-        self._comm.world.all_reduce(total, "max").wait()
-        numbers = total.tolist()
-        (num_iterations, most, least), late = numbers[:NUM_COUNTS], numbers[NUM_COUNTS:]
+        for shard in self._flats.values():
+            lacked = shard.lacked()
+            mine += [-float(slot.param in lacked) for slot in shard.flat.slots]
+        assert self._agreement is not None
+        self._agreement.ask(mine)
+        answer = iter(self._agreement.answer())
+        num_iterations, most, least = itertools.islice(answer, NUM_COUNTS)
+        late = list(itertools.islice(answer, len(late)))
+        for shard in self._flats.values():
+            slots = shard.flat.slots
+            shard.unused = {s.param for s, flag in zip(slots, answer, strict=False) if flag < 0}
         if most != -least:
             raise RuntimeError(
                 "Ranks have cleared gradients in flight at different times, so gradients of two "
@@ -423,12 +446,17 @@ class ShardedGrads(GradSource):
     def unscale(self, inverse: Tensor | None) -> Tensor | None:
         self.freeze()
         self.keep_reduced()
-        found = torch.zeros((), dtype=torch.float32)
+        parts = [part for shard in self._flats.values() for part in shard.parts()]
+        answers = [part.isfinite().all() for _, part in parts]
+        are_finite = torch.stack(answers).tolist() if parts else []  # the host waits once for all
+        pairs = zip(parts, are_finite, strict=True)
+        self.overflowed.update({param: part for (param, part), finite in pairs if not finite})
+        device = parts[0][1].device if parts else torch.device("cpu")
+        found = torch.full((), float(len(self.overflowed) > 0), device=device)
         for shard in self._flats.values():
-            self.overflowed.update(shard.overflowed())
             if inverse is not None:
                 shard.arena.data.mul_(inverse.to(shard.arena.data.device))
-        return found + float(len(self.overflowed) > 0)
+        return found
 
     def combined(self, *, shared: bool) -> list[Tensor | None]:
         """Refuse: no tensor contains all gradients, nor any of them whole."""
@@ -451,6 +479,7 @@ class GradShardBuffer:
     consumed: ConsumedGradGuard
     streams: Streams  # on which gradients are made
     no_local_grad: set[int] = field(default_factory=set)  # params without one on this rank
+    unused: set[int] = field(default_factory=set)  # those without one on any rank
     _ranges: dict[int, list[_SlotRange]] = field(default_factory=dict)  # by bucket
     _had: set[int] = field(default_factory=set)  # params that had a gradient since clear()
     _partly_sent: dict[int, Tensor | None] = field(default_factory=dict)  # by slot position
@@ -533,6 +562,15 @@ class GradShardBuffer:
         for part in parts:
             total.add_(part)
 
+    def lacked(self) -> set[int]:
+        """Return the params that have no gradient on this rank, in p.grad or sent."""
+        pairs = zip(self.flat.slots, self.params, strict=True)
+        return {
+            slot.param
+            for slot, param in pairs
+            if slot.param not in self._had and slot.param not in self._zeroed and param.grad is None
+        }
+
     def finish_sum(self) -> None:
         """Find out which parameters had no gradient; fill buckets without any sum with -0.0."""
         for position, slot in enumerate(self.flat.slots):
@@ -545,13 +583,6 @@ class GradShardBuffer:
             if bucket.index not in self._has_sum:
                 self.arena.view(bucket).fill_(-0.0)
 
-    def unused(self, bucket: Bucket) -> set[int]:
-        """Return the params in ``bucket``'s shard that no rank has a gradient of."""
-        if not self.no_local_grad:
-            return set()
-        parts = self._parts(bucket)
-        return {f.param for f, part in parts if f.param in self.no_local_grad and is_absent(part)}
-
     def clear(self) -> None:
         """Forget all sums."""
         self._used |= self._had
@@ -559,22 +590,12 @@ class GradShardBuffer:
         self._had.clear()
         self._partly_sent.clear()
 
-    def overflowed(self) -> dict[int, Tensor]:
-        """Return this rank's parts of gradients that are not finite, by parameter."""
-        return {
-            fragment.param: part
-            for bucket in self.flat.buckets
-            for fragment, part in self._parts(bucket)
-            if not part.isfinite().all()
-        }
-
-    def _parts(self, bucket: Bucket) -> list[tuple[Fragment, Tensor]]:
-        """Return this rank's fragments in ``bucket``, with the sum of each."""
-        total = self.arena.view(bucket)
-        return [
-            (fragment, total[fragment.shard_start : fragment.shard_start + fragment.numel])
-            for fragment in self.fragments[bucket.index]
-        ]
+    def parts(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield (param, this rank's part of its sum), fragment by fragment."""
+        for bucket in self.flat.buckets:
+            total = self.arena.view(bucket)
+            for fragment in self.fragments[bucket.index]:
+                yield fragment.param, total[fragment.shard_start :][: fragment.numel]
 
     def zero(self, set_to_none: bool) -> None:
         """Clear gradients that were not sent; those that were count as none, or as zero."""

@@ -7,6 +7,7 @@ shard of the sum (stage 2), ExternalGrads reads p.grad that DistributedDataParal
 from __future__ import annotations
 
 import enum
+import operator
 import sys
 import weakref
 from abc import ABC, abstractmethod
@@ -21,10 +22,10 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from shardfuse.buffers import ShardArena, zeros
-from shardfuse.comm import Communicator
+from shardfuse.comm import Communicator, Completion
 from shardfuse.comm.transport import PartialSums
 from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec, slots_in
-from shardfuse.runtime import untraced
+from shardfuse.runtime import new_stream, on_stream, untraced
 
 
 class GradPhase(enum.Enum):
@@ -53,6 +54,9 @@ class SyncControl:
 
     is_paused: bool = False
     """More gradients will be added before the next step, as inside no_sync()."""
+    must_wait: bool = False
+    """Gradients change after backward where it does not show, so none may be sent early. For good.
+    Peers need not know."""
     accumulates: Callable[[], bool] | None = None
     """Returns the same for a single backward."""
     join_active: Callable[[], bool] = lambda: False
@@ -65,7 +69,8 @@ class SyncControl:
         Args:
             is_ordered: whether messages of the backend must be in the same order on all ranks.
         """
-        if self.is_paused or (self.accumulates is not None and self.accumulates()):
+        accumulates = self.accumulates is not None and self.accumulates()
+        if self.is_paused or self.must_wait or accumulates:
             return False
         return not (is_ordered and self.join_active())
 
@@ -179,6 +184,18 @@ class GradSource(ABC):
     def written(self) -> list[str]:
         """Return the params whose ``p.grad`` was written to after backward, as far as is known."""
         return []
+
+    def note_unscaled(self, *, is_told: bool) -> None:  # noqa: B027 - most send nothing early
+        """Take note that a gradient scaler has unscaled ``p.grad`` since backward.
+
+        Its operator counts as no write, so nothing else shows it on a device.
+
+        Args:
+            is_told: whether the scaler says so before anything else uses the gradients.
+
+        Raises:
+            RuntimeError: reduced gradients are kept that were sent before.
+        """
 
     def consume(self) -> None:
         """Take note that a step has used the gradients, or skipped them."""
@@ -332,6 +349,57 @@ _SLOTS_PER_SOURCE = 1 << 20
 """More than the buckets of any source."""
 
 
+_MAX_WRITES = 16
+"""Numbers that are written to a device one by one, which the host does not wait for."""
+
+
+class HostMaximum:
+    """The maximum over ranks of numbers that the host knows and needs. Collective.
+
+    On a device the all-reduce has a stream of its own. So the host waits for the hosts of its
+    peers, and not for the backward that is queued on the device.
+
+    Args:
+        comm: all ranks.
+        device: where the numbers are reduced.
+    """
+
+    def __init__(self, comm: Communicator, device: torch.device) -> None:
+        self._comm = comm
+        self._device = device
+        self._stream = None if device.type == "cpu" else new_stream(device)
+        self._numbers: list[float] = []  # of this rank, the last ones
+        self._sent = torch.empty(0)  # the same numbers, on the device
+        self._result: tuple[Tensor, Completion[None]] | None = None
+
+    def ask(self, numbers: list[float]) -> None:
+        """Launch the all-reduce of as many ``numbers`` on each rank."""
+        with on_stream(self._stream):
+            self._write(numbers)
+            result = self._sent.clone()
+            self._result = result, self._comm.all_reduce(result, "max")
+
+    def _write(self, numbers: list[float]) -> None:
+        """Write ``numbers`` to the device, by kernels if few differ from the last ones."""
+        before, self._numbers = self._numbers, numbers
+        changed = map(operator.ne, before, numbers)
+        indices = [index for index, is_changed in enumerate(changed) if is_changed]
+        if len(before) == len(numbers) and len(indices) <= _MAX_WRITES:
+            for index in indices:
+                self._sent[index].fill_(numbers[index])
+            return
+        self._sent = torch.tensor(numbers, dtype=torch.float32, device=self._device)
+
+    def answer(self) -> list[float]:
+        """Wait for it."""
+        assert self._result is not None, "ask() comes before answer()"
+        (result, completion), self._result = self._result, None
+        with on_stream(self._stream):
+            completion.wait()
+            numbers: list[float] = result.tolist()
+        return numbers
+
+
 class MessageNames:
     """Labels and receive buffers of one source's messages, apart from those of others."""
 
@@ -355,9 +423,9 @@ def is_nested_backward() -> bool:
     return False
 
 
-def is_absent(grad: Tensor) -> bool:
-    """Return whether every element is -0.0; [Note: absent gradients] in grads/full.py."""
-    return bool((grad.signbit() & (grad == 0)).all())
+def is_absent(grad: Tensor) -> Tensor:
+    """Return () whether every element is -0.0; [Note: absent gradients] in grads/full.py."""
+    return (grad.signbit() & (grad == 0)).all()
 
 
 def check_grad(grad: Tensor, spec: ParamSpec) -> None:
@@ -441,12 +509,13 @@ class GradSnapshot:
 
     A gradient has changed if it is another tensor, or its address, version or checksum differs.
     Scalers unscale by an operator that counts as no write, and ``grad.data`` has a version of its
-    own: only the checksum shows these. Views of one buffer share a version, so a write to one
-    counts as a write to all.
+    own: only the checksum shows these. On a device there is none, because the host would wait for
+    it: there a scaler says what it does (note_unscaled()). Views of one buffer share a version, so
+    a write to one counts as a write to all.
 
     Args:
         params: the parameters.
-        memory: dense tensors to take checksums of.
+        memory: dense tensors of the CPU to take checksums of.
         grads: of the parameters, if they were read already.
     """
 
@@ -470,7 +539,7 @@ class GradSnapshot:
         now = _sums(self._memory)
         if self._sums is None or now is None:
             return True
-        return bool(self._sums.tolist() == now.tolist())  # here the host waits for a device
+        return bool(self._sums.tolist() == now.tolist())
 
 
 def _mark(grad: Tensor | None) -> tuple[int, int]:

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,9 @@ from shardfuse.agreement import agree, on_rank
 from shardfuse.buffers import CombinedBuffers
 from shardfuse.codecs import GradCodecChoice, ParamCodecChoice
 from shardfuse.comm import Communicator, communicator_for, communicator_over, device_for
+from shardfuse.comm.native import overlaps_in_order
 from shardfuse.comm.session import Counter
-from shardfuse.comm.transport import bucket_nbytes, overlapped
+from shardfuse.comm.transport import AsyncModel, bucket_nbytes, overlapped
 from shardfuse.config import ShardConfig
 from shardfuse.engine import ddp, setup
 from shardfuse.engine.consistency import (
@@ -165,7 +166,7 @@ class ShardedOptimizer(TorchCompat):
             self._param_codec = ParamCodecChoice(dtype, bits, self._config.error_feedback)
         self._gather = ParamGatherer(
             self.communicator,
-            overlaps=overlapped(self._config.overlap_param_sync),
+            overlaps=self._overlapped(self._config.overlap_param_sync),
             waits=self._config.debug_sync,
         )
         self._overflows = OverflowReport(self.communicator, self._config.report_overflow)
@@ -205,6 +206,10 @@ class ShardedOptimizer(TorchCompat):
             return communicator_for(group, self._device, how)
         return communicator_over(self._config.mesh, group, self._device, how)
 
+    def _overlapped(self, choice: bool | Literal["auto"]) -> list[AsyncModel]:
+        """Return the models of communication under which to overlap."""
+        return overlapped(choice, in_order=overlaps_in_order(self.communicator))
+
     def _make_grads(self) -> GradSource:
         """Return where gradients come from."""
         if self._are_reduced:
@@ -218,7 +223,7 @@ class ShardedOptimizer(TorchCompat):
         grads = FullGrads(
             self.communicator,
             wire,
-            overlaps=overlapped(self._config.overlap_grad_sync),
+            overlaps=self._overlapped(self._config.overlap_grad_sync),
             waits=self._config.debug_sync,
         )
         grads.before_first = weakref.WeakMethod(self._before_first_gradient)
@@ -617,8 +622,7 @@ class ShardedOptimizer(TorchCompat):
                 "rate and the step count would stay those of the capture. Capture forward and "
                 "backward alone, and call step() between replays."
             )
-        if self._are_partitioned:
-            self._check_partitioned()
+        self._look_at_scaler()
         if not self._notifies_join:
             return
         self._left_join = False
@@ -627,19 +631,23 @@ class ShardedOptimizer(TorchCompat):
         if not self._is_shadow:
             self._notify_join()
 
-    def _check_partitioned(self) -> None:
-        """Refuse a scaler that reads p.grad, which is empty at stage 2.
+    def _look_at_scaler(self) -> None:
+        """Find out whether a scaler that is not ShardedGradScaler has unscaled p.grad.
 
         Raises:
-            RuntimeError: another scaler than ShardedGradScaler.
+            RuntimeError: at stage 2, where p.grad is empty; or it has unscaled gradients that were
+                sent before and have been clipped.
         """
-        is_scaled = self.__dict__.get("found_inf") is not None
-        if is_scaled and not self._has_unscaled:
+        is_told, self._has_unscaled = self._has_unscaled, False
+        if is_told or self.__dict__.get("found_inf") is None:
+            return
+        if self._are_partitioned:
             raise RuntimeError(
                 "This gradient scaler found no gradients: they are in the ranks' shards (stage=2). "
                 "Use shardfuse.ShardedGradScaler, which reaches them, or stage=1."
             )
-        self._has_unscaled = False
+        if self.__dict__.get("grad_scale") is None:
+            self._grads.note_unscaled(is_told=False)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None

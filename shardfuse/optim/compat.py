@@ -117,7 +117,7 @@ class TorchCompat(StatefulOptimizer, Joinable):
     _are_reduced: Any  # whether p.grad is the mean over ranks
     _are_partitioned: Any  # whether gradients are sent and freed during backward (stage 2)
     _clip_coefficient: Tensor | None = None  # () scales the mean gradient of the next step
-    _has_unscaled = False  # whether a scaler has unscaled gradients that are sent already
+    _has_unscaled = False  # whether a ShardedGradScaler has told of this step's gradients
     _is_shadow = False  # this rank has joined: it launches only the collectives of a step
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -180,11 +180,13 @@ class TorchCompat(StatefulOptimizer, Joinable):
                 "scaler.unscale_(optimizer) before it."
             )
         with self.communicator.session.region("unscaling by ShardedGradScaler"):
+            self._has_unscaled = True
             if not self._are_partitioned:
                 self._grads.flush()
+                if inverse is not None:  # which the scaler will do in p.grad
+                    self._grads.note_unscaled(is_told=True)
                 return None
             self._begin()
-            self._has_unscaled = True
             return self._grads.unscale(inverse)
 
     # Norms and clips

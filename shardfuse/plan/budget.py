@@ -322,9 +322,13 @@ class _Costs:
         self.moves = AsyncModel.ORDERED if num_replicas > 1 else progress
         is_sent = num_shards > 1
         self.overlaps_grads = is_sent and (
-            config.stage == 2 or self.moves in overlapped(config.overlap_grad_sync)
+            config.stage == 2 or self.moves in self._overlapped(config.overlap_grad_sync)
         )
-        self.overlaps_params = is_sent and self.moves in overlapped(config.overlap_param_sync)
+        self.overlaps_params = is_sent and self.moves in self._overlapped(config.overlap_param_sync)
+
+    def _overlapped(self, choice: bool | Literal["auto"]) -> list[AsyncModel]:
+        """Return the models under which an optimizer overlaps."""
+        return overlapped(choice, in_order=self.replicas == 1)
 
     def budget(self, device: str) -> Budget:
         layout = self._layout(device)
@@ -515,8 +519,10 @@ class _Costs:
             add("all-gather of parameters", "shard", len(numels), nbytes, nbytes * outside)
         small = [fixed + slope * len(self.shapes) for fixed, slope in self.traits.all_reduces]
         if self.overlaps_grads:
-            # Agreement on buckets that changed after they were sent, or were sent less often.
-            small.append(len(numels) + (NUM_COUNTS if self.config.stage == 2 else 0))
+            # Agreement on buckets that changed after they were sent, or were sent less often, and
+            # on parameters without a gradient.
+            num_counts = NUM_COUNTS if self.config.stage == 2 else 0
+            small.append(len(numels) + len(self.shapes) + num_counts)
         if self.progress is AsyncModel.ORDERED:
             small.append(6)  # NCCL's and HCCL's ranks compare their calls
         if small:

@@ -53,6 +53,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+AGREEMENT = ["copy to the host"]
+"""What ranks must know of each other where gradients leave under backward: a wait for peers' hosts,
+on a stream of its own."""
+
+
 def train(
     build: Callable[..., Any],
     options: dict[str, Any],
@@ -63,13 +68,14 @@ def train(
 ) -> list[list[str]]:
     """Return what this rank's host has waited for in each step, its backward included.
 
-    ``lr`` returns the learning rate of a step.
+    A layer has no gradient on any rank. ``lr`` returns the learning rate of a step.
     """
     model = torch.nn.Sequential(
         torch.nn.Linear(40, 300), torch.nn.LayerNorm(300), torch.nn.Linear(300, 50)
     ).to(dtype)
+    unused = torch.nn.Linear(50, 50).to(dtype)
     key = "parameters" if build is paddle.Lamb else "params"
-    named = {key: model.named_parameters()}
+    named = {key: [*model.named_parameters(), *unused.named_parameters("unused")]}
     optimizer = build(**named, **options, sharding={"kernel": "eager", **sharding})
     batch, syncs = torch.ones(8, 40, dtype=dtype), []
     for step in range(NUM_STEPS):
@@ -83,10 +89,16 @@ def train(
     return syncs
 
 
-def everywhere(*args: Any, **options: Any) -> list[list[list[str]]]:
-    """Return it of a process alone and of two ranks."""
-    run = partial(train, **options)
-    return [run(*args), *run_threads(2, run, *args)]
+def check(sharding: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    """No host waits, alone or of two ranks, from the second step on; but for the agreement.
+
+    At first ranks agree on what they do, and tables are made.
+    """
+    build, options, dtype = args
+    run = partial(train, **kwargs)
+    assert run(build, options, sharding, dtype)[1:] == [[]] * (NUM_STEPS - 1)
+    for syncs in run_threads(2, run, build, options, sharding, dtype):
+        assert syncs[1:] == [AGREEMENT] * (NUM_STEPS - 1)
 
 
 @pytest.fixture(params=["eager", "compile"])
@@ -102,26 +114,22 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", BUILDS)
 def test_no_optimizer_waits(name: str, dtype: torch.dtype, kernel: str) -> None:
-    """From the second step on: at first ranks agree on what they do, and tables are made."""
-    for syncs in everywhere(*BUILDS[name], {"kernel": kernel, "bucket_cap_mb": 0.01}, dtype):
-        assert syncs[1:] == [[]] * (NUM_STEPS - 1)
+    check({"kernel": kernel, "bucket_cap_mb": 0.04}, *BUILDS[name], dtype)
 
 
 @pytest.mark.parametrize("name", BUILDS)
 def test_no_update_waits_at_stage_2(name: str, kernel: str) -> None:
-    """The waits that are left are of grads/sharded.py: what came late, and what is absent."""
+    """But for the agreement."""
     sharding = {"kernel": kernel, "stage": 2, "overlap_grad_sync": False, "bucket_cap_mb": 0.01}
-    most = Counter(("copy to the device", "copy to the host", "item"))
+    most = Counter(AGREEMENT)
     for syncs in run_threads(2, train, *BUILDS[name], sharding, torch.float32):
         assert all(Counter(found) <= most for found in syncs[1:]), syncs
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_no_option_waits(name: str, kernel: str) -> None:
-    build, options = BUILDS["BertAdam"]
-    sharding = {"kernel": kernel, **OPTIONS[name]}
-    for syncs in everywhere(build, options, sharding, torch.float32):
-        assert syncs[1:] == [[]] * (NUM_STEPS - 1)
+    sharding = {"bucket_cap_mb": 0.04, "kernel": kernel, **OPTIONS[name]}
+    check(sharding, *BUILDS["BertAdam"], torch.float32)
 
 
 @pytest.mark.parametrize("is_tensor", [False, True])
@@ -132,21 +140,37 @@ def test_no_schedule_waits(name: str, is_tensor: bool, kernel: str) -> None:
     def lr(step: int) -> Any:
         return torch.full((), 1e-3 / (step + 1)) if is_tensor else 1e-3 / (step + 1)
 
-    for syncs in everywhere(*BUILDS[name], {"kernel": kernel}, torch.float32, lr=lr):
-        assert syncs[1:] == [[]] * (NUM_STEPS - 1)
+    check({"kernel": kernel, "bucket_cap_mb": 0.04}, *BUILDS[name], torch.float32, lr=lr)
 
 
-def test_stage_2_waits_once() -> None:
-    """Whether a gradient came late on some rank decides what is sent again."""
+def test_one_bucket_needs_no_agreement() -> None:
+    """Nothing is sent early, and the owner of an unused layer looks at what has arrived, once."""
     build, options = BUILDS["Adam"]
-    most = Counter({"copy to the device": 1, "copy to the host": 1})
-    for syncs in run_threads(2, train, build, options, {"stage": 2}, torch.float32):
-        assert [Counter(found) for found in syncs[1:]] == [most] * (NUM_STEPS - 1)
+    ranks = run_threads(2, train, build, options, {}, torch.float32)
+    for found in list(zip(*ranks, strict=True))[1:]:
+        assert sorted(map(len, found)) == [0, 1]
 
 
-def train_scaled(has_scaler: bool, kernel: str) -> list[list[str]]:
-    model = torch.nn.Linear(40, 30)
-    optimizer = shardfuse.ShardedAdam(model.named_parameters(), sharding={"kernel": kernel})
+@pytest.mark.parametrize(
+    ("sharding", "most"),
+    [
+        # Whether a gradient came late on some rank decides what is sent again.
+        ({"stage": 2}, {"copy to the host": 1}),
+        ({"stage": 2, "bucket_cap_mb": 0.01}, {"copy to the host": 1}),
+    ],
+    ids=["stage 2", "stage 2, buckets"],
+)
+def test_what_ranks_must_know_is_waited_for_once(
+    sharding: dict[str, Any], most: dict[str, int]
+) -> None:
+    build, options = BUILDS["Adam"]
+    for syncs in run_threads(2, train, build, options, sharding, torch.float32):
+        assert all(Counter(found) <= Counter(most) for found in syncs[1:]), syncs
+
+
+def train_scaled(has_scaler: bool, sharding: dict[str, Any]) -> list[list[str]]:
+    model = torch.nn.Sequential(torch.nn.Linear(40, 300), torch.nn.Linear(300, 30))
+    optimizer = shardfuse.ShardedAdam(model.named_parameters(), sharding=sharding)
     scaler = ShardedGradScaler("npu", init_scale=4.0)
     syncs = []
     for _ in range(NUM_STEPS):
@@ -162,12 +186,24 @@ def train_scaled(has_scaler: bool, kernel: str) -> list[list[str]]:
     return syncs
 
 
-def test_a_scaler_waits_for_its_decision(kernel: str) -> None:
-    """Whether a step is skipped, and the scale, are read by the host: torch's own do so, too."""
-    for syncs in run_threads(2, train_scaled, False, kernel):
-        assert syncs[1:] == [[]] * (NUM_STEPS - 1)
-    for syncs in run_threads(2, train_scaled, True, kernel):
-        assert 1 <= len(syncs[-1]) <= 4, syncs
+@pytest.mark.parametrize(
+    ("sharding", "num_waits"),
+    [({}, 0), ({"bucket_cap_mb": 0.01}, 1), ({"stage": 2, "bucket_cap_mb": 0.01}, 1)],
+    ids=["one bucket", "buckets", "stage 2"],
+)
+def test_a_scaler_waits_for_its_decision(
+    sharding: dict[str, Any], num_waits: int, kernel: str
+) -> None:
+    """Whether a step is skipped is read by the host: torch's own scaler does so, too.
+
+    At stage 2 it also finds out which gradients overflow, which are in no p.grad.
+    """
+    sharding = {"kernel": kernel, **sharding}
+    for syncs in run_threads(2, train_scaled, False, sharding):
+        assert [len(found) for found in syncs[1:]] == [num_waits] * (NUM_STEPS - 1)
+    for syncs in run_threads(2, train_scaled, True, sharding):
+        most = num_waits + (2 if sharding.get("stage") == 2 else 1)
+        assert len(syncs[-1]) <= most, syncs
 
 
 def monitor(kernel: str) -> list[list[str]]:

@@ -69,6 +69,7 @@ def test_reading_says_why() -> None:
             warnings.simplefilter("error")
             assert param.grad is None
             model.zero_grad()
+            optimizer.synchronize()
             assert type(param) is nn.Parameter
 
     on_ranks(body)
@@ -111,6 +112,7 @@ def classes() -> None:
     seen.remove()
     assert kinds == [{nn.Parameter}] * 2
     optimizer.step()
+    optimizer.synchronize()
     assert {type(param) for param in model.parameters()} == {nn.Parameter}
 
 

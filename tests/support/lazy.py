@@ -31,9 +31,12 @@ class Post:
 
     def put(self, key: str, rank: int, value: Tensor) -> None:
         """Leave a copy of ``value`` under a name that no rank uses twice."""
+        copy = value.detach().clone()
+        if placing.on_device():  # the peer's copy waits for this rank's usual stream alone
+            torch.accelerator.current_stream().synchronize()
         with self._arrival:
             assert (key, rank) not in self._letters, f"{key} was sent twice"
-            self._letters[key, rank] = value.detach().clone()
+            self._letters[key, rank] = copy
             self._arrival.notify_all()
 
     def has(self, key: str, world_size: int) -> bool:
