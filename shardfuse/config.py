@@ -175,7 +175,8 @@ class ShardConfig:
     in pairs. auto: as pairwise, and ranks on one host read each other's memory."""
 
     kernel: KernelChoice = "auto"
-    """eager: cache-sized tiles. compile: torch.compile. auto: chooses, and logs the reason."""
+    """eager: cache-sized tiles. compile: torch.compile. auto: chooses between these and torch's
+    fused operators, and logs the reason."""
 
     report_overflow: bool = False
     """Log which parameter, on which rank, made a gradient scaler skip a step, and keep it as

@@ -1,6 +1,6 @@
 """Counts what a step costs a device, on one of 8 ranks of torch's fake process group.
 
-    python -m launch.acceptance.counts > launch/acceptance/counts.md
+    python -m launch.acceptance.counts > launch/acceptance/results/counts.md
 
 A dispatch mode counts the operators of step() that touch data, and the bytes that they read and
 write: on an accelerator each is a kernel (torch's ``where`` and ``mul`` of two dtypes may be two).
@@ -12,8 +12,8 @@ is carried out, and no accelerator is used.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -171,26 +171,29 @@ def count(name: str, dtype: str, kernel: str, stage: int) -> Counts:
     )  # fmt: skip
 
 
+_generated: dict[Any, tuple[float, float]] = {}
+"""{function: (kernels, bytes per element) that inductor made of it}"""
+
+
 def _step(
     name: str, dtype: str, kernel: str, stage: int, num_units: int
 ) -> tuple[tuple[float, float] | None, CountingMode]:
     """Return what inductor made, (kernels, bytes per element), and the counts of a fourth step."""
-    from torch._inductor import metrics
-
     numel = num_units * WORLD_SIZE * SHARD
     param = nn.Parameter(torch.randn(numel // 64, 64).to(DTYPES[dtype]))
     cap = WORLD_SIZE * SHARD * param.element_size() / 2**20
     sharding = {"kernel": KERNELS[kernel], "bucket_cap_mb": cap, "stage": stage}
     optimizer = OPTIMIZERS[name]([("weight", param)], sharding=sharding)
     assert len(optimizer.layout.buckets) == num_units
-    metrics.reset()
+    _generated.clear()
     for _ in range(3):
         param.square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     made = None
     if kernel == "compiled":
-        made = metrics.generated_kernel_count, metrics.num_bytes_accessed / SHARD
+        kernels, nbytes = zip(*_generated.values(), strict=True)
+        made = sum(kernels), sum(nbytes)
         assert optimizer._kernels.choice == "compile", optimizer._kernels.reason
     param.square().sum().backward()
     with CountingMode() as mode:
@@ -205,7 +208,11 @@ def join() -> None:
 
     from shardfuse.comm import native
 
-    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # what is loaded is not counted
+    importlib.import_module("torch._inductor.compile_fx")  # makes the logger that counts bytes
+    torch._logging.set_logs(inductor_metrics=True)
+    from torch._inductor import metrics
+
+    importlib.import_module("torch._inductor.config").force_disable_caches = True  # uncounted
     native._TRAITS["fake"] = native._TRAITS["nccl"]
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=WORLD_SIZE)
     compile_really: Any = torch.compile
@@ -214,8 +221,12 @@ def join() -> None:
         compiled = compile_really(function, **options)
 
         def run(*args: Any) -> None:
+            metrics.reset()
             with _disable_current_modes():
                 compiled(*args)
+            if metrics.generated_kernel_count:  # the last graph, where it was compiled again
+                found = metrics.generated_kernel_count, metrics.num_bytes_accessed / SHARD
+                _generated[function] = found
 
         return run
 

@@ -176,7 +176,8 @@ def square_sum_pass(rule: None, flags: Any, h: Any, scale: Scale, tile: Tile) ->
 def _sum_squares(x: Tensor, factor: Any, out: Tensor) -> None:
     """Write the row sums of squares of x * factor to ``out`` (rows,); None is 1."""
     if torch.compiler.is_compiling():  # which joins this loop with the one that makes x
-        out.copy_((x * x).sum(1) if factor is None else (x * x).sum(1) * (factor * factor))
+        x = x if factor is None else x * factor
+        out.copy_((x * x).sum(1))
         return
     if x.dtype == out.dtype:
         torch.linalg.vector_norm(x, dim=1, out=out)

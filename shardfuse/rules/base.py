@@ -489,7 +489,10 @@ def add_quotient_(out: Tensor, x: Tensor, y: Tensor, factor: float, *, guard: bo
 
 def update_moments(h: Any, g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
     """Update Adam's moments in place by the betas and takes in ``h``."""
-    exp_avg.lerp_(g, h.take1)
+    if is_tensor(h.take1):
+        exp_avg.mul_(h.beta1).add_(g * h.take1)  # lerp_ keeps inductor from joining LAMB's sums
+    else:
+        exp_avg.lerp_(g, h.take1)
     add_product_(exp_avg_sq.mul_(h.beta2), g, g, h.take2)
 
 

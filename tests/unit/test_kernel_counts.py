@@ -25,9 +25,9 @@ BOUNDS: dict[tuple[str, str], tuple[tuple[int, int], tuple[int, int]]] = {
     ("Adam", "fused"): ((2, 36), (6, 62)),
     ("AdamW", "eager"): ((8, 80), (12, 106)),
     ("AdamW", "fused"): ((2, 36), (6, 62)),
-    ("AdamW", "compiled"): ((1, 30), (1, 30)),
+    ("AdamW", "compiled"): ((1, 28), (1, 30)),
     ("LAMB", "eager"): ((13, 120), (17, 146)),
-    ("LAMB", "compiled"): ((4, 48), (5, 52)),
+    ("LAMB", "compiled"): ((3, 40), (4, 54)),
     ("BertAdam", "eager"): ((9, 92), (13, 118)),
     ("RMSprop", "eager"): ((6, 60), (10, 86)),
     ("RMSpropTF", "eager"): ((6, 60), (10, 86)),
@@ -53,7 +53,7 @@ def check(rows: list[dict[str, Any]]) -> None:
         if row["stage"] == 2 and row["dtype"] == "bf16":
             kernels, nbytes = kernels, nbytes + 2  # sums are fp32 there, and need no conversion
         assert row["kernels"] <= kernels, row
-        assert row["bytes_per_element"] <= nbytes + 0.1, row
+        assert row["bytes_per_element"] <= nbytes + 0.5, row
         assert row["small"] <= SMALL.get(row["optimizer"], 0), row
         assert row["waits"] <= row["stage"] - 1, row
 
