@@ -141,15 +141,25 @@ class ShardedOptimizer(TorchCompat):
 
         ``error`` is an earlier error of this rank, raised on all ranks here.
         """
-        nbytes = bucket_nbytes(self._config.bucket_cap_mb, self.communicator.async_model)
-        alone = self.communicator.world_size == 1
+        moves, world_size = self.communicator.async_model, self.communicator.world_size
+        overlaps_grads = self._config.stage == 2 or moves in overlapped(
+            self._config.overlap_grad_sync
+        )
+        nbytes = bucket_nbytes(
+            self._config.bucket_cap_mb,
+            moves,
+            world_size=world_size,
+            device_type=self._device.type,
+            overlaps=overlaps_grads or moves in overlapped(self._config.overlap_param_sync),
+        )
+        alone = world_size == 1
         if alone and error is None and self._rule.granularity != "row":
             # Nothing is sent, and no temporary is as large as a bucket: fewer, larger calls.
             nbytes = sys.maxsize
         granularity = "element" if error else self._rule.granularity
         if not alone and self._config.grad_sync_bits is not None:
             granularity = "block"  # of one scale: of one parameter
-        self.layout = FlatLayout(self.communicator.world_size, nbytes, granularity)
+        self.layout = FlatLayout(world_size, nbytes, granularity)
         self._params: list[Tensor] = []
         self._flats: list[FlatState] = []
         self._active: list[FlatState] = []  # flats that train

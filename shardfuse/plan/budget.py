@@ -360,7 +360,13 @@ class _Costs:
         for param, shape in self.shapes:
             stride = dense_stride(shape, torch.empty(shape, device="meta").stride())
             specs.append(ParamSpec(param, shape, stride, name, device, 0))
-        cap = bucket_nbytes(self.config.bucket_cap_mb, self.moves)
+        cap = bucket_nbytes(
+            self.config.bucket_cap_mb,
+            self.moves,
+            world_size=self.shards,
+            device_type=device,
+            overlaps=self.overlaps_grads or self.overlaps_params,
+        )
         return FlatLayout.build(
             specs, world_size=self.shards, bucket_nbytes=cap, granularity=self.traits.granularity
         )

@@ -13,6 +13,7 @@ from transformers import BertConfig, BertForPreTraining
 
 from shardfuse import ShardConfig, ShardedAdam, ShardedLamb
 from shardfuse.__main__ import main
+from shardfuse.comm.transport import AsyncModel, bucket_nbytes
 from shardfuse.plan import Speeds, plan, predict, shapes_of
 from shardfuse.plan.models import count_elements, shapes_of_module
 
@@ -151,6 +152,42 @@ def test_times_follow_the_speeds() -> None:
         for times in (slow, fast):
             assert times.compute <= times.step <= times.without_overlap
             assert times.step >= times.traffic * 0.99
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8, 64, 512, 4096])
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+def test_messages_stay_large(world_size: int, device: str) -> None:
+    """A rank's message to a peer has 256 KiB or more at any number of ranks, or all of the model.
+
+    The two buckets' parts that arrive at a time are in the memory of the plan.
+    """
+    budget = plan(
+        shapes_of("1b"), ShardedAdam, world_size=world_size, device=device, dtype=torch.bfloat16
+    )
+    assert budget.num_buckets == 1 or budget.bucket_nbytes >= world_size * (256 << 10)
+    # Equal in size, but for rounding to whole blocks of all ranks.
+    smallest = min(bucket.share for bucket in budget.buckets) * budget.padded_numel * 2
+    assert budget.num_buckets == 1 or smallest >= world_size * (256 << 10)
+    assert budget.bucket_nbytes <= max((256 if device == "npu" else 8) << 20, world_size << 19)
+    if device == "npu" and budget.num_buckets > 1:
+        arriving = 2 * budget.bucket_nbytes // world_size
+        assert budget.memory["gradients that arrive"] == arriving
+
+
+@pytest.mark.parametrize(
+    ("options", "mib"),
+    [
+        ({"device_type": "cpu", "overlaps": True, "world_size": 2}, 25),
+        ({"device_type": "cpu", "overlaps": True, "world_size": 4}, 25),
+        ({"device_type": "npu", "overlaps": True, "world_size": 8}, 50),
+        ({"device_type": "cuda", "overlaps": False, "world_size": 8}, 256),
+        ({"device_type": "cuda", "overlaps": False, "world_size": 1024}, 512),
+    ],
+)
+def test_automatic_buckets(options: dict[str, Any], mib: int) -> None:
+    """The bound follows from the device, the overlap and the ranks; a number given wins."""
+    assert bucket_nbytes("auto", AsyncModel.BLOCKING, **options) == mib << 20
+    assert bucket_nbytes(3, AsyncModel.BLOCKING, **options) == 3 << 20
 
 
 @pytest.mark.parametrize(("device", "is_copied"), [("npu", True), ("cpu", False)])
