@@ -8,9 +8,12 @@ built for thousands of ranks on a laptop.
     buckets   |<------- bucket 0 ------->|<------- bucket 1 --------->|   one collective each
     shards    |<- rank 0 ->|<- rank 1 -->|<- rank 0 ->|<-- rank 1 --->|   whole blocks
 
-* A flat holds the parameters of one (group, policy, dtype, device, frozen): each kernel call has
-  one set of hyper-parameters. Order is the reverse of registration, because gradients become ready
-  in that order; it is the same on every rank by construction.
+* A flat holds the parameters of one (dtype, device), whatever their groups, so that the number of
+  collectives depends on bytes alone. Parameters of one (group, policy) are updated alike: they are
+  neighbours, and begin at a whole block. Next to them are those of others under the same math, with
+  other numbers. Among them the order is the reverse of registration, because gradients become ready
+  in that order; it is the same on every rank by construction. Frozen parameters have a flat for
+  each (group, policy): these begin to train one by one.
 * A shard is whole blocks. So is a slot under rules of granularity "block", which take norms of
   tensors: every block then belongs to exactly one parameter (or to the tail padding) and to one
   rank. Under other rules slots start at aligned addresses (SLOT_NBYTES): small tensors pad less.
@@ -21,6 +24,7 @@ built for thousands of ranks on a laptop.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import operator
 from bisect import bisect_right
@@ -78,6 +82,8 @@ class ParamSpec:
     group: int
     policy: str = ""
     frozen: bool = False
+    math: str = ""
+    """Names the code that updates it: parameters of equal ones are neighbours in a flat."""
 
     @property
     def numel(self) -> int:
@@ -90,9 +96,14 @@ class ParamSpec:
         return self.device.partition(":")[0]
 
     @property
-    def key(self) -> tuple[int, str, str, str, bool]:
+    def key(self) -> tuple[str, str, tuple[int, str] | None]:
         """Parameters with equal keys share a flat."""
-        return (self.group, self.policy, self.dtype, self.device, self.frozen)
+        return (self.dtype, self.device, self.kind if self.frozen else None)
+
+    @property
+    def kind(self) -> tuple[int, str]:
+        """(group, policy): parameters of one kind are updated alike; in a flat, neighbours."""
+        return (self.group, self.policy)
 
     def describe(self) -> str:
         """Return one line that identifies this parameter, the same on all ranks."""
@@ -149,8 +160,6 @@ class Flat:
     """One contiguous 1-D buffer of ``numel`` elements, padding included."""
 
     index: int
-    group: int
-    policy: str
     dtype: str
     device: str
     frozen: bool
@@ -162,7 +171,8 @@ class Flat:
     def __post_init__(self) -> None:
         ends = [0, *(slot.stop for slot in self.slots)]
         for slot, end in zip(self.slots, ends, strict=False):
-            if slot.start != end or slot.stop != end + round_up(slot.numel, self.align):
+            is_next = slot.start in (end, round_up(end, BLOCK))
+            if not is_next or slot.stop != slot.start + round_up(slot.numel, self.align):
                 raise ValueError(f"Flat {self.index} has a slot out of its place: {slot}.")
         start = 0
         for bucket in self.buckets:
@@ -229,7 +239,7 @@ class FlatLayout:
 
     def extended(self, specs: Sequence[ParamSpec]) -> FlatLayout:
         """Return this layout with flats for ``specs`` appended; existing flats do not move."""
-        by_key: dict[tuple[int, str, str, str, bool], list[int]] = {}
+        by_key: dict[tuple[str, str, tuple[int, str] | None], list[int]] = {}
         for index, spec in enumerate(specs, start=len(self.specs)):
             if spec.dtype not in ITEMSIZE:
                 raise TypeError(
@@ -251,12 +261,18 @@ class FlatLayout:
         spec = specs[members[0]]
         slot_nbytes = SLOT_NBYTES.get(spec.device_type, 512)
         align = BLOCK if self.granularity == "block" else slot_nbytes // ITEMSIZE[spec.dtype]
+        by_kind: dict[str, dict[tuple[int, str], list[int]]] = {}
+        for param in members:
+            alike = by_kind.setdefault(specs[param].math, {})
+            alike.setdefault(specs[param].kind, []).append(param)
         slots = []
         used = 0
-        for param in reversed(members):
-            start, numel = used, specs[param].numel
-            used += round_up(numel, align)
-            slots.append(Slot(param, start, numel, used))
+        for own in itertools.chain.from_iterable(alike.values() for alike in by_kind.values()):
+            used = round_up(used, BLOCK)
+            for param in reversed(own):
+                start, numel = used, specs[param].numel
+                used += round_up(numel, align)
+                slots.append(Slot(param, start, numel, used))
         unit = self.world_size * BLOCK
         num_units = -(-used // unit)
         cap_units = max(1, self.bucket_nbytes // (unit * ITEMSIZE[spec.dtype]))
@@ -268,8 +284,6 @@ class FlatLayout:
             buckets.append(Bucket(first_bucket + i, index, start, numel, numel // self.world_size))
         return Flat(
             index=index,
-            group=spec.group,
-            policy=spec.policy,
             dtype=spec.dtype,
             device=spec.device,
             frozen=spec.frozen,
@@ -324,9 +338,10 @@ class FlatLayout:
         for flat in self.flats:
             numel = sum(slot.numel for slot in flat.slots)
             frozen = " frozen" if flat.frozen else ""
+            kinds = {self.specs[slot.param].kind for slot in flat.slots}
             lines.append(
-                f"flat {flat.index}: group {flat.group} {flat.policy or 'default'} {flat.dtype} "
-                f"{flat.device}{frozen}, {len(flat.slots)} params, {numel} elements "
+                f"flat {flat.index}: {flat.dtype} {flat.device}{frozen}, {len(flat.slots)} params "
+                f"of {len(kinds)} (group, policy), {numel} elements "
                 f"+ {flat.numel - numel} padding, {len(flat.buckets)} buckets"
             )
         return "\n".join(lines)

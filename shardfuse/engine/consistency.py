@@ -11,6 +11,7 @@ completely. Two things are compared by samples, so that a rank reads and sends l
 
 from __future__ import annotations
 
+import operator
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -109,11 +110,21 @@ class HyperParams:
 
     def __init__(self) -> None:
         self._values: dict[int, dict[str, Any]] = {}  # accepted ones, by group
+        self._raw: dict[int, tuple[list[str], list[Any]]] = {}  # keys and values that cannot change
         self._entries: dict[int, list[str]] = {}
 
     def changed(self, groups: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the groups with other numbers, texts or flags than were accepted last."""
-        return [i for i, group in enumerate(groups) if self._values.get(i) != _values_of(group)]
+        return [
+            i
+            for i, group in enumerate(groups)
+            if not self._is_same(i, group) and self._values.get(i) != _values_of(group)
+        ]
+
+    def _is_same(self, index: int, group: Mapping[str, Any]) -> bool:
+        """Return whether a group has the very objects that were accepted last."""
+        keys, values = self._raw.get(index, ((), ()))
+        return len(group) == len(keys) > 0 and all(map(operator.is_, map(group.get, keys), values))
 
     def is_counted(self, index: int, group: Mapping[str, Any]) -> bool:
         """Return whether nothing but the ``step`` of a group has changed, and it was checked."""
@@ -123,10 +134,14 @@ class HyperParams:
     def forget(self) -> None:
         """Have all groups count as changed."""
         self._values.clear()
+        self._raw.clear()
 
     def accept(self, index: int, group: Mapping[str, Any]) -> None:
         """Keep the values of a group that was checked."""
         self._values[index] = values = _values_of(group)
+        self._raw.pop(index, None)
+        if all(_is_constant(group[key]) for key in values):
+            self._raw[index] = list(group), list(group.values())
         self._entries[index] = [
             f"{key} = {_formatted(value)} in group {index}"
             for key, value in values.items()
@@ -144,6 +159,13 @@ class HyperParams:
 
 def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _comparable(group[key]) for key in group if key not in _NOT_COMPARED}
+
+
+def _is_constant(value: Any) -> bool:
+    """Return whether an object is a number, text or flag, or a tuple of them."""
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return type(value) in (bool, int, float, str) or value is None
 
 
 def _formatted(value: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfuse.engine.step import BlockMap, ParamSet, ShardProvider, StepRange, UpdateUnit
+from shardfuse.engine.step import BlockMap, ParamSet, ShardProvider, UpdateRange, UpdateUnit
 from shardfuse.layout import BLOCK, ParamSpec
 from shardfuse.rules import UpdateRule
 
@@ -86,20 +86,25 @@ class PartitionShards(ShardProvider):
         """The group, once for each policy in it."""
         dtype = str(self._flat.dtype)
         policies = enumerate(self._policies)
-        return [ParamSet(number, 0, self._group, policy, dtype) for number, policy in policies]
+        return [
+            ParamSet(number, self._group, policy, dtype, step=self._step)
+            for number, policy in policies
+        ]
 
     def gradients(self) -> Iterator[UpdateUnit]:
         assert self._flat.grad is not None
         for index, cut in enumerate(self._cuts):
             row = BLOCK if cut.numel % BLOCK == 0 else cut.numel
-            param_set = self._policies.index(cut.policy)
-            yield UpdateUnit(index, param_set, cut.numel, row, (self._flat.grad[cut.elements],))
+            whole = UpdateRange(0, cut.numel, self._policies.index(cut.policy), self._step)
+            grad = (self._flat.grad[cut.elements],)
+            yield UpdateUnit(index, cut.numel, row, grad, [whole])
 
     def checkout(self, unit: UpdateUnit) -> None:
         elements = self._cuts[unit.index].elements
         unit.p = self._flat.detach()[elements]
-        unit.states = tuple(state[elements] for state in self._states)
-        unit.step_ranges = [StepRange(0, unit.numel, self._step)]
+        names = self._rule.state_names(self._group)
+        pairs = zip(names, self._states, strict=True)
+        unit.states = {name: state[elements] for name, state in pairs}
 
     def commit(self, unit: UpdateUnit) -> None:
         """Do nothing: the external backend gathers the partition."""
@@ -112,9 +117,6 @@ class PartitionShards(ShardProvider):
 
     def keep_all_reduced(self) -> None:
         """Do nothing: the gradients stay in ``flat.grad``."""
-
-    def mean(self, param_set: int) -> float | None:
-        return None
 
     def global_square(self) -> Tensor | None:
         """Return the squared norm () of all groups' gradients: more than this partition has."""

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 from shardfuse.buffers import FlatBuffer, ShardArena, are_at, return_freed_memory
 from shardfuse.codecs import MASTER_DTYPE, ParamCodec
 from shardfuse.engine.gather import ParamGatherer
-from shardfuse.engine.step import BlockMap, ParamSet, ShardProvider, StepRange, UpdateUnit
+from shardfuse.engine.step import BlockMap, ParamSet, ShardProvider, UpdateRange, UpdateUnit
 from shardfuse.grads.source import GradSource
 from shardfuse.layout import BLOCK, Bucket, Fragment, ParamSpec, round_up
 from shardfuse.rules import UpdateRule
@@ -56,6 +56,10 @@ class FlatState:
     params_buffer: FlatBuffer  # all ranks' shards; the model's own tensors
     codec: ParamCodec  # and what is kept beside parameters that are rounded
     states: dict[str, ShardArena]  # fp32 shards by state name
+    groups: Counter[int]
+    """How many of the parameters are in each group."""
+    kinds: list[tuple[int, str]]
+    """(group, policy) of neighbours that are updated alike, in slot order."""
 
     def __init__(
         self,
@@ -74,6 +78,11 @@ class FlatState:
         self.fragments: dict[int, list[Fragment]] = {bucket.index: [] for bucket in flat.buckets}
         for fragment in fragments:
             self.fragments[fragment.bucket].append(fragment)
+        self.groups = Counter(spec.group for spec in specs)
+        self.kinds = list(dict.fromkeys(spec.kind for spec in specs))
+        position = {kind: index for index, kind in enumerate(self.kinds)}
+        pairs = zip(flat.slots, specs, strict=True)
+        self._kind_of = {slot.param: position[spec.kind] for slot, spec in pairs}
         self.device = params[0].device
         self.params_buffer = params_buffer
         self._addresses: list[int] = []
@@ -81,6 +90,7 @@ class FlatState:
         self.bind()
         self.codec = ParamCodec(params_buffer, rank) if codec is None else codec
         self.states = {}
+        self._holders: dict[str, set[int]] = {}  # by state: the groups whose parameters have it
         # Steps are one number while all parameters have the same one, which is the usual case.
         self._step = 0
         self._steps: dict[int, int] | None = None
@@ -161,14 +171,30 @@ class FlatState:
             for param, address in zip(other.params, other._addresses, strict=True)
         )
 
-    def allocate(self, values: Mapping[str, float]) -> bool:
-        """Create the states that do not exist, filled with ``values``; return whether any was."""
+    def allocate(self, values: Mapping[str, float], group: int) -> bool:
+        """Give the parameters of ``group`` the states that they lack, filled with ``values``.
+
+        Return whether they lacked any. An arena is of all groups, and has the first value in the
+        parameters that do not have the state.
+        """
         self.codec.allocate()
-        new = [name for name in values if name not in self.states]
+        new = [name for name in values if not self.has_state(name, group)]
         for name in new:
-            self.states[name] = ShardArena(self.flat, self.device, MASTER_DTYPE)
-            self.states[name].data.fill_(values[name])
+            if name not in self.states:
+                self.states[name] = ShardArena(self.flat, self.device, MASTER_DTYPE)
+                self.states[name].data.fill_(values[name])
+            self._holders.setdefault(name, set()).add(group)
         return bool(new)
+
+    def has_state(self, name: str, group: int) -> bool:
+        """Return whether the parameters of ``group`` have the state ``name`` of a rule."""
+        return group in self._holders.get(name, ())
+
+    def drop_state(self, name: str, group: int) -> None:
+        """Take the state ``name`` from the parameters of ``group``, and free it with the last."""
+        self._holders[name].discard(group)
+        if not self._holders[name]:
+            del self.states[name], self._holders[name]
 
     @property
     def is_trained(self) -> bool:
@@ -193,23 +219,52 @@ class FlatState:
         return self._step if self._steps is None else self._steps[param]
 
     @property
+    def next_step(self) -> int:
+        """The step of the next update of every parameter; 1 if they differ."""
+        return self._step + 1 if self._steps is None else 1
+
+    @property
     def most_steps(self) -> int:
         """The update count of the param that has had most."""
         return self._step if self._steps is None else max(self._steps.values(), default=0)
 
     def set_steps(self, steps: dict[int, int]) -> None:
-        """Set the update counts of all parameters of the flat."""
+        """Set the update counts of some or all parameters of the flat."""
+        if len(steps) < len(self.params):
+            steps = {slot.param: self.step_of(slot.param) for slot in self.flat.slots} | steps
         values = set(steps.values())
         self._steps = None if len(values) == 1 else dict(steps)
         self._step = values.pop() if len(values) == 1 else 0
 
+    def ranges(self, bucket: Bucket, first: int) -> list[UpdateRange]:
+        """Return the ranges of ``bucket``'s shard by param_set, whose padding is in them.
+
+        The first of ``kinds`` has the number ``first``, and the others follow.
+        """
+        found: list[UpdateRange] = []
+        for fragment in self.fragments[bucket.index]:
+            number, start = first + self._kind_of[fragment.param], fragment.shard_start
+            if not found:
+                found.append(UpdateRange(0, bucket.shard_numel, number))
+            elif found[-1].param_set != number:
+                found[-1] = found[-1]._replace(stop=start)
+                found.append(UpdateRange(start, bucket.shard_numel, number))
+        return found
+
     def step_ranges(
-        self, bucket: Bucket, no_local_grad: set[int], unused: set[int]
-    ) -> list[StepRange]:
+        self,
+        bucket: Bucket,
+        ranges: Sequence[UpdateRange],
+        no_local_grad: set[int],
+        unused: set[int],
+        first: int,
+    ) -> list[UpdateRange]:
         """Return the ranges to update in ``bucket``'s shard: runs of fragments at the same step.
 
         Args:
             bucket: of this flat.
+            ranges: those of ranges().
+            first: as of ranges().
             no_local_grad: parameters without a gradient on this rank.
             unused: those of them without a gradient on any rank, which are left out.
         """
@@ -217,17 +272,18 @@ class FlatState:
             owned = {fragment.param for fragment in self.fragments[bucket.index]}
             self._stepped |= (owned & no_local_grad) - unused
         if not unused and self._steps is None:
-            return [StepRange(0, bucket.shard_numel, self._step + 1)]
-        step_ranges: list[StepRange] = []
+            step = self._step + 1
+            return [UpdateRange(*each[:3], step) for each in ranges]
+        step_ranges: list[UpdateRange] = []
         for fragment in self.fragments[bucket.index]:
             if fragment.param in unused:
                 continue
             start = fragment.shard_start
             stop = start + round_up(fragment.numel, self.flat.align)
-            step = self.step_of(fragment.param) + 1
-            if step_ranges and step_ranges[-1].stop == start and step_ranges[-1].step == step:
+            key = (first + self._kind_of[fragment.param], self.step_of(fragment.param) + 1)
+            if step_ranges and step_ranges[-1].stop == start and step_ranges[-1][2:] == key:
                 start = step_ranges.pop().start
-            step_ranges.append(StepRange(start, stop, step))
+            step_ranges.append(UpdateRange(start, stop, *key))
         return step_ranges
 
     def increment_step(self, no_local_grad: set[int]) -> bool:
@@ -372,7 +428,7 @@ def _members_fault(
         )
     given: Counter[int] = Counter()
     for state in flats:
-        given[state.flat.group] += len(state.params)
+        given.update(state.groups)
     held = {index: len(group["params"]) for index, group in enumerate(groups) if group["params"]}
     return "" if held == given else _regrouped(groups, flats)
 
@@ -394,6 +450,10 @@ def _regrouped(groups: Sequence[Mapping[str, Any]], flats: Sequence[FlatState]) 
 
 
 # The shards of ShardedOptimizer
+
+
+_SMALL_NUMEL, _MANY_SETS = 64 << 10, 8
+"""Param_sets of at most so many elements share kernel calls, if there are so many of them."""
 
 
 class OwnShards(ShardProvider):
@@ -430,6 +490,23 @@ class OwnShards(ShardProvider):
         self._buckets: dict[int, Bucket] = {
             bucket.index: bucket for state in self._active for bucket in state.flat.buckets
         }
+        self._first: dict[int, int] = {}  # by flat, the number of its first param_set
+        self._members: list[list[tuple[int, ParamSpec]]] = []  # by param_set
+        for state in self._active:
+            self._first[state.flat.index] = len(self._members)
+            by_kind: dict[tuple[int, str], list[tuple[int, ParamSpec]]] = {}
+            for slot, spec in zip(state.flat.slots, state.specs, strict=True):
+                by_kind.setdefault(spec.kind, []).append((slot.param, spec))
+            self._members += by_kind.values()
+        # By sizes over all ranks, so that every cut of the shards computes alike.
+        numels = [sum(spec.numel for _, spec in members) for members in self._members]
+        small = {number for number, numel in enumerate(numels) if numel <= _SMALL_NUMEL}
+        self._small = small if len(small) >= _MANY_SETS else set()
+        self._ranges = {
+            bucket.index: state.ranges(bucket, self._first[state.flat.index])
+            for state in self._active
+            for bucket in state.flat.buckets
+        }
 
     @property
     def device(self) -> torch.device:
@@ -437,30 +514,48 @@ class OwnShards(ShardProvider):
 
     @property
     def param_sets(self) -> Sequence[ParamSet]:
-        """The flats that train."""
+        """The parts of trained flats that are of one group and policy."""
+        kinds = [
+            (state.flat, state.next_step, kind) for state in self._active for kind in state.kinds
+        ]
         return [
-            ParamSet(flat.index, flat.index, self.groups[flat.group], flat.policy, flat.dtype)
-            for flat in (state.flat for state in self._active)
+            ParamSet(
+                number,
+                self.groups[group],
+                policy,
+                flat.dtype,
+                self._means[flat.index],
+                number in self._small,
+                step,
+            )
+            for number, (flat, step, (group, policy)) in enumerate(kinds)
         ]
 
     def gradients(self) -> Iterator[UpdateUnit]:
         for bucket, parts in self._grads.reduced():
-            fragments = self._flats[bucket.flat].fragments[bucket.index]
-            row = self._row
-            yield UpdateUnit(bucket.index, bucket.flat, bucket.shard_numel, row, parts, fragments)
+            yield UpdateUnit(
+                bucket.index,
+                bucket.shard_numel,
+                self._row,
+                parts,
+                self._ranges[bucket.index],
+                mean=self._means[bucket.flat],
+                fragments=self._flats[bucket.flat].fragments[bucket.index],
+            )
 
     def checkout(self, unit: UpdateUnit) -> None:
-        state, bucket = self._flats[unit.param_set], self._buckets[unit.index]
+        bucket = self._buckets[unit.index]
+        state, first = self._flats[bucket.flat], self._first[bucket.flat]
         unit.p, unit.low = state.codec.begin_update(bucket)
-        names = self._rule.state_names(self.groups[state.flat.group])
-        unit.states = tuple(state.states[name].view(bucket) for name in names)
+        unit.states = {name: arena.view(bucket) for name, arena in state.states.items()}
         unused = self._grads.unused(bucket, unit.grad)
-        unit.step_ranges = state.step_ranges(bucket, self._grads.no_local_grad(state.flat), unused)
+        no_local_grad = self._grads.no_local_grad(state.flat)
+        unit.ranges = state.step_ranges(bucket, unit.ranges, no_local_grad, unused, first)
 
     def commit(self, unit: UpdateUnit) -> None:
         """Launch the all-gather of the bucket."""
-        state = self._flats[unit.param_set]
         bucket = self._buckets[unit.index]
+        state = self._flats[bucket.flat]
         state.codec.commit(bucket)
         self._gather.launch(bucket, state.params)
 
@@ -479,9 +574,6 @@ class OwnShards(ShardProvider):
     def keep_all_reduced(self) -> None:
         self._grads.keep_all_reduced()
 
-    def mean(self, param_set: int) -> float | None:
-        return self._means[param_set]
-
     def global_square(self) -> Tensor | None:
         return None
 
@@ -496,25 +588,26 @@ class OwnShards(ShardProvider):
         return [(name, grad) for _, name, grad in sorted(members, key=lambda member: member[0])]
 
     def blocks(self, param_sets: Sequence[int]) -> BlockMap:
-        """Return the blocks of flats, which have slots of whole ones."""
+        """Return the blocks of flats that hold ``param_sets``, which have slots of whole ones."""
+        owned = {param for number in param_sets for param, _ in self._members[number]}
         owners: list[tuple[int, int, int]] = []
         extents: dict[int, tuple[int, int]] = {}
         num_blocks = 0
-        for state in (self._flats[index] for index in param_sets):
+        for state in self._active:
+            if owned.isdisjoint(slot.param for slot in state.flat.slots):
+                continue
             assert state.flat.align == BLOCK, "a block holds several parameters"
             for bucket in state.flat.buckets:
                 stop = num_blocks + bucket.shard_numel // BLOCK
                 extents[bucket.index] = (num_blocks, stop)
                 for fragment in state.fragments[bucket.index]:
-                    start = num_blocks + fragment.shard_start // BLOCK
-                    length = round_up(fragment.numel, BLOCK) // BLOCK
-                    owners.append((fragment.param, start, start + length))
+                    if fragment.param in owned:
+                        start = num_blocks + fragment.shard_start // BLOCK
+                        length = round_up(fragment.numel, BLOCK) // BLOCK
+                        owners.append((fragment.param, start, start + length))
                 num_blocks = stop
         num_params = sum(len(state.params) for state in self._flats)
         return BlockMap(owners, extents, num_blocks, num_params)
 
     def params(self, param_set: int) -> Sequence[tuple[int, ParamSpec]]:
-        state = self._flats[param_set]
-        return [
-            (slot.param, spec) for slot, spec in zip(state.flat.slots, state.specs, strict=True)
-        ]
+        return self._members[param_set]

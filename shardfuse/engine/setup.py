@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -138,7 +138,8 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
                 policy=policy,
                 frozen=not param.requires_grad and param.grad is None,
             )
-            added.append((param, spec))
+            flags = rule.settings(group, policy, 1).flags
+            added.append((param, replace(spec, math=f"{flags}")))
     _check_no_overlap([pair for pair in added if pair[1].stride == pair[0].stride()])
     return added
 

@@ -21,6 +21,7 @@ from shardfuse.engine.torch_state import (
     as_count,
     counted_groups,
     fragment_tensors,
+    holds,
     merged_groups,
     saved_groups,
     set_groups,
@@ -82,7 +83,7 @@ def aliases(
         for name, arena in arenas_of(state).items():
             tensors = fragment_tensors(state, arena.view, flat_chunks, has=has)
             for spec, tensor in zip(state.specs, tensors, strict=True):
-                if spec.numel:
+                if spec.numel and holds(state, name, spec):
                     yield f"state.{spec.name}.{name}", tensor
 
 
@@ -162,12 +163,14 @@ def _check_has_arenas(opt: OptimizerState, groups: Groups, steps: Mapping[int, i
     A reader fills only the arenas that exist, so it has skipped such a state. ``groups`` are the
     merged ones, which the load will set.
     """
-    for state in opt.flats:
-        names = opt.rule.state_names(groups[state.flat.group])
-        lacking = [name for name in names if name not in state.states]
+    places = [(flat, index) for flat in opt.flats for index in flat.groups]
+    for state, index in places:
+        names = opt.rule.state_names(groups[index])
+        lacking = [name for name in names if not state.has_state(name, index)]
         if state.codec.arena is None and state.codec.key is not None:
             lacking.append(state.codec.key)
-        trained = [s.param for s in state.flat.slots if s.numel and steps[s.param] > 0]
+        own = [s.param for s in state.flat.slots if s.numel and steps[s.param] > 0]
+        trained = [param for param in own if opt.layout.specs[param].group == index]
         if not lacking or not trained:
             continue
         name = opt.layout.specs[trained[0]].name

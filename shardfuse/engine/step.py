@@ -18,9 +18,9 @@ parameters at run time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,6 +29,7 @@ from torch import Tensor
 from shardfuse.comm import Communicator
 from shardfuse.comm.transport import PartialSums
 from shardfuse.engine.kernels import (
+    CPU_TILE,
     Kernels,
     Pass,
     Scale,
@@ -70,24 +71,29 @@ class StepDriver:
         self._kernels = kernels
         self._reduction = reduction_for(rule, shards) if isinstance(rule, ReducingRule) else None
         self._cohorts: dict[int, ParamSet] = {}  # as the present step has them
+        self._settings: dict[
+            tuple[int, int], Settings
+        ] = {}  # by param_set and step, as it has them
+        self._calls: dict[tuple[int, int], _Call] = {}  # the same
+        self._equal: dict[Any, _Call] = {}  # by value
+        self._row_owners: dict[tuple[int, ...], Tensor] = {}  # kept, by rows of each part of a run
         self._clipped: list[int] = []
         self._norms: BlockSums | None = None  # broadcast: the norm of the tensor each block is of
         self._watch: StepNorms | None = None  # of the present step
         self.ratio: Tensor | None = None  # (num_params,), of the last step; 1 where none was taken
 
-    def square_norms(self) -> Tensor:
-        """Return the squared norm of each flat's mean gradient over all ranks, (n,) fp32.
+    def square_norms(self, *, by_set: bool = False) -> Tensor:
+        """Return the squared norm of the mean gradient over all ranks, (1,) fp32.
 
-        Reduces the gradients and keeps them reduced. One all-reduce.
+        ``by_set``: that of each param_set, by number. Reduces the gradients and keeps them reduced.
+        One all-reduce.
         """
         self._shards.keep_reduced()
-        flats = {param_set.number: param_set.flat for param_set in self._shards.param_sets}
-        num_flats = 1 + max(flats.values(), default=0)
-        squares = torch.zeros(num_flats, dtype=torch.float32, device=self._shards.device)
+        num_sets = len(self._shards.param_sets) if by_set else 1
+        squares = torch.zeros(num_sets, dtype=torch.float32, device=self._shards.device)
         for unit in self._shards.gradients():
-            blocks = squares.new_empty(1, unit.num_blocks)
-            self._square(unit, blocks)
-            squares[flats[unit.param_set]] += blocks.sum()
+            for part in unit.ranges if by_set else [UpdateRange(0, unit.numel, 0)]:
+                squares[part.param_set] += self._square(unit, part).sum()
         return self._total(squares)
 
     def run(
@@ -102,16 +108,19 @@ class StepDriver:
         """
         self._watch = watch
         self._cohorts = {param_set.number: param_set for param_set in self._shards.param_sets}
+        self._settings.clear()
+        self._calls.clear()
+        self._equal.clear()
         scales = self._scales(coefficient, max_norm)
         if self._reduction is None:
             for unit in self._shards.gradients():
                 self._shards.checkout(unit)
                 self._note_gradient(unit)
                 with self._noting(unit):
-                    self._pass(only_pass, unit, scales, None)
+                    self._pass(only_pass, unit, scales)
                 self._shards.commit(unit)
         else:
-            self._two_passes(scales)
+            self._two_passes(scales, self._reduction)
         self._shards.increment_step()
         if watch is not None:
             watch.ratio = self.ratio
@@ -120,20 +129,14 @@ class StepDriver:
 
     def _note_gradient(self, unit: UpdateUnit) -> None:
         if self._watch is not None:
-            self._watch.note_gradient(unit, self._shards.mean(unit.param_set))
+            self._watch.note_gradient(unit)
 
     def _noting(self, unit: UpdateUnit) -> AbstractContextManager[None]:
         return nullcontext() if self._watch is None else self._watch.noting(unit)
 
-    def _two_passes(self, scales: Mapping[int, Scale]) -> None:
-        rule, sums = self._rule, self._reduction
-        assert isinstance(rule, ReducingRule)
-        assert sums is not None
-        keeps = {
-            index: rule.settings(t.group, t.policy, 1).keeps_gradient
-            for index, t in self._cohorts.items()
-        }
-        if any(keeps.values()):
+    def _two_passes(self, scales: Mapping[int, Scale], sums: Reduction) -> None:
+        keeps = {number for number in self._cohorts if self._settings_of(number).keeps_gradient}
+        if keeps:
             self._shards.keep_all_reduced()
         sums.begin()
         units = []
@@ -143,12 +146,12 @@ class StepDriver:
             out = sums.out(unit)
             self._pass(first_pass, unit, scales, out)
             sums.collect(unit, out)
-            if not keeps[unit.param_set]:
+            if keeps.isdisjoint(part.param_set for part in unit.ranges):
                 unit.grad = ()
             units.append(unit)
         totals = sums.totals()
         ratio = None if totals is None else sums.finish(self._total(totals))
-        if ratio is None and isinstance(rule, NormRule):  # as under this weight decay
+        if ratio is None and isinstance(self._rule, NormRule):  # as under this weight decay
             ratio = torch.ones(self._shards.blocks(()).num_params, device=self._shards.device)
         self.ratio = ratio
         # The last ones hold the first layers, which the next forward wants first.
@@ -158,20 +161,89 @@ class StepDriver:
             self._shards.commit(unit)
 
     def _pass(
-        self, function: Pass, unit: UpdateUnit, scales: Mapping[int, Scale], aux: Tensor | None
+        self,
+        function: Pass,
+        unit: UpdateUnit,
+        scales: Mapping[int, Scale],
+        aux: Tensor | None = None,
     ) -> None:
-        """Run one pass over the step_ranges of a unit."""
-        param_set = self._cohorts[unit.param_set]
-        scale = self._scale(scales, param_set, unit)
-        for step_range in unit.step_ranges:
-            settings = self._rule.settings(param_set.group, param_set.policy, step_range.step)
+        """Run one pass over a unit: one call for neighbours whose numbers are equal, or are few."""
+        for whole, parts in self._runs(unit, scales):
+            call = parts[0][1]
+            row, settings = unit.row, call.settings
+            if call.batch is not None:
+                row, h = self._numbers_by_row(unit, parts)
+                settings = settings._replace(h=h, fused=None)
+            has_grad = function is not second_pass or call.settings.keeps_gradient
+            own_aux = aux if call.sums else None
             self._kernels.run(
                 function,
                 settings,
-                unit.scale(step_range, scale),
-                unit.tile(step_range, aux),
-                is_tail=unit.is_tail,
+                self._scale(call, unit, whole),
+                unit.tile(whole, call.states, own_aux, row=row, has_grad=has_grad),
+                is_tail=unit.is_tail or call.batch is not None,
             )
+
+    def _runs(self, unit: UpdateUnit, scales: Mapping[int, Scale]) -> list[_Run]:
+        """Return the ranges of ``unit``, those joined that one call can update."""
+        runs: list[_Run] = []
+        for part in unit.ranges:
+            call = self._call(part, scales)
+            if runs and runs[-1].whole.stop == part.start:
+                whole, parts = runs[-1]
+                is_alike = call.batch is not None and call.batch == parts[0][1].batch
+                if parts[0][1] is call or (is_alike and part.stop - whole.start <= CPU_TILE):
+                    runs[-1] = _Run(whole._replace(stop=part.stop), [*parts, (part, call)])
+                    continue
+            runs.append(_Run(part, [(part, call)]))
+        return runs
+
+    def _numbers_by_row(
+        self, unit: UpdateUnit, parts: Sequence[tuple[UpdateRange, _Call]]
+    ) -> tuple[int, Any]:
+        """Return the elements of a row, and ``h`` with a tensor (rows, 1) for each number.
+
+        A rule may round otherwise by tensors than by numbers. So this is the form of all numbers of
+        sets that share calls, however the ranks cut them.
+        """
+        assert unit.p is not None
+        ends = [end for part, _ in parts for end in (part.start, part.stop)]
+        row = BLOCK if all(end % BLOCK == 0 for end in ends) else unit.row
+        counts = tuple((part.stop - part.start) // row for part, _ in parts)
+        if counts not in self._row_owners:
+            owners = torch.repeat_interleave(torch.tensor(counts))
+            self._row_owners[counts] = owners.to(unit.p.device)
+        h = parts[0][1].settings.h
+        table = torch.tensor([call.settings.h for _, call in parts], dtype=unit.p.dtype)
+        # Not awaited: else the host would wait for the device.
+        rows = table.to(unit.p.device, non_blocking=True)[self._row_owners[counts]]
+        return row, type(h)(*rows[:, :, None].unbind(1))
+
+    def _call(self, part: UpdateRange, scales: Mapping[int, Scale]) -> _Call:
+        """Return what ``part`` is updated by: one object for all whose numbers are equal."""
+        key = (part.param_set, part.step)
+        if key not in self._calls:
+            settings, group = self._settings_of(*key), self._cohorts[part.param_set].group
+            sums = self._reduction is not None and self._reduction.takes(part.param_set)
+            scale, states = scales[part.param_set], self._rule.state_names(group)
+            mark = id(scale) if isinstance(scale, Tensor) else scale
+            batch = (settings.flags, settings.clip, settings.keeps_gradient, states, sums, mark)
+            # A learning rate that is a tensor on a device has no place in a table of numbers.
+            is_known = not any(isinstance(value, Tensor) for value in settings.h)
+            shares = is_known and self._cohorts[part.param_set].shares_calls
+            call = _Call(settings, scale, states, sums, batch if shares else None)
+            if is_known:
+                call = self._equal.setdefault((part.step, settings.h, batch, shares), call)
+            self._calls[key] = call
+        return self._calls[key]
+
+    def _settings_of(self, param_set: int, step: int | None = None) -> Settings:
+        """Return the settings of a param_set, made once a step."""
+        own = self._cohorts[param_set]
+        key = (param_set, own.step if step is None else step)
+        if key not in self._settings:
+            self._settings[key] = self._rule.settings(own.group, own.policy, key[1])
+        return self._settings[key]
 
     # Clips
 
@@ -181,29 +253,38 @@ class StepDriver:
         Clipping per tensor is left to _scale().
         """
         param_sets = list(self._cohorts.values())
-        clips = {t.number: self._clip(t) for t in param_sets}
+        clips = {number: self._settings_of(number).clip for number in self._cohorts}
         shared = [clip for clip in clips.values() if clip is not None and clip.scope != "tensor"]
         known = self._shards.global_square()
-        needs = [clip for clip in shared if known is None or clip.scope != "global"]
-        squares = self.square_norms() if needs or max_norm is not None else None
+        by_set = any(clip.scope != "global" for clip in shared)
+        needs = by_set or (known is None and len(shared) > 0)
+        squares = self.square_norms(by_set=by_set) if needs or max_norm is not None else None
         if max_norm is not None and squares is not None:
             coefficient = _factor(Clip(max_norm, "global", eps=1e-6), squares.sum(), coefficient)
         self._sum_tensors(clips, coefficient)
         scales: dict[int, Scale] = {}
+        made: dict[
+            Any, Scale
+        ] = {}  # by all that a scale depends on: few sets have one of their own
         for own in param_sets:
-            clip, factor = clips[own.number], coefficient
-            if clip is not None and clip.scope != "tensor":
-                square = known if known is not None and clip.scope == "global" else None
-                if square is None:
-                    assert squares is not None
-                    square = _sum_over(squares, _peers(param_sets, own, clip))
-                factor = _factor(clip, square, coefficient)
-            mean: Scale = self._shards.mean(own.number)
-            if factor is not None:
-                if self._watch is not None:
+            clip = clips[own.number]
+            peers = None if clip is None else _peers(param_sets, own, clip)
+            key = (clip, peers, own.mean, bool(own.group.get("maximize")))
+            if key not in made:
+                factor = coefficient
+                if clip is not None and clip.scope != "tensor":
+                    square = known if clip.scope == "global" else None
+                    if square is None:
+                        assert squares is not None
+                        square = _sum_over(squares, peers)
+                    factor = _factor(clip, square, coefficient)
+                if factor is not None and self._watch is not None:
                     self._watch.note_clip(factor)
-                mean = factor if mean is None else factor * mean
-            scales[own.number] = ascending(mean, own.group)
+                mean: Scale = own.mean
+                if factor is not None:
+                    mean = factor if mean is None else factor * mean
+                made[key] = ascending(mean, own.group)
+            scales[own.number] = made[key]
         return scales
 
     def _sum_tensors(self, clips: Mapping[int, Clip | None], coefficient: Tensor | None) -> None:
@@ -218,28 +299,36 @@ class StepDriver:
         for unit in self._shards.gradients():
             out = self._norms.out(unit)
             if out is not None:
-                self._square(unit, out)
+                self._square(unit, UpdateRange(0, unit.numel, 0), out)
         norms = self._total(self._norms.per_param())[0].sqrt()
         self._norms.broadcast(norms if coefficient is None else norms * coefficient)
 
-    def _scale(self, scales: Mapping[int, Scale], param_set: ParamSet, unit: UpdateUnit) -> Scale:
-        """Return the factor for ``unit``, of each block (blocks, 1) where tensors are clipped."""
-        scale = scales[param_set.number]
-        norms = None if self._norms is None else self._norms.value(unit)
-        clip = None if norms is None else self._clip(param_set)
-        if norms is None or clip is None:
+    def _scale(self, call: _Call, unit: UpdateUnit, part: UpdateRange) -> Scale:
+        """Return the factor for ``part``, of each block (blocks, 1) where tensors are clipped."""
+        clip, scale = call.settings.clip, call.scale
+        if self._norms is None or clip is None or clip.scope != "tensor":
             return scale
-        factor = (clip.max_norm / (norms[0] + clip.eps)).clamp(max=1.0)[:, None]
+        norms = self._norms.value(unit)
+        assert norms is not None
+        own = norms[0, unit.blocks(part)]
+        factor = (clip.max_norm / (own + clip.eps)).clamp(max=1.0)[:, None]
         return factor if scale is None else factor * scale
 
-    def _clip(self, param_set: ParamSet) -> Clip | None:
-        return self._rule.settings(param_set.group, param_set.policy, 1).clip
+    def _square(self, unit: UpdateUnit, part: UpdateRange, out: Tensor | None = None) -> Tensor:
+        """Return the sums of squares (1, n) of the rows of a mean gradient's ``part``.
 
-    def _square(self, unit: UpdateUnit, blocks: Tensor) -> None:
-        """Write the sum of squares of every block of a mean gradient into ``blocks`` (1, n)."""
-        tile = unit.tile_of_blocks(blocks)
-        scale = self._shards.mean(unit.param_set)
-        self._kernels.run(square_sum_pass, Settings(None, ()), scale, tile, is_tail=unit.is_tail)
+        Rows are blocks where these divide it, as they do a unit; ``out`` is where to write them.
+        """
+        numel = part.stop - part.start
+        row = BLOCK if numel % BLOCK == 0 else unit.row
+        grad = tuple(g[part.start : part.stop].view(-1, row) for g in unit.grad)
+        if out is None:
+            out = torch.empty(1, numel // row, dtype=torch.float32, device=grad[0].device)
+        tile = Tile(grad, aux=out)
+        self._kernels.run(
+            square_sum_pass, Settings(None, ()), unit.mean, tile, is_tail=unit.is_tail
+        )
+        return out
 
     def _total(self, sums: Tensor) -> Tensor:
         """Return ``sums`` added up over the ranks."""
@@ -248,19 +337,19 @@ class StepDriver:
         return total.to(sums.device)
 
 
-def _sum_over(values: Tensor, places: list[int] | None) -> Tensor:
+def _sum_over(values: Tensor, places: tuple[int, ...] | None) -> Tensor:
     """Return the sum of those of ``values``, of all for None; no index goes to the device."""
     if places is None:
         return values.sum()
     return torch.stack([values[place] for place in places]).sum()
 
 
-def _peers(param_sets: list[ParamSet], own: ParamSet, clip: Clip) -> list[int] | None:
-    """Return the flats whose norm clips ``own``; None for all."""
-    if clip.scope == "global":
+def _peers(param_sets: list[ParamSet], own: ParamSet, clip: Clip) -> tuple[int, ...] | None:
+    """Return the param_sets whose norm clips ``own``; None for all."""
+    if clip.scope not in ("group", "flat"):
         return None
     group = [t for t in param_sets if t.group is own.group]
-    return sorted({t.flat for t in group if clip.scope == "group" or t.dtype == own.dtype})
+    return tuple(t.number for t in group if clip.scope == "group" or t.dtype == own.dtype)
 
 
 def _factor(clip: Clip, square: Tensor, coefficient: Tensor | None) -> Tensor:
@@ -273,22 +362,45 @@ def _factor(clip: Clip, square: Tensor, coefficient: Tensor | None) -> Tensor:
 # Units, and the providers of them
 
 
-class StepRange(NamedTuple):
-    """Elements [start, stop) of a unit, all at the same step; whole rows of a tile."""
+class UpdateRange(NamedTuple):
+    """Elements [start, stop) of a unit, of one param_set and step; whole rows of a tile."""
 
     start: int
     stop: int
-    step: int
+    param_set: int
+    step: int = 0
 
 
 class ParamSet(NamedTuple):
-    """Parameters that are updated alike: a flat, or one policy in a DeepSpeed partition."""
+    """Parameters that are updated alike: of one group, policy and dtype."""
 
-    number: int
-    flat: int  # number of the buffer that it is, or is a part of
+    number: int  # from 0 on
     group: Mapping[str, Any]
     policy: str
     dtype: str
+    mean: float | None = None
+    """The factor from summed gradients to their mean; None is 1."""
+    shares_calls: bool = False
+    """Whether it is updated together with others of other numbers: it is one of many small ones."""
+    step: int = 1
+    """The step of its next update, or 1; no setting but ``h`` depends on it."""
+
+
+class _Call(NamedTuple):
+    """The arguments of a kernel beside its tensors, in one step."""
+
+    settings: Settings
+    scale: Scale
+    states: tuple[str, ...]
+    sums: bool  # whether a Reduction takes part
+    batch: Hashable  # what is equal for all that share calls with it; None: it shares none
+
+
+class _Run(NamedTuple):
+    """Neighbours of a unit under one kernel call."""
+
+    whole: UpdateRange
+    parts: list[tuple[UpdateRange, _Call]]
 
 
 @dataclass(slots=True)
@@ -299,15 +411,15 @@ class UpdateUnit:
     """
 
     index: int
-    param_set: int  # number of a param_set
     numel: int
     row: int  # elements of a tile's row; numel is a multiple of it
     grad: PartialSums  # they add up to the summed gradient; valid until the next unit is asked for
+    ranges: Sequence[UpdateRange]  # from checkout() on, those to update, at their steps
+    mean: float | None = None  # as of its param_sets
     fragments: Sequence[Fragment] = ()
     p: Tensor | None = None  # fp32 master
     low: Tensor | None = None  # the parameter, where it is of lower precision
-    states: tuple[Tensor, ...] = ()
-    step_ranges: Sequence[StepRange] = ()
+    states: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def num_blocks(self) -> int:
@@ -319,38 +431,38 @@ class UpdateUnit:
         """Whether it is one row, of a length of its own."""
         return self.row % BLOCK != 0 and self.row == self.numel
 
-    def tile(self, step_range: StepRange, aux: Tensor | None) -> Tile:
-        """Return the rows of ``step_range``; ``aux`` is (k, blocks) or (k, numel) of the unit."""
+    def tile(
+        self,
+        part: UpdateRange,
+        states: Sequence[str],
+        aux: Tensor | None,
+        *,
+        row: int,
+        has_grad: bool,
+    ) -> Tile:
+        """Return the rows of ``part``, with the states of these names.
+
+        ``aux`` is (k, blocks) or (k, numel) of the unit.
+        """
 
         def rows(tensor: Tensor) -> Tensor:
-            return tensor[step_range.start : step_range.stop].view(-1, self.row)
+            return tensor[part.start : part.stop].view(-1, row)
 
         if aux is not None and aux.shape[1] == self.num_blocks:
-            aux = aux[:, self.blocks(step_range)]
+            aux = aux[:, self.blocks(part)]
         elif aux is not None:
-            aux = aux[:, step_range.start : step_range.stop].view(len(aux), -1, self.row)
+            aux = aux[:, part.start : part.stop].view(len(aux), -1, row)
         return Tile(
-            tuple(map(rows, self.grad)),
+            tuple(map(rows, self.grad)) if has_grad else (),
             None if self.p is None else rows(self.p),
             None if self.low is None else rows(self.low),
-            tuple(map(rows, self.states)),
+            tuple(rows(self.states[name]) for name in states),
             aux,
         )
 
-    def tile_of_blocks(self, aux: Tensor) -> Tile:
-        """Return the gradient alone, as rows of a block each; ``aux`` is (k, blocks)."""
-        row = self.row if self.is_tail else BLOCK
-        return Tile(tuple(part.view(-1, row) for part in self.grad), aux=aux)
-
-    def blocks(self, step_range: StepRange) -> slice:
-        """Return which of the unit's blocks are in ``step_range``."""
-        return slice(step_range.start // self.row, step_range.stop // self.row)
-
-    def scale(self, step_range: StepRange, scale: Scale) -> Scale:
-        """Return ``scale`` for ``step_range``: itself, unless it has a factor per block."""
-        if isinstance(scale, Tensor) and scale.dim() > 0:
-            return scale[self.blocks(step_range)]
-        return scale
+    def blocks(self, part: UpdateRange) -> slice:
+        """Return which of the unit's blocks are in ``part``."""
+        return slice(part.start // self.row, part.stop // self.row)
 
 
 class BlockMap(NamedTuple):
@@ -392,9 +504,6 @@ class ShardProvider(Protocol):
 
     def keep_all_reduced(self) -> None:
         """keep_reduced(), and keep the gradients of all units valid until the end of the step."""
-
-    def mean(self, param_set: int) -> float | None:
-        """Return the factor from summed gradients to their mean; None is 1."""
 
     def global_square(self) -> Tensor | None:
         """Return the squared norm () of all gradients if it is known; else the driver sums up."""
@@ -464,6 +573,9 @@ def _table(rows: list[list[int]], width: int, *, zero: int, device: torch.device
 
 class Reduction(Protocol):
     """The step between the passes, for the rules of one granularity."""
+
+    def takes(self, param_set: int) -> bool:
+        """Return whether the parameters of a param_set have sums and factors."""
 
     def begin(self) -> None:
         """Start a step: clear the sums."""
@@ -558,6 +670,9 @@ class TensorReduction:
         """Return (num_sums, blocks)."""
         return None if self._sums is None else self._sums.out(unit)
 
+    def takes(self, param_set: int) -> bool:
+        return param_set in self._adapted
+
     def collect(self, unit: UpdateUnit, out: Tensor | None) -> None:
         """Do nothing: blocks have rooms of their own."""
 
@@ -589,6 +704,7 @@ class RowReduction:
         self._shards = shards
         self._specs: dict[int, ParamSpec] = {}  # of the parameters that have rows
         self._starts: dict[int, int] = {}  # param: its first row
+        self._set_of: dict[int, int] = {}  # param: number of its param_set
         self._rows: dict[int, tuple[slice, Rows]] = {}  # number of a param_set: its rows
         self._factors: dict[int, Tensor] = {}  # number of a param_set: those of its rows
         num_rows, device = 0, shards.device
@@ -598,6 +714,7 @@ class RowReduction:
             if not specs:
                 continue
             self._specs |= specs
+            self._set_of |= dict.fromkeys(specs, param_set.number)
             start, counts = num_rows, [spec.shape[0] for spec in specs.values()]
             for param, count in zip(specs, counts, strict=True):
                 self._starts[param] = num_rows
@@ -616,9 +733,12 @@ class RowReduction:
     def begin(self) -> None:
         self._totals.zero_()
 
+    def takes(self, param_set: int) -> bool:
+        return param_set in self._rows
+
     def out(self, unit: UpdateUnit) -> Tensor | None:
         """Return zeros (num_sums, numel)."""
-        if unit.param_set not in self._rows:
+        if not any(map(self.takes, (part.param_set for part in unit.ranges))):
             return None
         return self._totals.new_zeros(len(self._totals), unit.numel)
 
@@ -649,20 +769,20 @@ class RowReduction:
 
     def factors(self, unit: UpdateUnit) -> Tensor | None:
         """Return (num_factors, numel): to every element its row's, or those of none."""
-        factors = self._factors.get(unit.param_set)
-        if factors is None:
+        if not any(map(self.takes, (part.param_set for part in unit.ranges))):
             return None
-        start = self._rows[unit.param_set][0].start
-        broadcast = factors.new_empty(len(self._rule.neutral), unit.numel)
+        broadcast = self._totals.new_empty(len(self._rule.neutral), unit.numel)
         for row, value in zip(broadcast, self._rule.neutral, strict=True):
             row.fill_(value)  # a tensor of the values would be a copy that the host waits for
         for f in unit.fragments:
             if f.param in self._starts:
-                spec = self._specs[f.param]
-                index = torch.arange(f.param_start, f.param_start + f.numel, device=factors.device)
+                spec, number = self._specs[f.param], self._set_of[f.param]
+                stop = f.param_start + f.numel
+                index = torch.arange(f.param_start, stop, device=broadcast.device)
                 index = index // _row_stride(spec) % spec.shape[0]
-                index += self._starts[f.param] - start
-                broadcast[:, f.shard_start : f.shard_start + f.numel] = factors[:, index]
+                index += self._starts[f.param] - self._rows[number][0].start
+                own = broadcast[:, f.shard_start : f.shard_start + f.numel]
+                own.copy_(self._factors[number][:, index])
         return broadcast
 
 
@@ -770,12 +890,12 @@ class StepNorms:
 
     # What the driver calls
 
-    def note_gradient(self, unit: UpdateUnit, mean: float | None) -> None:
-        """Note the gradient of ``unit``; ``mean`` times it is the mean over ranks, None is 1."""
+    def note_gradient(self, unit: UpdateUnit) -> None:
+        """Note the mean gradient of ``unit``."""
         grad = unit.grad[0].float()
         for part in unit.grad[1:]:
             grad = grad + part
-        self._note(_GRAD, unit, grad if mean is None else grad * mean)
+        self._note(_GRAD, unit, grad if unit.mean is None else grad * unit.mean)
 
     def note_clip(self, factor: Tensor) -> None:
         """Record a factor () by which the mean gradient is scaled for the rule."""

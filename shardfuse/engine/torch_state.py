@@ -63,6 +63,11 @@ def arenas_of(state: FlatState) -> dict[str, ShardArena]:
     return arenas
 
 
+def holds(state: FlatState, name: str, spec: ParamSpec) -> bool:
+    """Return whether a parameter of ``state`` has the state of this key, if the flat has."""
+    return name in _AUXILIARY or state.has_state(name, spec.group)
+
+
 def fragment_tensors(
     state: FlatState,
     segment: Callable[[Bucket], Tensor],
@@ -164,7 +169,8 @@ def _full_tensors(opt: OptimizerState, keep: bool) -> Iterator[tuple[int, str, T
         for name, arena in arenas_of(flat_state).items():
             full = gather(opt.comm, flat_state.flat, arena, flat_state.specs, keep=keep)
             for param, tensor in full.items():
-                yield param, name, tensor
+                if holds(flat_state, name, opt.layout.specs[param]):
+                    yield param, name, tensor
 
 
 def for_torch(opt: OptimizerState, request: StateDictRequest) -> dict[str, Any]:
@@ -208,7 +214,8 @@ def _fragment_copies(flats: Sequence[FlatState]) -> Iterator[tuple[int, str, Ten
             for slot, spec, tensor in zip(state.flat.slots, state.specs, tensors, strict=True):
                 # torch writes a FragmentTensor chunk by chunk, and an empty one has no chunk.
                 empty = torch.zeros(spec.shape, dtype=tensor.dtype)
-                yield slot.param, name, tensor.clone() if spec.numel else empty
+                if holds(state, name, spec):
+                    yield slot.param, name, tensor.clone() if spec.numel else empty
 
 
 def merged_groups(groups: Groups, saved: Sequence[Mapping[str, Any]], rule: UpdateRule) -> Groups:
@@ -296,11 +303,13 @@ def _load(
         steps = {param: counts[param] for param in own}
         if state.flat.frozen and not state.states and not any(steps.values()):
             continue
-        names = rule.state_names(opt.groups[state.flat.group])
-        others = {name for param in own for name in entries[param]} & {*rule.optional_states}
-        for name in state.states.keys() - {*names, *others}:
-            del state.states[name]  # only the replaced hyper-parameters need it
-        state.allocate({name: rule.initial(name) for name in (*names, *sorted(others))})
+        for group in state.groups:
+            saved_names = {n for p in own if specs[p].group == group for n in entries[p]}
+            others = sorted(saved_names & {*rule.optional_states})
+            names = (*rule.state_names(opt.groups[group]), *others)
+            for name in [n for n in state.states if n not in names and state.has_state(n, group)]:
+                state.drop_state(name, group)  # only the replaced hyper-parameters need it
+            state.allocate({name: rule.initial(name) for name in names}, group)
         for name, arena in arenas_of(state).items():
             if name not in _AUXILIARY:
                 arena.data.fill_(rule.initial(name))
@@ -501,7 +510,8 @@ class StateView(Mapping[Tensor, ParamState]):
             return ParamState()
         values: dict[str, Any] = {"step": state.step_of(state.flat.slots[position].param)}
         for name, arena in arenas_of(state).items():
-            values[name] = _shown(state, arena, position)
+            if holds(state, name, state.specs[position]):
+                values[name] = _shown(state, arena, position)
         return ParamState(values)
 
     __setitem__ = __delitem__ = clear = _refuse

@@ -142,15 +142,14 @@ class ShardedOptimizer(TorchCompat):
         ``error`` is an earlier error of this rank, raised on all ranks here.
         """
         moves, world_size = self.communicator.async_model, self.communicator.world_size
-        overlaps_grads = self._config.stage == 2 or moves in overlapped(
-            self._config.overlap_grad_sync
-        )
+        choices = self._config.overlap_grad_sync, self._config.overlap_param_sync
+        overlaps = any(moves in self._overlapped(choice) for choice in choices)
         nbytes = bucket_nbytes(
             self._config.bucket_cap_mb,
             moves,
             world_size=world_size,
             device_type=self._device.type,
-            overlaps=overlaps_grads or moves in overlapped(self._config.overlap_param_sync),
+            overlaps=overlaps or self._config.stage == 2,
         )
         alone = world_size == 1
         if alone and error is None and self._rule.granularity != "row":
@@ -495,7 +494,8 @@ class ShardedOptimizer(TorchCompat):
     def _activate(self, states: list[FlatState]) -> None:
         """Allocate gradients and states of flats; frozen ones have none until they are unfrozen."""
         for state in states:
-            state.allocate(self._rule.initial_states(self.param_groups[state.flat.group]))
+            for index in state.groups:
+                state.allocate(self._rule.initial_states(self.param_groups[index]), index)
         self._attach(states)  # last: until then they are unfrozen once more
         numels = [b.shard_numel for state in self._active for b in state.flat.buckets]
         self._kernels.choose(sum(numels))
@@ -787,11 +787,12 @@ class ShardedOptimizer(TorchCompat):
             group = self.param_groups[index]
             if not hyper_params.is_counted(index, group):  # a check reads lr, also on a device
                 check_group(self._rule, group, f"{self._on_rank}param_groups[{index}]")
-            for state in [state for state in self._active if state.flat.group == index]:
-                is_new = state.allocate(self._rule.initial_states(group))
+            for state in [state for state in self._active if index in state.groups]:
+                is_new = state.allocate(self._rule.initial_states(group), index)
                 if is_new and not self._rule.counts_steps:
                     # Momentum was set above 0 later: its first update comes now.
-                    state.set_steps({slot.param: 0 for slot in state.flat.slots})
+                    members = zip(state.flat.slots, state.specs, strict=True)
+                    state.set_steps({slot.param: 0 for slot, s in members if s.group == index})
             hyper_params.accept(index, group)  # last: what fails here is done in the next step
         if len(self._active) == len(self._flats):
             return []

@@ -74,6 +74,9 @@ class WholeMatrices:
         for whole in self._whole.values():
             whole.zero_()
 
+    def takes(self, param_set: int) -> bool:
+        return True
+
     def out(self, unit: UpdateUnit) -> Tensor:
         return torch.zeros(1, unit.numel)
 

@@ -54,7 +54,7 @@ class InFlight:
 
     def __init__(self, tensors: Sequence[Tensor], placement: str = PLACEMENTS[0]) -> None:
         self.params = [nn.Parameter(tensor.detach().clone()) for tensor in tensors]
-        members: list[tuple[Tensor, int]] = []  # in the order of the flat, with their groups
+        members: list[tuple[Tensor, int]] = []  # in the order of flats, with their number
         start = 0
         for number, param in enumerate(self.params):
             if placement.startswith("cut"):
@@ -66,8 +66,8 @@ class InFlight:
         members.append((nn.Parameter(torch.zeros(3)), 1))  # one bucket alone would be waited for
         members.reverse()
         specs = [
-            ParamSpec(f"p{i}", tuple(p.shape), p.stride(), "float32", "cpu", group)
-            for i, (p, group) in enumerate(members)
+            ParamSpec(f"p{i}", tuple(p.shape), p.stride(), "float32", "cpu", 0, frozen=bool(flat))
+            for i, (p, flat) in enumerate(members)
         ]
         cap = BLOCK * 4 if placement.startswith("cut") else 25 << 20
         layout = FlatLayout(1, cap, "element").extended(specs)

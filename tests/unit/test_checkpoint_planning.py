@@ -76,7 +76,7 @@ def parts_of(
             fragments=layout.fragments(buffer.flat, rank),
             rank=rank,
         )
-        state.allocate({"exp_avg": 0.0, "exp_avg_sq": 0.0})
+        state.allocate({"exp_avg": 0.0, "exp_avg_sq": 0.0}, 0)
         flats.append(state)
     groups = [{"params": [param for _, param in named], "lr": 0.1}]
     held = OptimizerState(OneOfMany(rank, world_size), layout, flats, groups, AdamRule())

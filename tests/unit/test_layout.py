@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ def random_specs(rng: random.Random, num_params: int, device: str | None = None)
             device=device,
             group=rng.randrange(3),
             frozen=rng.random() < 0.1,
+            policy=rng.choice(["", "no_decay"]),
         )
         for index in range(num_params)
     ]
@@ -93,7 +95,10 @@ def test_slots_follow_one_another() -> None:
             align = BLOCK if layout.granularity == "block" else nbytes // ITEMSIZE[flat.dtype]
             assert flat.align == align
             start = 0
+            kind = None
             for slot in flat.slots:
+                if layout.specs[slot.param].kind != kind:
+                    kind, start = layout.specs[slot.param].kind, round_up(start, BLOCK)
                 assert slot.start == start
                 start = slot.start + round_up(slot.numel, align)
                 assert slot.stop == start
@@ -133,18 +138,30 @@ def test_buckets_tile_the_flats() -> None:
             assert not sizes or max(sizes) - min(sizes) <= unit
 
 
-def test_flats_hold_one_kind_of_parameter_in_reverse() -> None:
-    """A flat has one group, dtype and frozenness, and its parameters in reverse registration."""
+def test_flats_hold_one_dtype_and_groups_in_reverse() -> None:
+    """A flat has one dtype and frozenness, its groups in order, each in reverse registration.
+
+    A group, and what another math updates, begins at a whole block.
+    """
     for seed in SEEDS:
         layout = random_layout(seed)
         seen: list[int] = []
         for flat in layout.flats:
             members = [slot.param for slot in flat.slots]
-            assert members == sorted(members, reverse=True)
+            kinds = list(dict.fromkeys(layout.specs[param].kind for param in sorted(members)))
+            maths = list(dict.fromkeys(layout.specs[param].math for param in sorted(members)))
+            places = [
+                (maths.index(spec.math), kinds.index(spec.kind), -param)
+                for param, spec in ((param, layout.specs[param]) for param in members)
+            ]
+            assert places == sorted(places)
+            for (one, other), slot in zip(pairwise(places), flat.slots[1:], strict=True):
+                assert one[:2] == other[:2] or slot.start % BLOCK == 0
             seen += members
             for param in members:
                 spec = layout.specs[param]
-                assert spec.key == (flat.group, flat.policy, flat.dtype, flat.device, flat.frozen)
+                assert (spec.dtype, spec.device) == (flat.dtype, flat.device)
+                assert spec.frozen == flat.frozen
                 assert flat.slots[members.index(param)].numel == spec.numel
         assert sorted(seen) == list(range(len(layout.specs)))
 
@@ -285,8 +302,8 @@ def damaged() -> dict[str, Callable[[FlatLayout], object]]:
 @pytest.mark.parametrize("name", damaged())
 def test_a_layout_that_contradicts_itself(name: str) -> None:
     """What does not fit together is refused on construction, not met in a step."""
-    specs = [make_spec(f"p{i}", (500 + i,), group=i % 2) for i in range(6)]
-    layout = FlatLayout.build(specs, world_size=2, bucket_nbytes=1 << 12)
+    specs = [make_spec(f"p{i}", (500 + i,), dtype=DTYPES[i % 2]) for i in range(6)]
+    layout = FlatLayout.build(specs, world_size=2, bucket_nbytes=1 << 11)
     with pytest.raises(ValueError, match=r"of its place|elements, its|-th, of|is in no flat"):
         damaged()[name](layout)
 
