@@ -158,7 +158,7 @@ class ShardConfig:
 
     clip_grad_norm: float | None = None
     """Upper bound of the mean gradient's L2 norm in every step(), as by clip_grad_norm() before it.
-    Use it if a training loop only calls step(). Costs one all-reduce of a float per flat."""
+    Use it if a training loop only calls step(). Costs one all-reduce of a float."""
 
     broadcast_params: bool = True
     """Copy the first rank's parameter values to all ranks at construction, and the buffers of a

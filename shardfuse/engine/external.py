@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfuse.engine.step import BlockMap, ParamSet, ShardProvider, UpdateRange, UpdateUnit
+from shardfuse.engine.units import BlockMap, ParamSet, ShardProvider, UpdateRange, UpdateUnit
 from shardfuse.layout import BLOCK, ParamSpec
 from shardfuse.rules import UpdateRule
 

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 from shardfuse.buffers import FlatBuffer, ShardArena, are_at, return_freed_memory
 from shardfuse.codecs import MASTER_DTYPE, ParamCodec
 from shardfuse.engine.gather import ParamGatherer
-from shardfuse.engine.step import BlockMap, ParamSet, ShardProvider, UpdateRange, UpdateUnit
+from shardfuse.engine.units import BlockMap, ParamSet, ShardProvider, UpdateRange, UpdateUnit
 from shardfuse.grads.source import GradSource
 from shardfuse.layout import BLOCK, Bucket, Fragment, ParamSpec, round_up
 from shardfuse.rules import UpdateRule

@@ -20,14 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from shardfuse.comm import Communicator
-from shardfuse.comm.transport import PartialSums
 from shardfuse.engine.kernels import (
     CPU_TILE,
     Kernels,
@@ -40,7 +38,8 @@ from shardfuse.engine.kernels import (
     second_pass,
     square_sum_pass,
 )
-from shardfuse.layout import BLOCK, Fragment, ParamSpec
+from shardfuse.engine.units import ParamSet, ShardProvider, UpdateRange, UpdateUnit
+from shardfuse.layout import BLOCK, ParamSpec
 from shardfuse.rules import Clip, NormRule, ReducingRule, RowRule, Rows, Settings, UpdateRule
 
 
@@ -74,8 +73,8 @@ class StepDriver:
         self._settings: dict[
             tuple[int, int], Settings
         ] = {}  # by param_set and step, as it has them
-        self._calls: dict[tuple[int, int], _Call] = {}  # the same
-        self._equal: dict[Any, _Call] = {}  # by value
+        self._calls: dict[tuple[int, int], _KernelArgs] = {}  # the same
+        self._equal: dict[Any, _KernelArgs] = {}  # by value
         self._row_owners: dict[tuple[int, ...], Tensor] = {}  # kept, by rows of each part of a run
         self._clipped: list[int] = []
         self._norms: BlockSums | None = None  # broadcast: the norm of the tensor each block is of
@@ -199,7 +198,7 @@ class StepDriver:
         return runs
 
     def _numbers_by_row(
-        self, unit: UpdateUnit, parts: Sequence[tuple[UpdateRange, _Call]]
+        self, unit: UpdateUnit, parts: Sequence[tuple[UpdateRange, _KernelArgs]]
     ) -> tuple[int, Any]:
         """Return the elements of a row, and ``h`` with a tensor (rows, 1) for each number.
 
@@ -219,7 +218,7 @@ class StepDriver:
         rows = table.to(unit.p.device, non_blocking=True)[self._row_owners[counts]]
         return row, type(h)(*rows[:, :, None].unbind(1))
 
-    def _call(self, part: UpdateRange, scales: Mapping[int, Scale]) -> _Call:
+    def _call(self, part: UpdateRange, scales: Mapping[int, Scale]) -> _KernelArgs:
         """Return what ``part`` is updated by: one object for all whose numbers are equal."""
         key = (part.param_set, part.step)
         if key not in self._calls:
@@ -231,7 +230,7 @@ class StepDriver:
             # A learning rate that is a tensor on a device has no place in a table of numbers.
             is_known = not any(isinstance(value, Tensor) for value in settings.h)
             shares = is_known and self._cohorts[part.param_set].shares_calls
-            call = _Call(settings, scale, states, sums, batch if shares else None)
+            call = _KernelArgs(settings, scale, states, sums, batch if shares else None)
             if is_known:
                 call = self._equal.setdefault((part.step, settings.h, batch, shares), call)
             self._calls[key] = call
@@ -303,7 +302,7 @@ class StepDriver:
         norms = self._total(self._norms.per_param())[0].sqrt()
         self._norms.broadcast(norms if coefficient is None else norms * coefficient)
 
-    def _scale(self, call: _Call, unit: UpdateUnit, part: UpdateRange) -> Scale:
+    def _scale(self, call: _KernelArgs, unit: UpdateUnit, part: UpdateRange) -> Scale:
         """Return the factor for ``part``, of each block (blocks, 1) where tensors are clipped."""
         clip, scale = call.settings.clip, call.scale
         if self._norms is None or clip is None or clip.scope != "tensor":
@@ -359,34 +358,10 @@ def _factor(clip: Clip, square: Tensor, coefficient: Tensor | None) -> Tensor:
     return own if coefficient is None else own * coefficient
 
 
-# Units, and the providers of them
+# Calls of kernels
 
 
-class UpdateRange(NamedTuple):
-    """Elements [start, stop) of a unit, of one param_set and step; whole rows of a tile."""
-
-    start: int
-    stop: int
-    param_set: int
-    step: int = 0
-
-
-class ParamSet(NamedTuple):
-    """Parameters that are updated alike: of one group, policy and dtype."""
-
-    number: int  # from 0 on
-    group: Mapping[str, Any]
-    policy: str
-    dtype: str
-    mean: float | None = None
-    """The factor from summed gradients to their mean; None is 1."""
-    shares_calls: bool = False
-    """Whether it is updated together with others of other numbers: it is one of many small ones."""
-    step: int = 1
-    """The step of its next update, or 1; no setting but ``h`` depends on it."""
-
-
-class _Call(NamedTuple):
+class _KernelArgs(NamedTuple):
     """The arguments of a kernel beside its tensors, in one step."""
 
     settings: Settings
@@ -400,119 +375,7 @@ class _Run(NamedTuple):
     """Neighbours of a unit under one kernel call."""
 
     whole: UpdateRange
-    parts: list[tuple[UpdateRange, _Call]]
-
-
-@dataclass(slots=True)
-class UpdateUnit:
-    """Elements of this rank that are updated together: a bucket's shard, or a tensor's part.
-
-    All tensors are 1-D, (numel,). checkout() sets those beyond ``grad``.
-    """
-
-    index: int
-    numel: int
-    row: int  # elements of a tile's row; numel is a multiple of it
-    grad: PartialSums  # they add up to the summed gradient; valid until the next unit is asked for
-    ranges: Sequence[UpdateRange]  # from checkout() on, those to update, at their steps
-    mean: float | None = None  # as of its param_sets
-    fragments: Sequence[Fragment] = ()
-    p: Tensor | None = None  # fp32 master
-    low: Tensor | None = None  # the parameter, where it is of lower precision
-    states: Mapping[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks; a shorter row counts as one."""
-        return -(-self.numel // BLOCK)
-
-    @property
-    def is_tail(self) -> bool:
-        """Whether it is one row, of a length of its own."""
-        return self.row % BLOCK != 0 and self.row == self.numel
-
-    def tile(
-        self,
-        part: UpdateRange,
-        states: Sequence[str],
-        aux: Tensor | None,
-        *,
-        row: int,
-        has_grad: bool,
-    ) -> Tile:
-        """Return the rows of ``part``, with the states of these names.
-
-        ``aux`` is (k, blocks) or (k, numel) of the unit.
-        """
-
-        def rows(tensor: Tensor) -> Tensor:
-            return tensor[part.start : part.stop].view(-1, row)
-
-        if aux is not None and aux.shape[1] == self.num_blocks:
-            aux = aux[:, self.blocks(part)]
-        elif aux is not None:
-            aux = aux[:, part.start : part.stop].view(len(aux), -1, row)
-        return Tile(
-            tuple(map(rows, self.grad)) if has_grad else (),
-            None if self.p is None else rows(self.p),
-            None if self.low is None else rows(self.low),
-            tuple(rows(self.states[name]) for name in states),
-            aux,
-        )
-
-    def blocks(self, part: UpdateRange) -> slice:
-        """Return which of the unit's blocks are in ``part``."""
-        return slice(part.start // self.row, part.stop // self.row)
-
-
-class BlockMap(NamedTuple):
-    """Which blocks of this rank belong to which parameter."""
-
-    owners: list[tuple[int, int, int]]
-    """(param, start, stop): blocks [start, stop) are of one parameter. Padding is in none."""
-    extents: dict[int, tuple[int, int]]
-    """{index of a unit: its blocks}, one unit after another."""
-    num_blocks: int
-    num_params: int
-
-
-class ShardProvider(Protocol):
-    """This rank's part of the trained parameters, in our flat buffers or in DeepSpeed's."""
-
-    @property
-    def device(self) -> torch.device:
-        """Of the parts."""
-
-    @property
-    def param_sets(self) -> Sequence[ParamSet]:
-        """The sets of parameters, on this rank or not; every rank has the same."""
-
-    def gradients(self) -> Iterator[UpdateUnit]:
-        """Yield every unit, with its part of the summed gradient, as soon as that is there."""
-
-    def checkout(self, unit: UpdateUnit) -> None:
-        """Fill in the master and the states of ``unit``, to be updated in place."""
-
-    def commit(self, unit: UpdateUnit) -> None:
-        """Take note that ``unit`` is updated: its parameters may be gathered."""
-
-    def increment_step(self) -> None:
-        """Take note that all units are updated, and count the step."""
-
-    def keep_reduced(self) -> None:
-        """Keep reduced gradients: gradients() may be called again, until the end of the step."""
-
-    def keep_all_reduced(self) -> None:
-        """keep_reduced(), and keep the gradients of all units valid until the end of the step."""
-
-    def global_square(self) -> Tensor | None:
-        """Return the squared norm () of all gradients if it is known; else the driver sums up."""
-
-    def blocks(self, param_sets: Sequence[int]) -> BlockMap:
-        """Return the blocks of all units of some param_sets."""
-
-    def params(self, param_set: int) -> Sequence[tuple[int, ParamSpec]]:
-        """Return (number, spec) of the parameters of a param_set, as fragments number them."""
+    parts: list[tuple[UpdateRange, _KernelArgs]]
 
 
 # Sums over tensors and rows that are cut across units and ranks

@@ -54,7 +54,7 @@ class ClipGradByGlobalNorm(_ClipByNorm):
     """Scale the mean gradient by clip_norm / max(norm, clip_norm), with the norm of all parameters.
 
     If parameters are given as group dicts, each group is clipped by its own norm, as in Paddle.
-    Costs one all-reduce of one float per flat and step.
+    Costs one all-reduce a step, of one float, or of one for each group.
 
     Args:
         clip_norm: bound of the L2 norm; ValueError unless it is above 0.

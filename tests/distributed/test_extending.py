@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardfuse import ShardedOptimizer
 from shardfuse.engine import step as driver
-from shardfuse.engine.step import ShardProvider, UpdateUnit
+from shardfuse.engine.units import ShardProvider, UpdateUnit
 from shardfuse.rules.base import (
     Group,
     ReducingRule,

@@ -1,0 +1,150 @@
+"""What the driver updates: ranges of units, of sets of parameters, from a provider of shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from shardfuse.comm.transport import PartialSums
+from shardfuse.engine.kernels import Tile
+from shardfuse.layout import BLOCK, Fragment, ParamSpec
+
+
+class UpdateRange(NamedTuple):
+    """Elements [start, stop) of a unit, of one param_set and step; whole rows of a tile."""
+
+    start: int
+    stop: int
+    param_set: int
+    step: int = 0
+
+
+class ParamSet(NamedTuple):
+    """Parameters that are updated alike: of one group, policy and dtype."""
+
+    number: int  # from 0 on
+    group: Mapping[str, Any]
+    policy: str
+    dtype: str
+    mean: float | None = None
+    """The factor from summed gradients to their mean; None is 1."""
+    shares_calls: bool = False
+    """Whether it is updated together with others of other numbers: it is one of many small ones."""
+    step: int = 1
+    """The step of its next update, or 1; no setting but ``h`` depends on it."""
+
+
+@dataclass(slots=True)
+class UpdateUnit:
+    """Elements of this rank that are updated together: a bucket's shard, or a tensor's part.
+
+    All tensors are 1-D, (numel,). checkout() sets those beyond ``grad``.
+    """
+
+    index: int
+    numel: int
+    row: int  # elements of a tile's row; numel is a multiple of it
+    grad: PartialSums  # they add up to the summed gradient; valid until the next unit is asked for
+    ranges: Sequence[UpdateRange]  # from checkout() on, those to update, at their steps
+    mean: float | None = None  # as of its param_sets
+    fragments: Sequence[Fragment] = ()
+    p: Tensor | None = None  # fp32 master
+    low: Tensor | None = None  # the parameter, where it is of lower precision
+    states: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks; a shorter row counts as one."""
+        return -(-self.numel // BLOCK)
+
+    @property
+    def is_tail(self) -> bool:
+        """Whether it is one row, of a length of its own."""
+        return self.row % BLOCK != 0 and self.row == self.numel
+
+    def tile(
+        self,
+        part: UpdateRange,
+        states: Sequence[str],
+        aux: Tensor | None,
+        *,
+        row: int,
+        has_grad: bool,
+    ) -> Tile:
+        """Return the rows of ``part``, with the states of these names.
+
+        ``aux`` is (k, blocks) or (k, numel) of the unit.
+        """
+
+        def rows(tensor: Tensor) -> Tensor:
+            return tensor[part.start : part.stop].view(-1, row)
+
+        if aux is not None and aux.shape[1] == self.num_blocks:
+            aux = aux[:, self.blocks(part)]
+        elif aux is not None:
+            aux = aux[:, part.start : part.stop].view(len(aux), -1, row)
+        return Tile(
+            tuple(map(rows, self.grad)) if has_grad else (),
+            None if self.p is None else rows(self.p),
+            None if self.low is None else rows(self.low),
+            tuple(rows(self.states[name]) for name in states),
+            aux,
+        )
+
+    def blocks(self, part: UpdateRange) -> slice:
+        """Return which of the unit's blocks are in ``part``."""
+        return slice(part.start // self.row, part.stop // self.row)
+
+
+class BlockMap(NamedTuple):
+    """Which blocks of this rank belong to which parameter."""
+
+    owners: list[tuple[int, int, int]]
+    """(param, start, stop): blocks [start, stop) are of one parameter. Padding is in none."""
+    extents: dict[int, tuple[int, int]]
+    """{index of a unit: its blocks}, one unit after another."""
+    num_blocks: int
+    num_params: int
+
+
+class ShardProvider(Protocol):
+    """This rank's part of the trained parameters, in our flat buffers or in DeepSpeed's."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parts."""
+
+    @property
+    def param_sets(self) -> Sequence[ParamSet]:
+        """The sets of parameters, on this rank or not; every rank has the same."""
+
+    def gradients(self) -> Iterator[UpdateUnit]:
+        """Yield every unit, with its part of the summed gradient, as soon as that is there."""
+
+    def checkout(self, unit: UpdateUnit) -> None:
+        """Fill in the master and the states of ``unit``, to be updated in place."""
+
+    def commit(self, unit: UpdateUnit) -> None:
+        """Take note that ``unit`` is updated: its parameters may be gathered."""
+
+    def increment_step(self) -> None:
+        """Take note that all units are updated, and count the step."""
+
+    def keep_reduced(self) -> None:
+        """Keep reduced gradients: gradients() may be called again, until the end of the step."""
+
+    def keep_all_reduced(self) -> None:
+        """keep_reduced(), and keep the gradients of all units valid until the end of the step."""
+
+    def global_square(self) -> Tensor | None:
+        """Return the squared norm () of all gradients if it is known; else the driver sums up."""
+
+    def blocks(self, param_sets: Sequence[int]) -> BlockMap:
+        """Return the blocks of all units of some param_sets."""
+
+    def params(self, param_set: int) -> Sequence[tuple[int, ParamSpec]]:
+        """Return (number, spec) of the parameters of a param_set, as fragments number them."""
