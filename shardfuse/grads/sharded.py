@@ -88,7 +88,6 @@ class _SlotRange(NamedTuple):
     start: int  # in elements of the bucket
     param_start: int  # in elements of the parameter
     numel: int
-    is_last: bool  # of its parameter
 
 
 @dataclass
@@ -482,23 +481,25 @@ class GradShardBuffer:
     unused: set[int] = field(default_factory=set)  # those without one on any rank
     _ranges: dict[int, list[_SlotRange]] = field(default_factory=dict)  # by bucket
     _had: set[int] = field(default_factory=set)  # params that had a gradient since clear()
-    _partly_sent: dict[int, Tensor | None] = field(default_factory=dict)  # by slot position
+    _num_ranges: dict[int, int] = field(default_factory=dict)  # by slot position
+    _partly_sent: dict[int, tuple[Tensor | None, int]] = field(default_factory=dict)
+    """By slot position, a gradient of which so many ranges were not sent in this iteration."""
     _used: set[int] = field(default_factory=set)  # params that had a gradient before clear()
     _zeroed: set[int] = field(default_factory=set)  # params whose gradient is 0 unless one comes
     _has_sum: set[int] = field(default_factory=set)  # buckets to which a sum was added
 
     def __post_init__(self) -> None:
-        # In order of buckets, which are ranges: the last range of a slot is in its last bucket.
         for bucket in self.flat.buckets:
             self._ranges[bucket.index] = [
                 self._range(bucket, position) for position in slots_in(self.flat, bucket)
             ]
+            for own in self._ranges[bucket.index]:
+                self._num_ranges[own.position] = self._num_ranges.get(own.position, 0) + 1
 
     def _range(self, bucket: Bucket, position: int) -> _SlotRange:
         slot, end = self.flat.slots[position], bucket.start + bucket.numel
         start, stop = max(slot.start, bucket.start), min(slot.start + slot.numel, end)
-        is_last = stop == slot.start + slot.numel
-        return _SlotRange(position, start - bucket.start, start - slot.start, stop - start, is_last)
+        return _SlotRange(position, start - bucket.start, start - slot.start, stop - start)
 
     def move(self, bucket: Bucket, into: Tensor) -> None:
         """Write the gradients of ``bucket`` ``into`` (bucket.numel,), and free them.
@@ -529,20 +530,23 @@ class GradShardBuffer:
     def _grad(self, position: int) -> Tensor | None:
         """Return a gradient as it was when its first range was sent in this iteration."""
         if position in self._partly_sent:
-            return self._partly_sent[position]
+            return self._partly_sent[position][0]
         return self.params[position].grad
 
     def _free(self, own: _SlotRange) -> None:
-        """Free a gradient, or keep it for its ranges in later buckets: p.grad may get a new one."""
+        """Free a gradient, or keep it for its ranges in later buckets: p.grad may get a new one.
+
+        Buckets are sent in the order of backward, so the last range need not be sent last.
+        """
         position, grad = own.position, self._grad(own.position)
         if grad is not None:
             self.streams.hold(grad)
         if grad is not None and position not in self._partly_sent:
             self._had.add(self.flat.slots[position].param)
             self.consumed.consume(self.params[position], self.specs[position].name)
-        self._partly_sent.pop(position, None)
-        if not own.is_last:
-            self._partly_sent[position] = grad
+        _, num_left = self._partly_sent.pop(position, (None, self._num_ranges[position]))
+        if num_left > 1:
+            self._partly_sent[position] = grad, num_left - 1
 
     def forget_partly_sent(self) -> None:
         """Take note that every bucket of the iteration was sent."""
