@@ -82,7 +82,7 @@ def return_freed_memory(device: torch.device = _CPU) -> None:
     ones, large allocations do not fit there again: they use new memory, and the old memory stays
     resident, unused. Allocators of devices do so, too. Elsewhere this has no effect.
     """
-    if device.type != "cpu":
+    if device.type not in ("cpu", "meta"):
         torch.get_device_module(device).empty_cache()
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None

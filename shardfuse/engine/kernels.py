@@ -174,7 +174,7 @@ def square_sum_pass(rule: None, flags: Any, h: Any, scale: Scale, tile: Tile) ->
 
 
 def _sum_squares(x: Tensor, factor: Any, out: Tensor) -> None:
-    """Write the row sums of squares of x * factor to ``out`` (rows,); None is 1."""
+    """Write the row sums of squares of x * factor, a number or (rows, 1), to ``out`` (rows,)."""
     if torch.compiler.is_compiling():  # which joins this loop with the one that makes x
         x = x if factor is None else x * factor
         out.copy_((x * x).sum(1))
@@ -184,7 +184,7 @@ def _sum_squares(x: Tensor, factor: Any, out: Tensor) -> None:
     else:
         out.copy_(torch.linalg.vector_norm(x, dim=1))
     if factor is not None:
-        out.mul_(factor)
+        out.mul_(factor[:, 0] if isinstance(factor, Tensor) and factor.dim() else factor)
     out.square_()
 
 
@@ -231,7 +231,7 @@ class Kernels:
         self._constants: dict[tuple[float, int | None, torch.dtype], Tensor] = {}
         self.choice, self.reason = "", ""
         self._has_compiled = False  # since tidy()
-        self._operators = {name for name in rule.fused_operators if _has_kernel(name, device)}
+        self._operators: set[str] = set()
         self._has_fused = False
 
     def choose(self, shard_numel: int) -> None:
@@ -239,6 +239,8 @@ class Kernels:
         if f" {_FAILED}: " in self.reason:
             return
         self.choice, self.reason = _choose(self._kernel, self._device, shard_numel)
+        names = self._rule.fused_operators
+        self._operators = {name for name in names if _has_kernel(name, self._device)}
         if self._kernel == "auto" and self.choice == "eager" and self._operators:
             self.choice = "fused"
         logger.info("kernel=%s on %s: %s", self.choice, self._device, self.reason)
