@@ -85,7 +85,8 @@ def test_a_step_waits_for_the_one_before_only(tmp_path: Path, inputs: list[str])
         # The first steps make tables, and the optimizer compares what the ranks do.
         launches = [found for name, found in noted if name == "launch"]
         assert len(launches) == NUM_STEPS
-        assert launches[3:] == [[]] * (NUM_STEPS - 3)  # one bucket: nothing is sent under backward
+        # One bucket: the owner of a tensor that may lack a gradient looks at what has arrived.
+        assert all(found in ([], ["copy to the host"]) for found in launches[3:])
         assert all(found == [] for name, found in noted if name == "agree")
         finishes = [found for name, found in noted if name == "finish" and found]
         assert finishes == [["Event.synchronize"]] * NUM_STEPS
