@@ -28,6 +28,7 @@ from torch import Tensor
 from shardfuse.comm import Communicator
 from shardfuse.engine.kernels import (
     CPU_TILE,
+    MOST_CONSTANTS,
     Kernels,
     Pass,
     Scale,
@@ -210,8 +211,10 @@ class StepDriver:
         row = BLOCK if all(end % BLOCK == 0 for end in ends) else unit.row
         counts = tuple((part.stop - part.start) // row for part, _ in parts)
         if counts not in self._row_owners:
+            if len(self._row_owners) >= MOST_CONSTANTS:  # absent gradients make ever new runs
+                self._row_owners.clear()
             owners = torch.repeat_interleave(torch.tensor(counts))
-            self._row_owners[counts] = owners.to(unit.p.device)
+            self._row_owners[counts] = owners.to(unit.p.device, non_blocking=True)
         h = parts[0][1].settings.h
         table = torch.tensor([call.settings.h for _, call in parts], dtype=unit.p.dtype)
         # Not awaited: else the host would wait for the device.

@@ -63,7 +63,7 @@ def test_the_memory_of_another_process_of_that_number_is_not_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shared = gloo.create_shared(2)
-    board: Any = SimpleNamespace(rank=0, poll_peers=lambda: None)
+    board: Any = SimpleNamespace(rank=0, poll_peers=lambda **_: None)
     child = subprocess.Popen(["sleep", "60"])
     box = MessageRing(0, [os.getpid(), child.pid], shared, 1.0, board, [0, 1])
     os.close(shared[0])

@@ -184,7 +184,8 @@ def test_bytes_on_the_wire(world_size: int, name: str) -> None:
     """A step sends 2 (W - 1) / W of the parameters' bytes, and equals one by gloo's collectives.
 
     LAMB's norms, two floats of each of three parameters, go to every other rank besides, and a
-    float for each bucket: whether it has changed since it was sent. gloo's
+    float for each bucket, whether it has changed since it was sent, and for each parameter,
+    whether it has a gradient. gloo's
     own collectives pass one message of eight bytes to a neighbour: the call, which is compared.
     """
     lamb = name == "ShardedLamb"
@@ -196,7 +197,7 @@ def test_bytes_on_the_wire(world_size: int, name: str) -> None:
         run_procs(world_size, step_and_count, name, "pairwise"), native, strict=True
     ):
         norms = 2 * len(params) * 4 * (world_size - 1) if lamb else 0
-        agreed = num_buckets * 4 * (world_size - 1)
+        agreed = (num_buckets + len(params)) * 4 * (world_size - 1)
         assert sent == 2 * padded * 4 * (world_size - 1) // world_size + norms + agreed
         assert compared == 8
         for param, value in zip(params, expected, strict=True):

@@ -117,10 +117,11 @@ class ExactEngine:
     Args:
         name: the rule.
         groups: read at every step.
+        fused: whether updates are by torch's fused operators, for rules that have one.
     """
 
-    def __init__(self, name: str, groups: Sequence[Mapping[str, Any]]) -> None:
-        self._rule = RULES[name]
+    def __init__(self, name: str, groups: Sequence[Mapping[str, Any]], *, fused: bool) -> None:
+        self._rule, self.is_fused = RULES[name], fused
         self._groups = groups
         self._params: list[tuple[int, Tensor]] = []
         self._states: list[State] = []
@@ -144,7 +145,7 @@ class ExactEngine:
                     value,
                     mean.float(),
                     self._states[index],
-                    self._groups[group],
+                    {**self._groups[group], "fused": self.is_fused},
                     self._steps[index],
                 )
 

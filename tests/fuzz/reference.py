@@ -20,6 +20,9 @@ from tests.fuzz.ranks import AllRanks
 
 # Ranks are late, the actor compares states, parameters are re-allocated: all values stay.
 WITHOUT_EFFECT = ("delay", "check_state", "realloc", "write_buffers")
+MOST_KINDS = 8
+"""Of groups and dtypes: so many small ones share kernel calls."""
+
 STALE = Op("edit_grad", {"names": None, "ranks": range(9), "factor": 0.5})
 
 
@@ -37,6 +40,7 @@ class Reference(AllRanks):
         kind = kind_of(program.optimizer)
         self.engine = engine_for(kind, program.options)
         self.exact: ExactEngine | None = None
+        self._kinds: set[tuple[int, str]] = set()
         self._exact_rule = kind.exact if program.kind == "integers" else ""
         self.largest: list[float] = []  # of each parameter's values so far
         self.largest_grad = 1.0
@@ -83,13 +87,17 @@ class Reference(AllRanks):
         values = [initial_value(spec) for spec in specs]
         self.engine.add_group(values, [spec.name for spec in specs], overrides)
         if not self.names and self._exact_rule:
-            self.exact = ExactEngine(self._exact_rule, self.engine.groups)
+            is_fused = self.program.sharding.get("kernel", "auto") == "auto"
+            self.exact = ExactEngine(self._exact_rule, self.engine.groups, fused=is_fused)
         if self.exact is not None:
             self.exact.add_group(values)
         for spec, value in zip(specs, values, strict=True):
             self.names.append(spec.name)
             self.specs.append(spec)
             self.largest.append(magnitude(value))
+        self._kinds |= {(len(self.engine.groups), spec.dtype) for spec in specs}
+        if len(self._kinds) >= MOST_KINDS:
+            self.loses_bits()  # their numbers are tensors, by which updates are rounded otherwise
 
     def zero_grad(self, to_none: bool, by_model: bool) -> None:
         """Clear gradients as the optimizer, which forgets its clip too, or as the model does."""
@@ -121,6 +129,8 @@ class Reference(AllRanks):
             cleared.clear()
         self.coefficient = 1.0
         self.overflow = None
+        if self.exact is not None and "kernel" in sharding:
+            self.exact.is_fused = sharding["kernel"] == "auto"
 
     def edit_param(self, names: Sequence[str], how: str, seed: int) -> None:
         """Change parameters in place, alike on all ranks."""
