@@ -1,7 +1,8 @@
 """Whether shardfuse works on this host's accelerators: ``python -m launch.acceptance``.
 
-Runs the doctor, this package's checks and 100 steps of launch/bert on all devices, writes a report
-in JSON, and prints it as a table. Under ten minutes. Exit code 1 where anything has failed.
+Runs the doctor, this package's checks, a rank that hangs and 100 steps of launch/bert on all
+devices, writes a report in JSON, and prints it as a table. Under ten minutes. Exit code 1 where
+anything has failed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from launch.acceptance import bert, rows
+from launch.acceptance import bert, hang, rows
 from launch.acceptance.processes import ROOT, tail, torchrun
 from launch.bench.environment import commit
 from shardfuse.doctor import Finding
@@ -85,6 +86,17 @@ def make(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="shardfuse-acceptance-") as folder:
         work = Path(folder)
         found, facts, reason = _examined(kind, num_ranks, options, work, deadline)
+        found[rows.HANG] = Finding(rows.HANG, "not run", "the ranks did not come so far")
+        if len(found) > len(rows.ROWS) - 2:
+            left_s = max(1.0, deadline - time.monotonic())
+            found[rows.HANG] = hang.run(
+                num_ranks,
+                kind,
+                is_hardware=bool(facts.get("on_hardware")),
+                timeout_s=left_s,
+                work=work,
+            )
+            print(found[rows.HANG].describe(), flush=True)
         found[rows.BERT] = bert.run(
             num_ranks,
             is_cpu=kind == "cpu",
@@ -92,8 +104,9 @@ def make(options: argparse.Namespace) -> dict[str, Any]:
             timeout_s=max(1.0, deadline - time.monotonic()),
             work=work,
         )
-        if found[rows.BERT].verdict == "failed":
-            print(tail(work / "bert.log"), file=sys.stderr)
+        for name, log in ((rows.HANG, "hang.log"), (rows.BERT, "bert.log")):
+            if found[name].verdict == "failed":
+                print(tail(work / log), file=sys.stderr)
     filled = rows.fill(found, kind=kind if facts.get("on_hardware") else None, reason=reason)
     report = {
         "device": kind,
@@ -140,7 +153,7 @@ def _examined(
     if code is None:
         reason = f"the ranks had not come to its end after {limit_s:.0f} s"
     found, facts = read(told)
-    if len(found) < len(rows.ROWS) - 1:
+    if len(found) < len(rows.ROWS) - 2:
         print(tail(log), file=sys.stderr)
     return found, facts, reason
 

@@ -8,20 +8,41 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from launch.bench.training import Training
-from launch.bench.transformer import SIZES, Transformer, make_batch
+from launch.bench.transformer import SIZES as BENCH_SIZES
+from launch.bench.transformer import Size, Transformer, make_batch
 from shardfuse import ShardedAdamW
 from shardfuse.comm import Communicator
 
 LR = 1e-4
+SIZES = BENCH_SIZES | {
+    "266M": Size(layers=16, hidden=1024, heads=16, vocabulary=32000, batch=2, length=512)
+}
+"""Of 266M a step takes a device some 50 ms, and the host about 5."""
+
 _BUCKETS = 4
 
 
-def sharded(device: torch.device, size: str, **sharding: Any) -> tuple[Training, ShardedAdamW]:
+class ShardedTraining(Training):
+    """shardfuse's training, of which backward can be had without a step."""
+
+    def __init__(self, model: Transformer, optimizer: ShardedAdamW) -> None:
+        super().__init__(model, model, optimizer)
+        self.model, self.optimizer = model, optimizer
+
+    def backward(self, batch: torch.Tensor, *, set_to_none: bool = True) -> None:
+        """Make new gradients, in the memory of the last ones without ``set_to_none``."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+        self.model(batch).backward()
+
+
+def sharded(
+    device: torch.device, size: str, **sharding: Any
+) -> tuple[ShardedTraining, ShardedAdamW]:
     """Return shardfuse's training of a new model, and its optimizer."""
     model = Transformer(SIZES[size]).to(device)
     own = {"consolidate_every": 0, **sharding}
     optimizer = ShardedAdamW(model.named_parameters(), lr=LR, sharding=own)
-    return Training(model, model, optimizer), optimizer
+    return ShardedTraining(model, optimizer), optimizer
 
 
 def replicated(comm: Communicator, device: torch.device, size: str) -> Training:

@@ -16,11 +16,18 @@ from pathlib import Path
 
 import torch
 
+from launch.acceptance import numerics
 from launch.acceptance.facts import versions
 from launch.acceptance.order import order_of_a_step
 from launch.acceptance.rows import MISALIGNED, ROWS, is_hardware
-from launch.acceptance.speed import against_copy, as_a_graph
-from launch.acceptance.steps import against_ddp, host_synchronization, memory
+from launch.acceptance.speed import against_copy, bucket_sizes, forward_backward_graph
+from launch.acceptance.steps import (
+    against_ddp,
+    host_synchronization,
+    host_waits_by_option,
+    memory,
+    peak_memory,
+)
 from launch.bench.environment import hardware
 from shardfuse.doctor import Finding, examine
 from shardfuse.doctor.checks import CHECKS, Check
@@ -31,33 +38,52 @@ LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much each check does."""
+    """How much each check does.
+
+    Attributes:
+        model: of launch.acceptance.model.SIZES.
+        long_model: the one whose steps are timed.
+        numel: of the parameters whose updates are timed.
+        repeats: of what is timed.
+        compiled: rules whose kernels are compiled.
+        caps: sizes of buckets in MiB.
+    """
 
     model: str
+    long_model: str
     numel: int
     repeats: int
+    compiled: tuple[str, ...]
+    caps: tuple[float, ...]
 
 
-QUICK = Sizes(model="tiny", numel=1 << 16, repeats=3)
-ON_CPU = Sizes(model="33M", numel=1 << 22, repeats=5)
-ON_DEVICE = Sizes(model="33M", numel=1 << 27, repeats=20)
+QUICK = Sizes("tiny", "tiny", 1 << 16, 3, (), (0.02, 0.1))
+ON_CPU = Sizes("33M", "tiny", 1 << 22, 2, ("AdamW",), (2, 8))
+ON_DEVICE = Sizes("33M", "266M", 1 << 27, 10, ("SGD", "AdamW", "LAMB"), (25, 100, 200))
 
 
 def own_checks(sizes: Sizes, device: torch.device, trace: Path | None) -> dict[str, Check]:
     """Return this package's checks by the names of their rows."""
     # Compiling takes a minute on the CPU, where the share says nothing of hardware.
     kernel = "eager" if device.type == "cpu" else "auto"
-    model = sizes.model
+    model, timed = sizes.model, {"numel": sizes.numel, "repeats": sizes.repeats, "kernel": kernel}
     return {
+        "bf16 params": numerics.bf16_params,
+        "absent gradients": numerics.absent_gradients,
+        "sharding options": numerics.options,
+        "fused and compiled kernels": functools.partial(numerics.kernels, compiled=sizes.compiled),
         "order of a step": functools.partial(order_of_a_step, size=model, trace=trace),
         "memory against the plan": functools.partial(memory, size=model),
+        "peak memory of a step": functools.partial(peak_memory, size=model),
         "no host synchronization": functools.partial(host_synchronization, size=model),
-        "update against copy": functools.partial(
-            against_copy, numel=sizes.numel, repeats=sizes.repeats, kernel=kernel
+        "host waits by option": functools.partial(host_waits_by_option, size=model),
+        "update against copy": functools.partial(against_copy, **timed),
+        "bucket sizes": functools.partial(bucket_sizes, caps=sizes.caps, **timed),
+        "step against DDP": functools.partial(
+            against_ddp, size=sizes.long_model, repeats=sizes.repeats
         ),
-        "step against DDP": functools.partial(against_ddp, size=model, repeats=sizes.repeats),
+        "backward as a CUDA graph": functools.partial(forward_backward_graph, size=model),
         MISALIGNED: CHECKS[MISALIGNED],
-        "step as a CUDA graph": as_a_graph,
     }
 
 

@@ -15,6 +15,7 @@ Needs = Literal["", "hardware", "npu", "cuda"]
 Report = dict[str, Any]
 
 MISALIGNED = "bandwidth, 4 bytes off"
+HANG = "a rank that hangs"
 BERT = "100 steps of a tiny BERT"
 COLUMNS = {"npu": "Ascend NPU, HCCL", "cuda": "NVIDIA GPU, NCCL"}
 EMPTY = "not run on hardware"
@@ -58,20 +59,29 @@ ROWS = (
     Row("optimizers"),
     Row("LAMB's norms"),
     Row("save and load"),
+    Row("async save"),
     Row("bandwidth", "hardware"),
     Row("all-gather in place"),
+    Row("bf16 params"),
+    Row("absent gradients"),
+    Row("sharding options"),
+    Row("fused and compiled kernels", "hardware"),
     Row("order of a step"),
     Row("memory against the plan", "hardware"),
+    Row("peak memory of a step", "hardware"),
     Row("no host synchronization", "hardware"),
+    Row("host waits by option", "hardware"),
     Row("update against copy", "hardware"),
+    Row("bucket sizes", "hardware"),
     Row("step against DDP", "hardware"),
+    Row("backward as a CUDA graph", "cuda"),
     Row(MISALIGNED, "hardware"),
-    Row("step as a CUDA graph", "cuda"),
+    Row(HANG),
     Row(BERT),
 )
-"""In the order in which they are filled: the doctor's, those of this package, and BERT.
+"""In the order in which they are filled: the doctor's, this package's, and two more launches.
 
-After what a transport may refuse nothing more is sent, and after a graph that fails, neither.
+After what a transport may refuse nothing more is sent.
 """
 
 

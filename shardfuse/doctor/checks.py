@@ -13,7 +13,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,11 @@ _LARGE_MIB = 200
 _LEAST_REPEATS = 3
 _WARM_MIB = 20
 _KINDS = ("reduce-scatter", "all-gather")
+
+_BROKEN = (
+    "A device, its link or its driver is broken: train on none of this. Run with fewer ranks to "
+    "find which."
+)
 
 
 def bandwidth(comm: Communicator, device: torch.device, *, is_full: bool = False) -> Finding:
@@ -69,7 +75,10 @@ def _bandwidth(comm: Communicator, device: torch.device, *, is_full: bool, offse
     rates: dict[str, list[float]] = {kind: [] for kind in _KINDS}
     for mib in sizes:
         with comm.session.region("doctor: bandwidth"):
-            of_size = _measure_rates(comm, device, mib, offset)
+            of_size, wrong = _measure_rates(comm, device, mib, offset)
+        if wrong:
+            text = f"{' and '.join(wrong)} of {mib} MiB: wrong values"
+            return Finding("", "failed", text, _BROKEN, found)
         for kind, rate in of_size.items():
             rates[kind].append(rate)
             found[f"{kind} of {mib} MiB{', 4 bytes off' * offset}, GB/s"] = rate
@@ -81,12 +90,16 @@ def _bandwidth(comm: Communicator, device: torch.device, *, is_full: bool, offse
 
 def _measure_rates(
     comm: Communicator, device: torch.device, mib: int, offset: int
-) -> dict[str, float]:
-    """Return GB/s of each collective, for buffers that begin at element ``offset``."""
+) -> tuple[dict[str, float], list[str]]:
+    """Return GB/s of each collective, and the kinds that give wrong values.
+
+    Args:
+        offset: of the element at which buffers begin.
+    """
     numel = (mib << 20) // 4 // (512 * comm.world_size) * 512 * comm.world_size
-    whole = torch.ones(numel + offset, device=device)[offset:]
-    out = torch.ones(numel + offset, device=device)[offset:]
-    own = out.chunk(comm.world_size)[comm.rank]
+    whole = torch.full((numel + offset,), comm.rank + 1.0, device=device)[offset:]
+    out = torch.zeros(numel + offset, device=device)[offset:]
+    own = out.chunk(comm.world_size)[comm.rank].fill_(comm.rank + 1.0)
     moved = whole.nbytes * (comm.world_size - 1) / comm.world_size
     calls: list[Callable[[], object]] = [
         lambda: comm.reduce_scatter(whole).wait(),
@@ -103,7 +116,17 @@ def _measure_rates(
             call()
         _synchronize(device)
         found[kind] = moved * repeats / (time.perf_counter() - started) / 1e9
-    return found
+    whole.fill_(comm.rank + 1.0)  # zero-copy changes inputs
+    total = torch.stack(comm.reduce_scatter(whole).wait()).sum(0)
+    wanted = [float(rank + 1) for rank in range(comm.world_size)]
+    is_right = {
+        "reduce-scatter": bool((total == sum(wanted)).all()),
+        "all-gather": all(
+            bool((part == value).all())
+            for part, value in zip(out.chunk(comm.world_size), wanted, strict=True)
+        ),
+    }
+    return found, [kind for kind in _KINDS if not is_right[kind]]
 
 
 def all_gather_in_place(comm: Communicator, device: torch.device) -> Finding:
@@ -273,7 +296,7 @@ _NORM_ERROR = 1e-5
 _ALIGNMENT = 512
 """Bytes; HCCL's all-gather fell to 0.1 GB/s for misaligned buffers (MindStudio 8.3)."""
 
-_BUILDS: dict[str, Callable[..., Any]] = {
+BUILDS: dict[str, Callable[..., Any]] = {
     "SGD": lambda params, **options: optim.ShardedSGD(params, lr=0.1, momentum=0.9, **options),
     "Adam": optim.ShardedAdam,
     "AdamW": optim.ShardedAdamW,
@@ -284,6 +307,7 @@ _BUILDS: dict[str, Callable[..., Any]] = {
     "Adadelta": optim.ShardedAdadelta,
     "AdamP": optim.ShardedAdamP,
 }
+"""Builds each optimizer from (params, sharding=...)."""
 
 
 def sums(comm: Communicator, device: Device) -> Finding:
@@ -304,14 +328,8 @@ def sums(comm: Communicator, device: Device) -> Finding:
             comm.all_gather(out, mine).wait()
             results.append(out)
     if not torch.equal(results[0], expected):
-        return Finding(
-            "",
-            "failed",
-            "sums over ranks are wrong",
-            "A device, its link or its driver is broken: train on none of this. Run with fewer "
-            "ranks to find which.",
-        )
-    if not torch.equal(results[0], results[1]):
+        return Finding("", "failed", "sums over ranks are wrong", _BROKEN)
+    if not torch.equal(results[0], results[1]) or not _is_deterministic(comm, device):
         return Finding("", "failed", "two equal sums differ", "Set HCCL_DETERMINISTIC=true.")
     if not torch.equal(whole, before):
         return Finding(
@@ -321,6 +339,21 @@ def sums(comm: Communicator, device: Device) -> Finding:
             "Do not read gradients after step(), or unset TORCH_HCCL_ZERO_COPY.",
         )
     return Finding("", "ok", "right, the same bits twice, inputs unchanged")
+
+
+_SUMS_NUMEL = 1 << 18
+_NUM_SUMS = 4
+
+
+def _is_deterministic(comm: Communicator, device: Device) -> bool:
+    """Return whether sums of random numbers, which depend on the order, are the same bits."""
+    generator = torch.Generator().manual_seed(comm.rank)
+    values = torch.randn(_SUMS_NUMEL * comm.world_size, generator=generator).to(device)
+    sums = []
+    with comm.session.region("doctor: sums of random numbers"):
+        for _ in range(_NUM_SUMS):
+            sums.append(torch.stack(comm.reduce_scatter(values.clone()).wait()).sum(0))
+    return all(torch.equal(total, sums[0]) for total in sums)
 
 
 def non_finite(comm: Communicator, device: Device) -> Finding:
@@ -406,7 +439,7 @@ def alignment(comm: Communicator, device: Device) -> Finding:
 def optimizers(comm: Communicator, device: Device) -> Finding:
     """Five steps of every optimizer on all ranks and devices equal those of one CPU process."""
     worst: dict[str, float] = {}
-    for name, build in _BUILDS.items():
+    for name, build in BUILDS.items():
         ours = _train_five_steps(build, device, _sharding(), comm.world_size, comm.rank)
         alone = _train_five_steps(
             build, Device("cpu"), {"process_group": "alone"}, comm.world_size, None
@@ -503,8 +536,9 @@ def _integer_grad(numel: int, step: int, index: int, rank: int) -> Tensor:
 _PREFIX = "shardfuse-doctor-"
 
 
-def save_and_load(comm: Communicator, device: Device) -> Finding:
-    """A checkpoint that all ranks write is read back; in a folder of the first rank's host."""
+@contextmanager
+def _common_folder(comm: Communicator, device: Device) -> Iterator[Path]:
+    """Yield a folder of the first rank's host, which is there until all ranks have left."""
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as own:
         told = f"{own}/checkpoint"
         with comm.session.region("doctor: a folder in common"):
@@ -513,25 +547,73 @@ def save_and_load(comm: Communicator, device: Device) -> Finding:
         folder = Path(comm.session.read("doctor's folder")[0] or told)
         if not folder.parent.name.startswith(_PREFIX):
             raise unreadable("doctor's folder", str(folder))
-        values = []
-        for seed in (0, 1):
-            torch.manual_seed(seed)
-            model = nn.Linear(300, 40).to(device)
-            optimizer = optim.ShardedAdamW(model.named_parameters(), sharding=_sharding())
-            if seed == 0:
-                for param in model.parameters():
-                    param.grad = torch.ones_like(param)
-                optimizer.step()
-                checkpoint.save({"model": model, "optimizer": optimizer}, folder)
-            else:
-                checkpoint.load({"model": model, "optimizer": optimizer}, folder)
-            optimizer.synchronize()
-            values.append([param.detach().clone() for param in model.parameters()])
+        yield folder
         with comm.session.region("doctor: all have read it"):
             _barrier(comm, device)
-    if all(torch.equal(a, b) for a, b in zip(*values, strict=True)):
+
+
+def _layer(seed: int, device: Device, num_inputs: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = nn.Linear(num_inputs, num_inputs // 2).to(device)
+    optimizer = optim.ShardedAdamW(model.named_parameters(), sharding=_sharding())
+    return {"model": model, "optimizer": optimizer}
+
+
+def _make_steps(state: Mapping[str, Any], number: int) -> list[Tensor]:
+    """Make steps by gradients of one; return the parameters then."""
+    model, optimizer = state["model"], state["optimizer"]
+    for _ in range(number):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    optimizer.synchronize()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def _are_equal(own: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(own, other, strict=True))
+
+
+def save_and_load(comm: Communicator, device: Device) -> Finding:
+    """A checkpoint that all ranks write is read back; in a folder of the first rank's host."""
+    first, second = (_layer(seed, device, 300) for seed in (0, 1))
+    with _common_folder(comm, device) as folder:
+        saved = _make_steps(first, 1)
+        checkpoint.save(first, folder)
+        checkpoint.load(second, folder)
+        loaded = _make_steps(second, 0)
+    if _are_equal(saved, loaded):
         return Finding("", "ok", "a checkpoint comes back bit for bit")
     return Finding("", "failed", "a checkpoint came back different", "Check the file system.")
+
+
+_STEPS_BESIDE = 3
+
+
+def async_save(comm: Communicator, device: Device) -> Finding:
+    """A checkpoint that is written beside steps has the parameters and states of its start.
+
+    The same steps after a load lead to the same parameters, which shows the states.
+    """
+    first, second = (_layer(seed, device, 2048) for seed in (0, 1))
+    with _common_folder(comm, device) as folder:
+        saved = _make_steps(first, 1)
+        saving = checkpoint.async_save(first, folder)
+        started = time.perf_counter()
+        later = _make_steps(first, _STEPS_BESIDE)
+        stepped_s = time.perf_counter() - started
+        saving.wait()
+        checkpoint.load(second, folder)
+        loaded, again = _make_steps(second, 0), _make_steps(second, _STEPS_BESIDE)
+    values = {"steps_beside_s": stepped_s, "copied_nbytes": saving.extra_nbytes}
+    remedy = "Report this, and use checkpoint.save() until then."
+    if not _are_equal(saved, loaded):
+        text = "parameters in it are not those of its start"
+        return Finding("", "failed", text, remedy, values)
+    if not _are_equal(later, again):
+        text = "states in it are not those of its start: steps after a load differ"
+        return Finding("", "failed", text, remedy, values)
+    return Finding("", "ok", f"has its start's bits, with {_STEPS_BESIDE} steps beside", "", values)
 
 
 def _integers(numel: int, rank: int, device: Device) -> Tensor:
@@ -592,6 +674,7 @@ CHECKS: dict[str, Check] = {
     "optimizers": optimizers,
     "LAMB's norms": lamb_norms,
     "save and load": save_and_load,
+    "async save": async_save,
     "bandwidth": bandwidth,
     "all-gather in place": all_gather_in_place,
     "bandwidth, 4 bytes off": bandwidth_misaligned,

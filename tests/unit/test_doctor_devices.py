@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardfuse.comm.transport import AsyncModel, SingleRank
+from shardfuse.comm.transport import AsyncModel, SingleRank, completed
 from shardfuse.doctor import checks
 from shardfuse.doctor.checks import (
     bandwidth,
@@ -115,7 +115,10 @@ def test_room_with_smaller_buffers() -> None:
 
 
 class Recording(CountingCommunicator):
-    """The first of two ranks, alone; notes the buffers that it is given."""
+    """The first of two ranks, alone; notes the buffers that it is given.
+
+    The second one would send twice as much as this one.
+    """
 
     def __init__(self) -> None:
         super().__init__(2, AsyncModel.ORDERED)
@@ -123,11 +126,12 @@ class Recording(CountingCommunicator):
 
     def reduce_scatter(self, input: torch.Tensor, *args: Any, **options: Any) -> Any:
         self.given.append((input.nbytes, input.data_ptr()))
-        return super().reduce_scatter(input, *args, **options)
+        return completed((input.chunk(2)[0], 2 * input.chunk(2)[0]))
 
     def all_gather(self, output: torch.Tensor, *args: Any, **options: Any) -> Any:
         self.given.append((output.nbytes, output.data_ptr()))
-        return super().all_gather(output, *args, **options)
+        output.chunk(2)[1].copy_(2 * output.chunk(2)[0])
+        return completed(None)
 
 
 @pytest.mark.parametrize(("is_full", "sizes"), [(False, (1, 25)), (True, (1, 25, 200))])
@@ -145,6 +149,20 @@ def test_bandwidth_is_of_these_sizes(
             assert any(key.startswith(f"{kind} of {mib} MiB") for key in found.values)
     assert {nbytes for nbytes, _ in comm.given} == {mib << 20 for mib in sizes}
     assert {address % 64 for _, address in comm.given} == {offset}
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        ("reduce-scatter", lambda self, input: completed((input.chunk(2)[0],))),
+        ("all-gather", lambda self, output, input: completed(None)),
+    ],
+)
+def test_bandwidth_of_wrong_values(kind: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is fast and wrong has failed."""
+    monkeypatch.setattr(Recording, kind.replace("-", "_"), wrong)
+    found = bandwidth(Recording(), CPU)
+    assert (found.verdict, found.text) == ("failed", f"{kind} of 1 MiB: wrong values")
 
 
 def test_a_transport_that_refuses_such_buffers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,9 +117,14 @@ def host_syncs(*, refused: bool = False) -> Iterator[list[str]]:
     try:
         yield found
     finally:
-        text = ctypes.create_string_buffer(_ROOM)
-        library().npu_noted_syncs(text, _ROOM)
-        found += text.value.decode().splitlines()
+        found += noted_syncs()
+
+
+def noted_syncs() -> list[str]:
+    """Return what this thread has waited for since it began to note that, and end it."""
+    text = ctypes.create_string_buffer(_ROOM)
+    library().npu_noted_syncs(text, _ROOM)
+    return text.value.decode().splitlines()
 
 
 class Deferred:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
 
-from tests.support.npu import library
+from tests.support.npu import library, noted_syncs
 
 _Device = torch.device | str | int | None
 
@@ -71,6 +72,15 @@ def device(index: _Device) -> Iterator[None]:
 
 def synchronize(device: _Device = None) -> None:
     torch.accelerator.synchronize(_index(device))
+
+
+def set_sync_debug_mode(mode: str) -> None:
+    """Have this thread's waits for a device refused ("error"), or warned of once that is over."""
+    if mode == "default":
+        for name in noted_syncs():
+            warnings.warn(f"called a synchronizing NPU operation: {name}", stacklevel=2)
+    else:
+        library().npu_note_syncs(int(mode == "error"))
 
 
 def Stream(device: _Device = None, priority: int = 0) -> torch.Stream:
