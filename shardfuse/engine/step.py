@@ -70,7 +70,7 @@ class StepDriver:
         self._comm_device = comm_device
         self._kernels = kernels
         self._reduction = reduction_for(rule, shards) if isinstance(rule, ReducingRule) else None
-        self._cohorts: dict[int, ParamSet] = {}  # as the present step has them
+        self._param_sets: dict[int, ParamSet] = {}  # as the present step has them
         self._settings: dict[
             tuple[int, int], Settings
         ] = {}  # by param_set and step, as it has them
@@ -107,7 +107,7 @@ class StepDriver:
             watch: records norms, at one more all-reduce.
         """
         self._watch = watch
-        self._cohorts = {param_set.number: param_set for param_set in self._shards.param_sets}
+        self._param_sets = {param_set.number: param_set for param_set in self._shards.param_sets}
         self._settings.clear()
         self._calls.clear()
         self._equal.clear()
@@ -135,7 +135,7 @@ class StepDriver:
         return nullcontext() if self._watch is None else self._watch.noting(unit)
 
     def _two_passes(self, scales: Mapping[int, Scale], sums: Reduction) -> None:
-        keeps = {number for number in self._cohorts if self._settings_of(number).keeps_gradient}
+        keeps = {number for number in self._param_sets if self._settings_of(number).keeps_gradient}
         if keeps:
             self._shards.keep_all_reduced()
         sums.begin()
@@ -225,14 +225,14 @@ class StepDriver:
         """Return what ``part`` is updated by: one object for all whose numbers are equal."""
         key = (part.param_set, part.step)
         if key not in self._calls:
-            settings, group = self._settings_of(*key), self._cohorts[part.param_set].group
+            settings, group = self._settings_of(*key), self._param_sets[part.param_set].group
             sums = self._reduction is not None and self._reduction.takes(part.param_set)
             scale, states = scales[part.param_set], self._rule.state_names(group)
             mark = id(scale) if isinstance(scale, Tensor) else scale
             batch = (settings.flags, settings.clip, settings.keeps_gradient, states, sums, mark)
             # A learning rate that is a tensor on a device has no place in a table of numbers.
             is_known = not any(isinstance(value, Tensor) for value in settings.h)
-            shares = is_known and self._cohorts[part.param_set].shares_calls
+            shares = is_known and self._param_sets[part.param_set].shares_calls
             call = _KernelArgs(settings, scale, states, sums, batch if shares else None)
             if is_known:
                 call = self._equal.setdefault((part.step, settings.h, batch, shares), call)
@@ -241,7 +241,7 @@ class StepDriver:
 
     def _settings_of(self, param_set: int, step: int | None = None) -> Settings:
         """Return the settings of a param_set, made once a step."""
-        own = self._cohorts[param_set]
+        own = self._param_sets[param_set]
         key = (param_set, own.step if step is None else step)
         if key not in self._settings:
             self._settings[key] = self._rule.settings(own.group, own.policy, key[1])
@@ -254,8 +254,8 @@ class StepDriver:
 
         Clipping per tensor is left to _scale().
         """
-        param_sets = list(self._cohorts.values())
-        clips = {number: self._settings_of(number).clip for number in self._cohorts}
+        param_sets = list(self._param_sets.values())
+        clips = {number: self._settings_of(number).clip for number in self._param_sets}
         shared = [clip for clip in clips.values() if clip is not None and clip.scope != "tensor"]
         known = self._shards.global_square()
         by_set = any(clip.scope != "global" for clip in shared)
