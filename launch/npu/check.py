@@ -253,10 +253,12 @@ def memory(job: Job, npu_gb: float) -> str:
             code = 2
     if code != 0:
         raise UsageError(f"python -m shardfuse {shlex.join(options)}: {_last_line(errors)}")
-    held = json.loads(said.getvalue())["total_nbytes"] / 1e9
-    if held >= npu_gb:
+    planned = json.loads(said.getvalue())
+    held, peak = planned["total_nbytes"] / 1e9, planned["peak_nbytes"] / 1e9
+    if peak >= npu_gb:
         raise UsageError(
-            f"a rank holds {held:.1f} GB before activations, an NPU has {npu_gb:.0f} (NPU_GB): "
+            f"a rank holds {held:.1f} GB before activations, and {peak:.1f} GB in a step or while "
+            f"it builds the optimizer; an NPU has {npu_gb:.0f} (NPU_GB): "
             "use more ranks, or --sharding '{\"stage\": 2}'"
         )
     return (

@@ -33,6 +33,10 @@ from tests.support.runs import (
 pytestmark = pytest.mark.timeout(120)
 
 TOLERANCE = 1e-6
+ORACLE_TOLERANCES = {"schedule": 2e-6}
+"""In the sixth step of this schedule, decay and moments of the tensor of one element cancel to a
+hundredth. The second pass rounds u otherwise than the norm of u, so that |p| / |u| does not cancel
+this rounding. With two and more elements per tensor it never does."""
 # Paddle keeps beta ** step in fp32 and rounds elsewhere, for 25 steps.
 PADDLE_TOLERANCE = 1e-6
 NUM_STEPS = 10
@@ -170,7 +174,7 @@ def test_follows_the_oracle(name: str, world_size: int) -> None:
     expected = train_oracle(case, "floats", NUM_STEPS, world_size)
     start = case.param_set().values()
     for values in ranks:
-        assert max_relative_error(values, expected, start) < TOLERANCE
+        assert max_relative_error(values, expected, start) < ORACLE_TOLERANCES.get(name, TOLERANCE)
         assert_bitwise(values, ranks[0])
 
 

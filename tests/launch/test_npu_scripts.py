@@ -311,7 +311,7 @@ REFUSED = {
     "ranks": ("a2.sh", {"NPROC": "7"}, [], "cannot be split over 7 ranks"),
     "text": ("a2.sh", {"CORPUS": "/no/such"}, [], "/no/such is not a file"),
     "option": ("a2.sh", {}, ["--no-such", "1"], "unrecognized arguments: --no-such"),
-    "memory": ("a2.sh", {"NPU_GB": "2"}, [], "a rank holds 3.0 GB before activations"),
+    "memory": ("a2.sh", {"NPU_GB": "2"}, [], "a rank holds 3.2 GB before activations"),
     "unit": ("a2.sh", {"NPU_GB": "64GB"}, [], "NPU_GB must be a number above 0, got"),
     "no number": ("a2.sh", {"NPU_GB": "nan"}, [], "NPU_GB must be a number above 0, got 'nan'"),
     "sharding": ("a2.sh", {}, ["--sharding", '{"stage": 5}'], "--sharding"),
