@@ -70,8 +70,9 @@ class ShardConfig:
     """Upper bound of one collective's payload in MiB. auto, on the CPU: 8 with gloo over sockets
     and no mesh, where buckets overlap backward and forward and small ones start sooner (4 to 25
     took the same time within the noise of two hosts at 1 Gbit/s); else 25, the fastest measured on
-    one host. On accelerators: 50 with overlap, 256 without (not run on hardware). At least 0.5 per
-    rank in each case: messages between two ranks then have 256 KiB or more.
+    one host. On accelerators: 50 with overlap, 256 without, and at least a 32nd of the parameters
+    (not run on hardware). At least 0.5 per rank in each case: messages between two ranks then have
+    256 KiB or more.
 
     A single rank sends nothing and has one bucket (AdamP, which keeps products of a bucket, more).
     """

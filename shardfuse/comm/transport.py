@@ -58,13 +58,14 @@ def bucket_nbytes(
     world_size: int,
     device_type: str,
     overlaps: bool,
+    payload_nbytes: int,
 ) -> int:
     """Return the bound of a bucket in bytes.
 
     For "auto" it is the fastest measured on the CPU. (Not run on hardware.) On accelerators the
     transports reach their rate at 128 MiB and more, and each bucket costs the host 0.3 ms; with
-    overlap the first bucket should be complete early. A rank sends each peer a part of a bucket, so
-    the bound grows with the ranks.
+    overlap the first bucket should be complete early: it need not be less than a 32nd of all
+    buckets. A rank sends each peer a part of a bucket, so the bound grows with the ranks.
 
     Args:
         cap_mb: the bound in MiB, or "auto".
@@ -72,15 +73,16 @@ def bucket_nbytes(
         world_size: ranks that share a bucket.
         device_type: where the buckets are.
         overlaps: whether buckets are in flight during forward or backward.
+        payload_nbytes: bytes of all parameters.
     """
     if cap_mb != "auto":
         return max(1, int(cap_mb * (1 << 20)))
     if device_type == "cpu":
-        cap_mb = 8 if model is AsyncModel.UNORDERED else 25
+        least = (8 if model is AsyncModel.UNORDERED else 25) << 20
     else:
-        cap_mb = 50 if overlaps else 256
+        least = max((50 if overlaps else 256) << 20, payload_nbytes // 32)
     # Buckets of a flat are equal in size, so each is larger than half the bound, if there are two.
-    return max(cap_mb << 20, 2 * _MESSAGE_NBYTES * world_size)
+    return max(least, 2 * _MESSAGE_NBYTES * world_size)
 
 
 class Watcher(Protocol):

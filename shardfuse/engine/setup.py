@@ -91,6 +91,11 @@ def common_device(groups: Groups) -> torch.device:
     return device or torch.device("cpu")
 
 
+def payload_nbytes(groups: Groups) -> int:
+    """Return the bytes of all parameters."""
+    return sum(p.numel() * p.element_size() for group in groups for p in group["params"])
+
+
 def named(groups: Groups) -> list[tuple[str, Tensor]]:
     """Return (name, parameter) of every parameter of ``groups``."""
     return [

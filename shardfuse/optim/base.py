@@ -150,6 +150,7 @@ class ShardedOptimizer(TorchCompat):
             world_size=world_size,
             device_type=self._device.type,
             overlaps=overlaps or self._config.stage == 2,
+            payload_nbytes=0 if error else setup.payload_nbytes(self.param_groups),
         )
         alone = world_size == 1
         if alone and error is None and self._rule.granularity != "row":

@@ -366,6 +366,7 @@ class _Costs:
             world_size=self.shards,
             device_type=device,
             overlaps=self.overlaps_grads or self.overlaps_params,
+            payload_nbytes=sum(spec.numel for spec in specs) * self.dtype.itemsize,
         )
         return FlatLayout.build(
             specs, world_size=self.shards, bucket_nbytes=cap, granularity=self.traits.granularity

@@ -7,9 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
+
+import shardfuse
+from shardfuse.plan.budget import plan
+from shardfuse.plan.models import shapes_of
 
 pytestmark = [
     pytest.mark.timeout(400),
@@ -73,3 +79,12 @@ def test_bounds() -> None:
 def test_bounds_compiled(name: str) -> None:
     """What inductor generates for the CPU, at stage 1."""
     check(counted("--optimizer", name, "--kernel", "compiled", "--stage", "1"))
+
+
+def test_a_step_of_7b() -> None:
+    """On 8 ranks: at most 120 collectives, and 250 kernels with those of the fused AdamW."""
+    build = partial(shardfuse.ShardedAdamW, lr=1e-3)
+    budget = plan(shapes_of("6.74b"), build, world_size=8, dtype=torch.bfloat16, device="cuda")
+    (kernels, _) = BOUNDS["AdamW", "fused"][1]
+    assert sum(collective.number for collective in budget.collectives) <= 120
+    assert kernels * budget.num_buckets <= 250

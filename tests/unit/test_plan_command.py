@@ -187,10 +187,16 @@ def test_messages_stay_large(world_size: int, device: str) -> None:
         ({"device_type": "npu", "overlaps": True, "world_size": 8}, 50),
         ({"device_type": "cuda", "overlaps": False, "world_size": 8}, 256),
         ({"device_type": "cuda", "overlaps": False, "world_size": 1024}, 512),
+        (
+            {"device_type": "npu", "overlaps": True, "world_size": 8, "payload_nbytes": 32 << 30},
+            1024,
+        ),
+        ({"device_type": "cpu", "overlaps": True, "world_size": 4, "payload_nbytes": 32 << 30}, 25),
     ],
 )
 def test_automatic_buckets(options: dict[str, Any], mib: int) -> None:
-    """The bound follows from the device, the overlap and the ranks; a number given wins."""
+    """The bound follows from device, overlap, ranks and parameters; a number given wins."""
+    options = {"payload_nbytes": 1 << 20, **options}
     assert bucket_nbytes("auto", AsyncModel.BLOCKING, **options) == mib << 20
     assert bucket_nbytes(3, AsyncModel.BLOCKING, **options) == 3 << 20
 
