@@ -328,6 +328,8 @@ class GroupState:
     _peers: dict[int, tuple[str, list[dict[str, Any]]]] = field(default_factory=dict)
     """The digest and the regions of a peer, as last read."""
     _next_rank: tuple[float, int] = (0.0, 0)  # when this one has read its region, and which
+    _read: tuple[tuple[str, int], list[str | None]] = ("", 0), []
+    """The topic that read() has read last, how often ranks had published in it, and the texts."""
     _late_in: int = 0  # the region in which a late rank was last logged
 
     def __post_init__(self) -> None:
@@ -485,15 +487,17 @@ class GroupState:
     def read(self, topic: str) -> list[str | None]:
         """Return the text of each rank for ``topic``; None where there is none.
 
-        While no rank has published anything, that is one request to the store.
+        While no rank publishes anything, that is one request to the store.
         """
         keys = [f"told/{topic}/{rank}" for rank in range(self.world_size)]
         if self.is_store_gone:  # each request to it would print a C++ trace
             return [None] * self.world_size
         try:
-            if not self.store.check([f"told/{topic}"]):
-                return [None] * self.world_size
-            return [peek(self.store, key) for key in keys]
+            version = topic, self.store.add(f"told/{topic}", 0)
+            if version != self._read[0]:
+                texts = [peek(self.store, key) for key in keys] if version[1] else []
+                self._read = version, texts or [None] * self.world_size
+            return list(self._read[1])
         except RuntimeError:
             self.is_store_gone = True
             return [None] * self.world_size

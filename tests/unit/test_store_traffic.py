@@ -254,3 +254,19 @@ def test_a_late_rank_is_named_once(
     waiting[0]._enter("step()")  # nobody else is there
     poll(clock, waiting, 20.0, PATIENCE_S)
     assert len(caplog.messages) == 2
+
+
+def test_reading_what_ranks_publish() -> None:
+    """As rank 0 does that waits for all to have saved: one request where there is nothing new."""
+    states = waiting_ranks(16)
+    assert states[0].read("save") == [None] * 16
+    states[3].publish("save", "written")
+    texts = states[0].read("save")
+    assert [rank for rank, text in enumerate(texts) if text == "written"] == [3]
+    states[0].store.requests.clear()
+    for _ in range(10):
+        assert states[0].read("save") == texts
+    assert len(states[0].store.requests) == 10
+    states[3].publish("save", "written again")
+    assert states[0].read("save")[3] == "written again"
+    assert states[0].read("another") == [None] * 16
