@@ -48,8 +48,8 @@ def agree(
         texts = gather_errors(comm, device, error)
         if error is not None:
             raise error
-        others = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
-        raise RuntimeError(f"Another rank failed to {to}. {others}")
+        others = [f"{name_spans(ranks)}: {text}" for text, ranks in group_by_text(texts) if text]
+        raise RuntimeError(f"Another rank failed to {to}. {'; '.join(others)}")
     num_common = -extremes[1]
     if extremes[0] == num_common and _first_difference(comm, device, checksums) is None:
         return
@@ -58,7 +58,10 @@ def agree(
     first = num_common if first is None else first
     mine = entries[first] if first < len(entries) else "nothing more"
     texts = _gather_text(comm, device, mine)
-    listing = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(texts))
+    listing = "; ".join(
+        f"{name_spans(ranks)} {'has' if len(ranks) == 1 else 'have'} {text}"
+        for text, ranks in group_by_text(texts)
+    )
     raise ValueError(
         f"Ranks disagree about the optimizer, first at entry {first}: {listing}. Give every rank "
         "the same parameters, in the same order, with the same groups and options."
@@ -76,6 +79,26 @@ def gather_errors(comm: Communicator, device: torch.device, error: Exception | N
     """Return every rank's error as text, empty without an error. Collective."""
     mine = "" if error is None else f"{type(error).__name__}: {error}"
     return _gather_text(comm, device, mine)
+
+
+def name_spans(ranks: Sequence[int]) -> str:
+    """Return "rank 3", or "ranks 0-12, 14" of ascending numbers: short also for a thousand."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    names = ", ".join(f"{first}-{last}" if first < last else f"{first}" for first, last in spans)
+    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
+
+
+def group_by_text(texts: Sequence[str]) -> list[tuple[str, list[int]]]:
+    """Return each text with the ranks that have it, in the order of the first of them."""
+    found: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        found.setdefault(text, []).append(rank)
+    return list(found.items())
 
 
 def on_rank(comm: Communicator) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from shardfuse.agreement import gather_checksums, gather_errors
+from shardfuse.agreement import gather_checksums, gather_errors, group_by_text, name_spans
 from shardfuse.checkpoint.index import CheckpointError, DamagedCheckpoint
 from shardfuse.comm import Communicator, communicator_for, device_for
 from shardfuse.comm.session import Counter
@@ -78,13 +78,10 @@ class CheckpointGroup:
         if all(checksums):
             return checksums
         texts = gather_errors(self.comm, self.device, _as_checkpoint_error(error))
-        ranks_by_text: dict[str, list[str]] = {}
-        for rank, text in enumerate(texts):
-            if text:
-                ranks_by_text.setdefault(text.partition(": ")[2], []).append(str(rank))
         message = "; ".join(
-            text if len(ranks) == len(texts) else f"{text.rstrip('.')} (rank {', '.join(ranks)})"
-            for text, ranks in ranks_by_text.items()
+            text if len(ranks) == len(texts) else f"{text.rstrip('.')} ({name_spans(ranks)})"
+            for text, ranks in group_by_text([text.partition(": ")[2] for text in texts])
+            if text
         )
         if any(text.startswith(DamagedCheckpoint.__name__) for text in texts):
             raise DamagedCheckpoint([message]) from error

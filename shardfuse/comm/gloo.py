@@ -555,27 +555,25 @@ class MessageRing:
         """Overwrite ``out`` by the part of ``rank`` that its message ``number`` reports READY.
 
         Raises:
-            RuntimeError, PeerError: as wait().
+            PeerError: as wait().
             OSError: the kernel refuses.
         """
         address = self.wait(rank, READY, number, mark)
         if not self._processes[rank].is_alive():  # its pid may be another process's by now
-            self._state.poll_peers(at_once=True)
-            raise self._ended(rank)
+            raise self._lost(rank)
         try:
             read_memory(self._pids[rank], address, out)
         except OSError as error:
-            self._state.poll_peers(at_once=True)  # it may have reported its error before it ended
             if isinstance(error, ProcessLookupError) or not self._is_running(rank):
-                raise self._ended(rank) from error
+                raise self._lost(rank) from error
             raise
 
     def wait(self, rank: int, kind: int, number: int, mark: int) -> int:
         """Wait for message ``number`` of ``rank``, which must have ``mark``; return its value.
 
         Raises:
-            RuntimeError: that process has ended, or the timeout is over.
-            PeerError: a rank failed, or the message is of another collective.
+            PeerError: a rank failed or has ended, the timeout is over, or the message is of another
+                collective.
         """
         words, index = self._words, self._index(rank, self._rank, kind, number)
         polls, start = 0, time.monotonic()
@@ -593,9 +591,13 @@ class MessageRing:
                 checked = now
                 is_running = self._is_running(rank)
                 # A rank may end after its last message, or its report, so these are read again.
-                if words[index + 2] != number + 1:
-                    self._state.poll_peers(at_once=not is_running)
-                    self._check(rank, is_running, now - start)
+                if words[index + 2] == number + 1:
+                    break
+                if not is_running:
+                    raise self._lost(rank)
+                self._state.poll_peers()
+                if now - start > self._timeout_s:
+                    raise self._lost(rank, has_ended=False)
         if words[index + 1] != mark:
             self._state.raise_mismatch(self._names[rank])
         return words[index]
@@ -603,20 +605,20 @@ class MessageRing:
     def _is_running(self, rank: int) -> bool:
         return self._processes[rank].is_alive() and is_running(self._pids[rank])
 
-    def _check(self, rank: int, is_running: bool, waited_s: float) -> None:
-        """Raise if ``rank`` will not write any more."""
-        if not is_running:
-            raise self._ended(rank)
-        if waited_s > self._timeout_s:
-            raise RuntimeError(
-                f"[rank {self._state.rank}] Rank {self._names[rank]} did not take part in a "
-                f"collective within {self._timeout_s:g} s, the timeout of the process group."
+    def _lost(self, rank: int, *, has_ended: bool = True) -> Exception:
+        """Return the error for a rank that will not write any more; or another rank's, if told."""
+        verdict = "has ended in the middle of a collective. See its output."
+        if not has_ended:
+            verdict = (
+                f"did not take part in a collective within {self._timeout_s:g} s, the timeout of "
+                "the process group."
             )
-
-    def _ended(self, rank: int) -> RuntimeError:
-        return RuntimeError(
-            f"[rank {self._state.rank}] The process of rank {self._names[rank]} has ended in the "
-            "middle of a collective. Its own output tells why."
+        name = self._names[rank]
+        return self._state.attribute_error(
+            RuntimeError(f"rank {name} {verdict}"),
+            suspects=[name],
+            verdict=verdict,
+            have_ended=has_ended,
         )
 
     def _index(self, sender: int, receiver: int, kind: int, number: int) -> int:

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -27,7 +27,6 @@ from shardfuse.comm.regions import digest
 from shardfuse.comm.session import (
     LATE_S,
     PATIENCE_S,
-    RESOLVE_S,
     GroupSession,
     GroupState,
     PeerError,
@@ -48,6 +47,9 @@ logger = logging.getLogger("shardfuse")
 
 _ABORT_TAG = 0x5EFFFFFF
 """Of a message that no rank sends."""
+
+_PROBE_TAG = 0x5EFFFFFE
+"""Of a message that no rank takes."""
 
 _COMPARE_TAGS = 0x3F000000
 """Tags by which neighbours compare their regions are this and 24 bits of the region."""
@@ -137,22 +139,31 @@ def _shared_of(group: Any, device: torch.device, backend: str) -> _Shared:
         # A group may be destroyed and made again under the same name, in the same store.
         life = store.add(f"lives/{rank}", 1)
         state = GroupState(PrefixStore(str(life), store), rank, world_size)
-        _shared[group] = _Shared(state, _watchdog_of(state, group, device, backend), [])
+        watchdog = _watchdog_of(state, list(range(world_size)), group, device, backend)
+        _shared[group] = _Shared(state, watchdog, [])
     return _shared[group]
 
 
 def _watchdog_of(
-    state: GroupState, group: Any, device: torch.device, backend: str
+    state: GroupState, names: Sequence[int], group: Any, device: torch.device, backend: str
 ) -> Watchdog | None:
-    """Return the watchdog that ends waits in ``group`` once a peer has reported an error."""
+    """Return the watchdog that ends waits in ``group`` once a peer has reported an error.
+
+    ``names``: for each rank of ``group``, its rank in ``state``.
+    """
     abort = _ABORTS.get(backend)
     if abort is None:
         return None
     group_ref = weakref.ref(group)
+
+    def find_lost() -> list[int] | None:
+        return [names[rank] for rank in _lost_by_gloo(group_ref())] if backend == "gloo" else None
+
     return Watchdog(
         state,
         lambda: abort(group_ref(), device),
         device=device,
+        find_lost=find_lost,
         mismatch_code=traits_of(backend).mismatch_code,
     )
 
@@ -178,6 +189,26 @@ def _close_gloo(group: Any, device: torch.device) -> None:
             work = dist.irecv(torch.empty(1), group=group, group_src=other, tag=_ABORT_TAG)
             assert work is not None
             work.wait(timedelta(milliseconds=1))
+
+
+def _lost_by_gloo(group: Any) -> list[int]:
+    """Return the ranks of a gloo group to which this rank's connections have failed.
+
+    A send to such a rank raises at once. To any other rank, it announces a message.
+    """
+    if group is None or group not in dist.distributed_c10d._world.pg_map:
+        return []
+    lost = []
+    for other in range(dist.get_world_size(group)):
+        if other != dist.get_rank(group):
+            message = torch.empty(1)
+            try:
+                work = dist.isend(message, group=group, group_dst=other, tag=_PROBE_TAG)
+            except RuntimeError:
+                lost.append(other)
+            else:
+                Completion(_nothing, [work], [message])  # kept, as it is dropped in flight
+    return lost
 
 
 def _abort(group: Any, device: torch.device) -> None:
@@ -239,8 +270,11 @@ class ProcessGroupCommunicator:
             )
         else:
             self.session, self._state = parent.session, parent._state
-            self._watchdog = _watchdog_of(self._state, group, device, self.backend)
         self._state_ranks = _ranks_in(group if parent is None else parent._live_group(), group)
+        if parent is not None:
+            self._watchdog = _watchdog_of(
+                self._state, self._state_ranks, group, device, self.backend
+            )
         self._buffers = BufferPool()
         self.session.on_restart(self._renew_buffers)
 
@@ -499,12 +533,17 @@ def _connected(comm: ProcessGroupCommunicator, group: Any) -> ProcessGroupCommun
     might wait for this rank in a collective of the model.
     """
     backend = group._get_backend(comm.device)
-    made = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=getattr(getattr(backend, "options", None), "_timeout", None),
-        backend=comm.backend,
-        use_local_synchronization=True,
-    )
+    try:
+        made = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=getattr(getattr(backend, "options", None), "_timeout", None),
+            backend=comm.backend,
+            use_local_synchronization=True,
+        )
+    except RuntimeError as error:
+        if comm._watchdog is None:
+            raise
+        raise comm._watchdog.attribute_error(error, failed="a new process group") from error
     copy = ProcessGroupCommunicator(made, comm.device, parent=comm)
     first = torch.ones(comm.world_size * BLOCK, device=comm.device)
     copy.reduce_scatter(first, label="the first").wait()
@@ -613,6 +652,8 @@ class Watchdog:
     Args:
         state: of the process group.
         abort: aborts the transport, so that waits in it raise.
+        find_lost: returns the ranks to which this rank has lost its connection; None where the
+            transport cannot tell.
         device: of the tensors. On the CPU wait() blocks the host. On accelerators it does not, and
             the thread polls once a second from the first collective on.
         mismatch_code: the part of the transport's error that reports different collectives on
@@ -625,10 +666,12 @@ class Watchdog:
         abort: Callable[[], None],
         *,
         device: torch.device,
+        find_lost: Callable[[], Sequence[int] | None] = lambda: None,
         mismatch_code: str | None = None,
     ) -> None:
         self._state = state
         self._abort = abort
+        self._find_lost = find_lost
         self._device = device
         self._host_waits = device.type == "cpu"
         self._mismatch_code = mismatch_code
@@ -673,16 +716,14 @@ class Watchdog:
     ) -> PeerError:
         """Return the PeerError for an ``error`` of the transport, of which ``failed`` has failed.
 
-        A transport that compares collectives raises before the peers have published their regions,
-        so this waits for them. If no peer publishes anything, because hosts ran ahead of their
-        devices, the error names the remedy all the same.
+        Ranks have time to publish what they do: a transport that compares collectives raises before
+        they have. If no peer publishes anything, because hosts ran ahead of their devices, the
+        error names the remedy all the same.
         """
-        if self._mismatch_code is None:
-            return self._state.attribute_error(error, failed=failed)
-        remedy = _REMEDY if self._mismatch_code in str(error) else ""
-        return self._state.attribute_error(
-            error, patience_s=RESOLVE_S, failed=failed, remedy=remedy
-        )
+        code = self._mismatch_code
+        remedy = _REMEDY if code is not None and code in str(error) else ""
+        suspects = self._find_lost()
+        return self._state.attribute_error(error, suspects=suspects, failed=failed, remedy=remedy)
 
     def compare(self, result: torch.Tensor, before: int) -> None:
         """Take what ranks have compared: (3,), two zeros if they agree, and the region's number.

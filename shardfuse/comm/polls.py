@@ -1,4 +1,4 @@
-"""PollSchedule: when a rank that waits reads the process group's store.
+"""PollRateLimit: when a rank that waits reads the process group's store.
 
 [Note: store traffic] The store is one process, which serves all ranks. In the first second of a
 wait, a rank of at most 32 reads it at every poll. Otherwise it takes turns: one request for
@@ -20,13 +20,14 @@ _MAX_RATE = 15.0
 """Requests for failures, a second, of all ranks together, where these are many."""
 
 _MANY_RANKS = 1024
+_LONGEST_WAIT_S = 2.0
 
 
-class Turns:
-    """Turns of one rank, one in each period.
+class RateLimit:
+    """Allows one rank one request in each period.
 
     Args:
-        period_s: of the turns.
+        period_s: at least a second.
         phase: of this rank, in periods.
     """
 
@@ -35,8 +36,8 @@ class Turns:
         self._phase_s = phase * self.period_s
         self._due_s = 0.0
 
-    def take_turn(self) -> bool:
-        """Return whether a turn has come; then it is over."""
+    def acquire(self) -> bool:
+        """Return whether a request is due, which is made then."""
         now_s = time.monotonic()
         following_s = now_s + self.period_s - (now_s - self._phase_s) % self.period_s
         # Ranks that have not asked for long would all do so where they begin to wait.
@@ -46,7 +47,7 @@ class Turns:
         return is_due
 
 
-class PollSchedule:
+class PollRateLimit:
     """When a waiting rank reads the store; see [Note: store traffic].
 
     Args:
@@ -55,8 +56,9 @@ class PollSchedule:
 
     def __init__(self, rank: int, world_size: int) -> None:
         period_s = world_size / _MAX_RATE * min(1.0, world_size / _MANY_RANKS)
-        self.failures = Turns(period_s, rank / world_size)
-        self.mismatches = Turns(4 * period_s, rank / world_size)
+        self.failures = RateLimit(period_s, rank / world_size)
+        self.mismatches = RateLimit(4 * period_s, rank / world_size)
+        self._longest_wait_s = max(_LONGEST_WAIT_S, 1.25 * period_s)
         self._has_few_ranks = world_size <= _FEW_RANKS
         self._position: object = None
         self.since_s = 0.0
@@ -71,3 +73,8 @@ class PollSchedule:
         if position != self._position:
             self._position, self.since_s = position, now_s
         return is_waiting and self._has_few_ranks and now_s - self.since_s < _FRESH_S
+
+    def wait_s(self, wanted_s: float) -> float:
+        """Return how long one request may wait for a key. A signal is not handled meanwhile."""
+        # Many ranks do not poll in between.
+        return min(wanted_s, self._longest_wait_s) if self._has_few_ranks else self._longest_wait_s

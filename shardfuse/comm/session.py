@@ -13,12 +13,13 @@ reads there
 * a digest of the regions of a neighbour, and these themselves if the digest is another than its
   own: where the regions differ, it reports the mismatch itself.
 
-How often it reads is limited: [Note: store traffic] in polls.py.
+How often it reads is limited: [Note: store traffic] in polls.py. A rank that ends reports nothing;
+its peers find out which one it was: [Note: absent ranks] in roll_call.py.
 
 So the error of one rank is raised on all ranks, and none waits for the timeout of the group. Before
 the next region, all ranks meet in the store and restart the numbers of regions and messages: the
-*generation* is one higher then. If a transport had to be closed to end a wait (sockets; any backend
-that closes by itself), every later region raises the same error again.
+*generation* is one higher then. If a transport has failed, or had to be closed to end a wait
+(sockets; any backend that closes by itself), every later region raises the same error again.
 
 A number that the ranks must share restarts with the generation. Session.counter() and
 Session.on_restart() are the only two ways to keep one.
@@ -37,7 +38,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
-from shardfuse.comm.polls import PollSchedule
+from shardfuse.comm.polls import PollRateLimit
 from shardfuse.comm.regions import (
     LabelledSends,
     Region,
@@ -46,6 +47,8 @@ from shardfuse.comm.regions import (
     find_extra_backward,
     parse_regions,
 )
+from shardfuse.comm.roll_call import CALL, RollCall, name_ranks
+from shardfuse.comm.store import as_text, peek, read_all, write_all
 
 logger = logging.getLogger("shardfuse")
 
@@ -53,7 +56,15 @@ PATIENCE_S = 0.1
 """Seconds that a rank waits before it polls its peers, and between two polls."""
 
 RESOLVE_S = 1.5
-"""Seconds that ranks in different regions have to publish which."""
+"""Seconds that ranks have to publish in which region they are, and to answer a roll call."""
+
+_SUSPECTS_S = 0.3
+"""Seconds to answer of a rank whose connection to this one has failed: it has seen it, too."""
+
+_LEADER_S = 1.0
+"""More seconds, in which the rank that has called the roll first reports the result."""
+
+_MAX_SUSPECTS = 8
 
 LATE_S = 5.0
 """Seconds of a wait after which a rank logs that the next rank was not seen in this region."""
@@ -62,8 +73,6 @@ _REJOIN_S = 30.0
 _NUM_REMEMBERED = 4
 _MAX_NEIGHBOURS = 8
 _MAX_TEXT = 4000
-_LONGEST_WAIT_S = 2.0
-"""Of one request that waits for a key: a signal is not handled meanwhile."""
 
 
 class PeerError(RuntimeError):
@@ -319,11 +328,14 @@ class GroupState:
     _peers: dict[int, tuple[str, list[dict[str, Any]]]] = field(default_factory=dict)
     """The digest and the regions of a peer, as last read."""
     _next_rank: tuple[float, int] = (0.0, 0)  # when this one has read its region, and which
+    _read: tuple[tuple[str, int], list[str | None]] = ("", 0), []
+    """The topic that read() has read last, how often ranks had published in it, and the texts."""
     _late_in: int = 0  # the region in which a late rank was last logged
 
     def __post_init__(self) -> None:
         self._regions.append(Region(0, "nothing yet"))
-        self._schedule = PollSchedule(self.rank, self.world_size)
+        self._schedule = PollRateLimit(self.rank, self.world_size)
+        self._roll_call = RollCall(self.store, self.rank)
         steps = [sign * step for step in range(1, _MAX_NEIGHBOURS // 2 + 1) for sign in (1, -1)]
         around = [(self.rank + step) % self.world_size for step in steps]
         self._neighbours = [rank for rank in dict.fromkeys(around) if rank != self.rank]
@@ -405,7 +417,7 @@ class GroupState:
             PeerError: a rank cannot go on, or does not come.
         """
         try:
-            outcome = self._meet(f"again/{self.generation}")
+            outcome = self._rendezvous(f"again/{self.generation}")
         except RuntimeError as error:
             raise self.attribute_error(error) from error
         if isinstance(outcome, str):
@@ -420,7 +432,7 @@ class GroupState:
             if number >= first - 1:  # in a region that has failed somewhere, or after it
                 session.number = 0
 
-    def _meet(self, key: str) -> tuple[int, ...] | str:
+    def _rendezvous(self, key: str) -> tuple[int, ...] | str:
         """Return the least and the largest number of a region, and of sessions; or an error.
 
         Rank 0 waits for all and writes what the others wait for: four requests a rank. The outcome
@@ -437,10 +449,10 @@ class GroupState:
             wanted = keys if self.rank == 0 else [f"{key}/outcome"]
             has_met = self._wait_for(wanted, _REJOIN_S, lambda: self._closed is not None, 1.0)
             if has_met and self.rank > 0:
-                return _parse_numbers(_text(self.store.get(wanted[0])), wanted[0], 3)
+                return _parse_numbers(as_text(self.store.get(wanted[0])), wanted[0], 3)
             outcome: tuple[int, ...] | str
             if has_met:
-                texts = _read_all(self.store, keys)
+                texts = read_all(self.store, keys)
                 outcome = _merge(
                     [_parse_numbers(text, k) for k, text in zip(keys, texts, strict=True)]
                 )
@@ -450,7 +462,7 @@ class GroupState:
         if self._closed is not None:
             outcome = self._closed
             self.store.set(keys[self.rank], json.dumps(outcome))  # rank 0 waits for it
-        text = _text(self.store.compare_set(f"{key}/outcome", "", json.dumps(outcome)))
+        text = as_text(self.store.compare_set(f"{key}/outcome", "", json.dumps(outcome)))
         return _parse_numbers(text, f"{key}/outcome", 3)
 
     def assign_number(self, session: Any) -> int:
@@ -475,15 +487,17 @@ class GroupState:
     def read(self, topic: str) -> list[str | None]:
         """Return the text of each rank for ``topic``; None where there is none.
 
-        While no rank has published anything, that is one request to the store.
+        While no rank publishes anything, that is one request to the store.
         """
         keys = [f"told/{topic}/{rank}" for rank in range(self.world_size)]
         if self.is_store_gone:  # each request to it would print a C++ trace
             return [None] * self.world_size
         try:
-            if not self.store.check([f"told/{topic}"]):
-                return [None] * self.world_size
-            return [_peek(self.store, key) for key in keys]
+            version = topic, self.store.add(f"told/{topic}", 0)
+            if version != self._read[0]:
+                texts = [peek(self.store, key) for key in keys] if version[1] else []
+                self._read = version, texts or [None] * self.world_size
+            return list(self._read[1])
         except RuntimeError:
             self.is_store_gone = True
             return [None] * self.world_size
@@ -492,14 +506,22 @@ class GroupState:
 
     def report_failure(self, text: str) -> None:
         """Tell all ranks that this one will not go on with the current region, and why."""
-        message = f"rank {self.rank} {text}"
-        with suppress(RuntimeError):  # the process that holds the store may have ended
-            self.store.compare_set(f"alarm/{self.current.number}", "", message[:_MAX_TEXT])
-            self.store.compare_set(f"first alarm/{self.generation}", "", message[:_MAX_TEXT])
+        self._report(f"rank {self.rank} {text}")
 
-    def poll_peers(
-        self, still_waits: Callable[[], bool] = lambda: True, *, at_once: bool = False
-    ) -> None:
+    def _report(self, message: str) -> None:
+        message, first = message[:_MAX_TEXT], self._first_alarm
+        with suppress(RuntimeError):  # the process that holds the store may have ended
+            self.store.compare_set(f"alarm/{self.current.number}", "", message)
+            found = as_text(self.store.compare_set(first, "", message))
+            if found.endswith(CALL):
+                self.store.compare_set(first, found, message)
+
+    @property
+    def _first_alarm(self) -> str:
+        """The key of the first failure since the ranks have last met."""
+        return f"first alarm/{self.generation}"
+
+    def poll_peers(self, still_waits: Callable[[], bool] = lambda: True) -> None:
         """Look for a reported failure, publish this rank's regions, and compare them with a peer's.
 
         How often it does is limited: [Note: store traffic] in polls.py.
@@ -507,7 +529,6 @@ class GroupState:
         Args:
             still_waits: whether this rank is where it was when the poll began; another thread than
                 the one that waits may poll.
-            at_once: do it now, and compare with all neighbours.
 
         Raises:
             PeerError: a rank failed, or does something else than this one.
@@ -515,16 +536,12 @@ class GroupState:
         is_waiting = still_waits()
         is_fresh = self._schedule.is_fresh(self._position(), is_waiting=is_waiting)
         found = None
-        with suppress(
-            RuntimeError
-        ):  # the store is gone; the wait itself will fail by its transport
-            if at_once:
-                found = self._find_failure() or self._find_mismatch(still_waits)
-            else:
-                if self._schedule.failures.take_turn() or is_fresh:
-                    found = self._find_failure()
-                if found is None and (self._schedule.mismatches.take_turn() or is_fresh):
-                    found = self._look_around(still_waits, is_fresh)
+        # Where the store is gone, the wait itself fails by its transport.
+        with suppress(RuntimeError):
+            if self._schedule.failures.acquire() or is_fresh:
+                found = self._find_failure()
+            if found is None and (self._schedule.mismatches.acquire() or is_fresh):
+                found = self._find_mismatch(still_waits, is_fresh=is_fresh)
         if found is not None:
             self.raise_peer_error(found)
         if is_waiting and not self.current.is_over:
@@ -566,37 +583,104 @@ class GroupState:
         self,
         error: Exception,
         *,
-        patience_s: float = 0.0,
+        suspects: Sequence[int] | None = (),
         failed: str = "the connection to another rank",
+        verdict: str | None = None,
         remedy: str = "",
+        have_ended: bool = False,
     ) -> PeerError:
-        """Return the PeerError for an ``error`` of a transport: its cause, if a peer has told it.
+        """Return the PeerError for an ``error`` of a transport.
+
+        Its text is what a peer has reported; else it names the ranks that are absent, if there are
+        any ([Note: absent ranks] in roll_call.py); else it is the error.
 
         Args:
             error: of the transport.
-            patience_s: seconds that the peers have to report a failure.
-            failed: the part that has failed, if no peer reports anything.
-            remedy: to name then.
+            suspects: ranks that may have ended, as the transport says; None: any rank.
+            failed: the part that has failed, if no rank is absent.
+            verdict: what to say of absent ranks, after their names.
+            remedy: to add to the error.
+            have_ended: the suspects have ended for certain.
         """
         if self._closed is not None and self.current.is_over:
             # Between two regions: gradients are sent under backward.
             return PeerError(f"[rank {self.rank}] {_out_of_step(self._closed)}")
-        text = self._error
+        text, absent = (
+            (self._error, ())
+            if self._error is not None
+            else self._find_cause_or_absent(suspects, have_ended)
+        )
+        if text is None and absent:
+            said = f"ended or did not answer: {str(error).rstrip('.')}.{remedy} See its output."
+            text = f"{name_ranks(absent)} {verdict or said}"
+            self._report(text)
         if text is None:
-            with suppress(RuntimeError):
-                text = _find_cause(self, patience_s)
-        if text is None:
-            text = f"{failed} failed: {error}{remedy}{self._unseen_ranks()}"
+            failed = f"the connection to {name_ranks(suspects)}" if suspects else failed
+            text = f"{failed} failed: {error}{remedy}"
             self.report_failure(f"failed in {self.current.name}: {text}")
         self.current.is_failed = True
         self._closed = text
         return PeerError(f"[rank {self.rank}] {self.current.name}: {text}")
 
+    def _find_cause_or_absent(
+        self, suspects: Sequence[int] | None, have_ended: bool
+    ) -> tuple[str | None, Sequence[int]]:
+        """Return what a peer has reported, or else which ranks do not answer a roll call."""
+        for ranks, patience_s in self._roll_call_rounds(suspects, have_ended):
+            try:
+                is_first = self._roll_call.begin(self._first_alarm, self.generation)
+                if len(ranks) > _MAX_SUSPECTS and not is_first:
+                    patience_s += _LEADER_S
+                cause = self._find_cause(patience_s)
+                if cause is None and not have_ended:
+                    ranks = self._roll_call.find_absent(ranks, self.generation)
+            except RuntimeError:  # the store is gone
+                # A peer would take this rank, which ends next, for the one that ended first.
+                time.sleep(patience_s)
+                return None, ranks if len(ranks) == 1 else ()
+            if cause is not None or ranks:
+                return cause, ranks
+        return None, ()
+
+    def _roll_call_rounds(
+        self, suspects: Sequence[int] | None, have_ended: bool
+    ) -> list[tuple[Sequence[int], float]]:
+        """Return which ranks have to answer, in order, and in how many seconds."""
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        # By the next poll of each.
+        all_others = others, max(RESOLVE_S, 1.5 * self._schedule.failures.period_s)
+        if suspects is not None and (have_ended or not suspects):
+            return [(suspects, 0.0)]
+        # A rank of which a wait has timed out has lost all connections.
+        has_lost_all = suspects is not None and 1 < len(others) == len(suspects)
+        if suspects is None or len(suspects) > _MAX_SUSPECTS or has_lost_all:
+            return [all_others]
+        return [(suspects, _SUSPECTS_S), all_others]
+
+    def _find_cause(self, patience_s: float) -> str | None:
+        """Return a reported failure, or how a peer's regions differ, as soon as there is either."""
+        for pause_s in (*_pauses(patience_s), 0.0):
+            found = self._find_failure() or self._find_mismatch(lambda: False)
+            if found is not None:
+                return found
+            time.sleep(pause_s)
+        # Hosts that run ahead of their devices are in other regions when they learn of it.
+        found = _failure_at(self.store, self._first_alarm)
+        if found is not None:
+            self._report(found)
+        return found
+
     def raise_mismatch(self, rank: int) -> NoReturn:
         """Raise PeerError: ``rank`` has sent a message of another collective."""
-        for pause_s in _pauses(RESOLVE_S):
-            self.poll_peers(at_once=True)
-            time.sleep(pause_s)
+        found = None
+        with suppress(RuntimeError):  # the store is gone
+            for pause_s in (*_pauses(RESOLVE_S), 0.0):
+                found = self._find_failure() or self._find_mismatch(lambda: True, rank)
+                if found is not None:
+                    break
+                time.sleep(pause_s)
+        if found is not None:
+            self.raise_peer_error(found)
         text = (
             f"rank {rank} is in another collective than rank {self.rank}, which is in "
             f"{(self.current.ops or ['none'])[-1]}."
@@ -624,8 +708,9 @@ class GroupState:
             self.store.set(f"{key}/{self.rank}", mine)
             timeout_s = self.store.timeout.total_seconds()
             if not self._wait_for([f"{key}/{before}"], timeout_s, self.poll_peers, PATIENCE_S):
-                raise RuntimeError("it did not come within the timeout of the group's store.")
-            theirs = _text(self.store.get(f"{key}/{before}"))
+                late = TimeoutError("it did not come within the timeout of the group's store.")
+                raise self.attribute_error(late, suspects=[before])
+            theirs = as_text(self.store.get(f"{key}/{before}"))
             self.store.delete_key(f"confirm/{region.number - 2}/1/{self.rank}")
         except PeerError:
             raise
@@ -645,8 +730,8 @@ class GroupState:
         """Return whether all ``keys`` came within ``timeout_s``.
 
         Args:
-            between: called after ``first_s``, and then at least every two seconds; if it returns
-                True, this does not wait any longer.
+            between: called after ``first_s``, and then as often as polls are due, with few ranks
+                every two seconds; if it returns True, this does not wait any longer.
 
         Raises:
             RuntimeError: the store is gone.
@@ -654,7 +739,8 @@ class GroupState:
         start_s = time.monotonic()
         while True:
             waited_s = time.monotonic() - start_s
-            wait_s = min(max(first_s, waited_s), _LONGEST_WAIT_S, max(timeout_s - waited_s, 0.001))
+            wait_s = min(self._schedule.wait_s(max(first_s, waited_s)), timeout_s - waited_s)
+            wait_s = max(wait_s, 0.001)
             with suppress(RuntimeError):
                 self.store.wait(keys, timedelta(seconds=wait_s))
                 return True
@@ -668,7 +754,7 @@ class GroupState:
 
         While no rank has failed, that is one request.
         """
-        if not self.store.check([f"first alarm/{self.generation}"]):
+        if not self.store.check([self._first_alarm]):
             return None
         # If a region failed here too, all ranks have left it.
         numbers = [region.number for region in list(self._regions)[-2:] if not region.is_failed]
@@ -676,22 +762,27 @@ class GroupState:
             # Under backward, or while parameters are in flight: peers may be in the next region.
             numbers.append(self.current.number + 1)
         texts = (_failure_at(self.store, f"alarm/{number}") for number in numbers)
-        return next((text for text in texts if text is not None), None)
+        found = next((text for text in texts if text is not None), None)
+        if found is None:
+            self._roll_call.answer(self.generation)
+        return found
 
-    def _find_mismatch(self, still_waits: Callable[[], bool]) -> str | None:
-        """Publish this rank's regions; return how those of a neighbour differ from them."""
-        mine = self._describe()
-        self._publish_regions(mine)
-        found = (self._compare_with(rank, mine, still_waits) for rank in self._neighbours)
-        return next((text for text in found if text is not None), None)
+    def _find_mismatch(
+        self, still_waits: Callable[[], bool], rank: int | None = None, *, is_fresh: bool = True
+    ) -> str | None:
+        """Publish this rank's regions; return how those of another one differ from them.
 
-    def _look_around(self, still_waits: Callable[[], bool], is_fresh: bool) -> str | None:
-        """Do the same for one neighbour, another one each time; if not fresh, by one request."""
+        Args:
+            still_waits: as of poll_peers().
+            rank: the other one; None: a neighbour, another one each time.
+            is_fresh: otherwise this makes one request, of either kind.
+        """
         mine = self._describe()
         if (self._publish_regions(mine) and not is_fresh) or not self._neighbours:
             return None
-        self._num_looks += 1
-        rank = self._neighbours[self._num_looks % len(self._neighbours)]
+        if rank is None:
+            self._num_looks += 1
+            rank = self._neighbours[self._num_looks % len(self._neighbours)]
         return self._compare_with(rank, mine, still_waits)
 
     def _describe(self) -> list[dict[str, Any]]:
@@ -705,7 +796,7 @@ class GroupState:
             return False
         # The digest last: who reads it may read the text.
         keys = [f"doing/{self.rank}", f"at/{self.rank}"]
-        _write_all(self.store, keys, [text, _summary(mine, text)])
+        write_all(self.store, keys, [text, _summary(mine, text)])
         self._published = text
         return True
 
@@ -713,7 +804,7 @@ class GroupState:
         self, rank: int, mine: list[dict[str, Any]], still_waits: Callable[[], bool]
     ) -> str | None:
         """Return how the regions of ``rank`` differ, and report it; None if they do not."""
-        summary = _peek(self.store, f"at/{rank}")
+        summary = peek(self.store, f"at/{rank}")
         if rank == (self.rank + 1) % self.world_size:
             self._next_rank = time.monotonic(), _number_of(summary)
         if summary is None:
@@ -722,7 +813,7 @@ class GroupState:
         if summary != _summary(mine, self._published):
             known, theirs = self._peers.get(rank, (None, mine))
             if summary != known:
-                text = _text(self.store.get(f"doing/{rank}"))
+                text = as_text(self.store.get(f"doing/{rank}"))
                 try:
                     theirs = parse_regions(text)
                 except ValueError:
@@ -738,18 +829,6 @@ class GroupState:
             self.report_failure(f"stopped: {difference}")
         return difference
 
-    def _unseen_ranks(self) -> str:
-        """Return, for an error, which ranks have not been seen waiting in the current region."""
-        missing = []
-        try:
-            for rank in range(min(self.world_size, 64)):
-                summary = _peek(self.store, f"at/{rank}") if rank != self.rank else None
-                if rank != self.rank and _number_of(summary) < self.current.number:
-                    missing.append(str(rank))
-        except RuntimeError:
-            return ""
-        return f" Not seen in this call: rank {', '.join(missing)}." if missing else ""
-
 
 def _out_of_step(reason: str) -> str:
     return (
@@ -758,53 +837,16 @@ def _out_of_step(reason: str) -> str:
     )
 
 
-def _find_cause(group: GroupState, patience_s: float) -> str | None:
-    """Return a reported failure, or how a peer's regions differ, as soon as there is either."""
-    for pause_s in (*_pauses(patience_s), 0.0):
-        found = group._find_failure() or group._find_mismatch(lambda: False)
-        if found is not None:
-            return found
-        time.sleep(pause_s)
-    # Hosts that run ahead of their devices are in other regions when they learn of it.
-    return _failure_at(group.store, f"first alarm/{group.generation}")
-
-
 def _pauses(total_s: float) -> Iterator[float]:
-    """Yield pauses of this sum, each twice as long as the one before."""
-    pause_s = 0.01
+    """Yield pauses of this sum, at first each twice as long as the one before."""
+    pause_s = 0.05
     while total_s > 0:
         yield min(pause_s, total_s)
         total_s -= pause_s
-        pause_s *= 2
+        pause_s = min(2 * pause_s, 0.4)
 
 
 # What is in the store
-
-_NOTHING = "?"
-"""A value that no key has."""
-
-
-def _peek(store: Any, key: str) -> str | None:
-    """Return the text of ``key``, or None, by one request that does not wait."""
-    # Where there is no such key, and the expected value is not empty, it is returned.
-    text = _text(store.compare_set(key, _NOTHING, _NOTHING))
-    return None if text == _NOTHING else text
-
-
-def _read_all(store: Any, keys: list[str]) -> list[str]:
-    """Return the texts of keys that are there."""
-    if store.has_extended_api():
-        return [_text(value) for value in store.multi_get(keys)]
-    return [_text(store.get(key)) for key in keys]
-
-
-def _write_all(store: Any, keys: list[str], texts: list[str]) -> None:
-    """Write the texts, in order."""
-    if store.has_extended_api():
-        store.multi_set(keys, texts)
-        return
-    for key, text in zip(keys, texts, strict=True):
-        store.set(key, text)
 
 
 def _summary(regions: list[dict[str, Any]], text: str) -> str:
@@ -820,10 +862,10 @@ def _number_of(summary: str | None) -> int:
 
 
 def _failure_at(store: Any, key: str) -> str | None:
-    text = _peek(store, key)
-    if text is None:
+    text = peek(store, key)
+    if text is None or text.endswith(CALL):
         return None
-    if not text.startswith("rank "):
+    if not text.startswith(("rank ", "ranks ")):
         return str(unreadable(key, text))
     return text if text.endswith(".") else f"{text}."
 
@@ -849,7 +891,3 @@ def _merge(met: list[tuple[int, ...] | str]) -> tuple[int, ...] | str:
         return reason
     numbers, counts = zip(*met, strict=True)
     return min(numbers), max(numbers), max(counts)
-
-
-def _text(value: bytes) -> str:
-    return value.decode(errors="replace")

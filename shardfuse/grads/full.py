@@ -71,7 +71,7 @@ from shardfuse.grads.source import (
     GradPhase,
     GradSnapshot,
     GradSource,
-    HostMaximum,
+    HostAllReduceMax,
     MessageNames,
     PendingGrads,
     check_grad,
@@ -190,7 +190,7 @@ class FullGrads(GradSource):
         self._num_wasted = 0
         self._causes: set[str] = set()  # of changes on this rank, in the steps that are wasted
         self._has_stepped = False
-        self._agreement: HostMaximum | None = None
+        self._agreement: HostAllReduceMax | None = None
         self._are_reduced_early = False  # the shards that are kept, from buckets sent early
         comm.session.on_restart(self._restart_after_error)
 
@@ -224,7 +224,7 @@ class FullGrads(GradSource):
         self._restart()
         if self._overlaps and self._agreement is None:
             self._sender = group_copy(self._comm, self)
-            self._agreement = HostMaximum(self._comm.world, device)
+            self._agreement = HostAllReduceMax(self._comm.world, device)
         self._flats.update({grads.flat.index: grads for grads in added})
 
     def _drain(self) -> None:
@@ -592,7 +592,7 @@ class FullGrads(GradSource):
             self._causes.add("written")
         for grads in self._flats.values():
             flags += [-float(s.param in grads.no_local_grad) for s in grads.flat.slots]
-        self._agreement.ask(flags)
+        self._agreement.launch(flags)
 
     def _agree_changed(self) -> set[int]:
         """Return which buckets have changed on any rank, and are to be sent again."""
@@ -600,7 +600,7 @@ class FullGrads(GradSource):
             return set()
         assert self._agreement is not None
         with record_function("shardfuse::wait_agreement"):
-            answer = iter(self._agreement.answer())
+            answer = iter(self._agreement.wait())
         changed = {i for i, flag in enumerate(itertools.islice(answer, len(self._states))) if flag}
         for grads in self._flats.values():
             slots = grads.flat.slots

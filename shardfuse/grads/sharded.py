@@ -50,7 +50,7 @@ from shardfuse.grads.source import (
     FlatParams,
     GradPhase,
     GradSource,
-    HostMaximum,
+    HostAllReduceMax,
     MessageNames,
     PendingGrads,
     check_grad,
@@ -118,7 +118,7 @@ class ShardedGrads(GradSource):
         super().__init__()
         self._comm = comm
         self._sender = comm  # of buckets
-        self._agreement: HostMaximum | None = None
+        self._agreement: HostAllReduceMax | None = None
         self._codec = codec
         self._flats: dict[int, GradShardBuffer]
         self._buffers = BufferPool()
@@ -153,7 +153,7 @@ class ShardedGrads(GradSource):
         self._drain()  # before anything changes here: another rank may fail meanwhile
         if self._agreement is None:
             self._sender = group_copy(self._comm, self)
-            self._agreement = HostMaximum(self._comm.world, device)
+            self._agreement = HostAllReduceMax(self._comm.world, device)
         added = []
         for flat, params, specs, fragments in members:
             codec = self._codec.of(params[0].dtype)
@@ -381,8 +381,8 @@ class ShardedGrads(GradSource):
             lacked = shard.lacked()
             mine += [-float(slot.param in lacked) for slot in shard.flat.slots]
         assert self._agreement is not None
-        self._agreement.ask(mine)
-        answer = iter(self._agreement.answer())
+        self._agreement.launch(mine)
+        answer = iter(self._agreement.wait())
         num_iterations, most, least = itertools.islice(answer, NUM_COUNTS)
         late = list(itertools.islice(answer, len(late)))
         for shard in self._flats.values():

@@ -353,7 +353,7 @@ _MAX_WRITES = 16
 """Numbers that are written to a device one by one, which the host does not wait for."""
 
 
-class HostMaximum:
+class HostAllReduceMax:
     """The maximum over ranks of numbers that the host knows and needs. Collective.
 
     On a device the all-reduce has a stream of its own. So the host waits for the hosts of its
@@ -372,7 +372,7 @@ class HostMaximum:
         self._sent = torch.empty(0)  # the same numbers, on the device
         self._result: tuple[Tensor, Completion[None]] | None = None
 
-    def ask(self, numbers: list[float]) -> None:
+    def launch(self, numbers: list[float]) -> None:
         """Launch the all-reduce of as many ``numbers`` on each rank."""
         with on_stream(self._stream):
             self._write(numbers)
@@ -390,9 +390,9 @@ class HostMaximum:
             return
         self._sent = torch.tensor(numbers, dtype=torch.float32, device=self._device)
 
-    def answer(self) -> list[float]:
+    def wait(self) -> list[float]:
         """Wait for it."""
-        assert self._result is not None, "ask() comes before answer()"
+        assert self._result is not None, "launch() comes before wait()"
         (result, completion), self._result = self._result, None
         with on_stream(self._stream):
             completion.wait()

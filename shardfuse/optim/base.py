@@ -633,7 +633,7 @@ class ShardedOptimizer(TorchCompat):
                 "rate and the step count would stay those of the capture. Capture forward and "
                 "backward alone, and call step() between replays."
             )
-        self._look_at_scaler()
+        self._check_scaler()
         if not self._notifies_join:
             return
         self._left_join = False
@@ -642,7 +642,7 @@ class ShardedOptimizer(TorchCompat):
         if not self._is_shadow:
             self._notify_join()
 
-    def _look_at_scaler(self) -> None:
+    def _check_scaler(self) -> None:
         """Find out whether a scaler that is not ShardedGradScaler has unscaled p.grad.
 
         Raises:

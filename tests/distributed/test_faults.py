@@ -40,5 +40,5 @@ def test_survivors_say_what_happened(name: str) -> None:
     bad = setting.world_size - 1
     bound_s = fault.bound_s + SLOWNESS_S
     for ending in run(name, setting):
-        verdict = ending.verdict(fault, is_bad=ending.rank == bad, bound_s=bound_s)
+        verdict = ending.verdict(fault, bad=bad, bound_s=bound_s)
         assert verdict == "ok", f"rank {ending.rank}: {ending.message}"

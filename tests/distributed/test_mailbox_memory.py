@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardfuse.comm import communicator_for, gloo
 from shardfuse.comm.gloo import MessageRing
+from shardfuse.comm.session import GroupState
 from tests.support.harness import log_of_shardfuse, run_procs
 
 pytestmark = [
@@ -63,7 +65,7 @@ def test_the_memory_of_another_process_of_that_number_is_not_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shared = gloo.create_shared(2)
-    board: Any = SimpleNamespace(rank=0, poll_peers=lambda **_: None)
+    board = GroupState(dist.HashStore(), 0, world_size=2)
     child = subprocess.Popen(["sleep", "60"])
     box = MessageRing(0, [os.getpid(), child.pid], shared, 1.0, board, [0, 1])
     os.close(shared[0])
@@ -73,7 +75,7 @@ def test_the_memory_of_another_process_of_that_number_is_not_read(
     monkeypatch.setattr(gloo, "read_memory", lambda pid, address, out: read.append(pid))
     monkeypatch.setattr(gloo, "is_running", lambda pid: True)
     monkeypatch.setattr(box, "wait", lambda *letter: 4096)
-    with pytest.raises(RuntimeError, match="process of rank 1 has ended"):
+    with pytest.raises(RuntimeError, match="rank 1 has ended in the middle"):
         box.read_part(1, 0, 5, torch.empty(1))
     assert read == []
 

@@ -40,7 +40,7 @@ def row(name: str, setting: Setting, endings: list[Ending]) -> str:
 def problems(name: str, endings: list[Ending]) -> list[str]:
     """Return what is wrong with how the ranks ended."""
     fault, bad = FAULTS[name], len(endings) - 1
-    verdicts = [e.verdict(fault, is_bad=e.rank == bad, bound_s=fault.bound_s) for e in endings]
+    verdicts = [e.verdict(fault, bad=bad, bound_s=fault.bound_s) for e in endings]
     return [
         f"rank {rank} {verdict}: {ending.message}"
         for rank, (verdict, ending) in enumerate(zip(verdicts, endings, strict=True))
@@ -63,6 +63,8 @@ def main() -> int:
     )
     print(HEADER)
     for name, collectives, optimizer, world_size in settings:
+        if collectives not in (FAULTS[name].only or COLLECTIVES):
+            continue
         setting = Setting(collectives, optimizer, world_size)
         endings = run(name, setting)
         rows.append(row(name, setting, endings))

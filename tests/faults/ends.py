@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
+import tempfile
 import time
 from typing import Any
 
+import torch.distributed as dist
+
+from shardfuse.checkpoint import save
+from shardfuse.checkpoint.storage import ShardWriter
+from shardfuse.comm import native
+from shardfuse.grads.source import HostAllReduceMax
 from tests.faults.programs import GROUP_TIMEOUT_S, Job
 
 
@@ -32,6 +40,62 @@ def killed_in_step(job: Job) -> None:
 
         comm.reduce_scatter = launch
     job.steps()
+
+
+def killed_in_all_gather(job: Job) -> None:
+    """One rank is killed when it has launched the all-gather of updated parameters."""
+    _die_in(job, job.optimizer.communicator, "all_gather")
+    job.steps()
+
+
+def killed_in_agreement(job: Job) -> None:
+    """One rank is killed when hosts agree on the buckets that were sent during backward."""
+    job.optimizer = job.build(sharding={**job.sharding, "overlap_grad_sync": True})
+    job.steps(2)
+    _die_in(job, HostAllReduceMax, "launch")
+    job.steps()
+
+
+def killed_while_building(job: Job) -> None:
+    """One rank is killed as it builds a second optimizer."""
+    if job.is_bad:
+        job.mark()
+        os.kill(os.getpid(), signal.SIGKILL)
+    job.optimizer = job.build()
+    job.steps()
+
+
+def killed_before_a_group(job: Job) -> None:
+    """One rank is killed where ranks make a process group for the optimizer alone."""
+    communicator = job.optimizer.communicator
+    _die_in(job, dist, "new_group")
+    communicator._traits = dataclasses.replace(communicator._traits, overlaps=True)
+    with communicator.session.region("building an optimizer"):
+        native.group_copy(communicator, job)
+    job.steps()
+
+
+def killed_in_save(job: Job) -> None:
+    """One rank is killed when it has begun to save."""
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders)
+        _die_in(job, ShardWriter, "write")
+        save({"optimizer": job.optimizer}, f"{folders[0]}/saved")
+
+
+def _die_in(job: Job, owner: Any, name: str) -> None:
+    """Have the bad rank killed when it has called a method."""
+    original = getattr(owner, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        kept.append(original(*args, **options) if name == "all_gather" else None)
+        job.mark()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    kept: list[Any] = []
+    if job.is_bad:
+        setattr(owner, name, call)
 
 
 def leaves_early(job: Job) -> None:

@@ -6,11 +6,10 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import tempfile
+import re
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,8 +41,9 @@ class Ending:
     seconds: float | None  # from the fault to the error
     exit_code: int | None
 
-    def verdict(self, fault: Fault, *, is_bad: bool, bound_s: float) -> str:
-        """Return "ok", or what is wrong with it."""
+    def verdict(self, fault: Fault, *, bad: int, bound_s: float) -> str:
+        """Return "ok", or what is wrong with it; ``bad`` is the rank that has the fault."""
+        is_bad = self.rank == bad
         if is_bad and fault.ended != "error":
             return "ok"
         if self.message is None:
@@ -53,31 +53,45 @@ class Ending:
         if self.seconds is None or self.seconds > bound_s:
             return "late"
         missing = [text for text in fault.names if text not in self.message]
+        if fault.blames is not None:
+            return self._blame(fault.blames, bad)
         return f"does not name {missing[0]}" if missing else "ok"
+
+    def _blame(self, verdict: str, bad: int) -> str:
+        """Return "ok" if the message names, after its own rank, the bad rank and no other."""
+        assert self.message is not None
+        own = f"[rank {self.rank}] "
+        text = self.message.partition(own)[2]
+        numbers = {int(number) for number in re.findall(r"ranks? (\d+)", text, re.IGNORECASE)}
+        if verdict not in text:
+            return f"does not say {verdict!r}"
+        if numbers != {bad} or "ranks " in text:
+            return f"names ranks {sorted(numbers)}"
+        return "ok"
 
 
 def run(name: str, setting: Setting) -> list[Ending]:
     """Return how the ranks end when the fault ``name`` happens to the last one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, "tests.faults.runner"])
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        ranks = range(setting.world_size)
-        pipes, processes = [], []
-        for rank in ranks:
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main, args=(rank, name, setting, store, sender), daemon=True
-            )
-            process.start()
-            sender.close()
-            pipes.append(receiver)
-            processes.append(process)
-        try:
-            records = _collect(pipes, processes)
-        finally:
-            for process in processes:
-                process.kill()
+    # Of this process, as torchrun's agent holds it: it outlives every rank.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = range(setting.world_size)
+    pipes, processes = [], []
+    for rank in ranks:
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_rank_main, args=(rank, name, setting, store.port, sender), daemon=True
+        )
+        process.start()
+        sender.close()
+        pipes.append(receiver)
+        processes.append(process)
+    try:
+        records = _collect(pipes, processes)
+    finally:
+        for process in processes:
+            process.kill()
     marks = [when for kind, when, _ in records[-1] if kind == "mark"]
     endings = []
     for rank in ranks:
@@ -113,7 +127,7 @@ def _collect(pipes: list[Any], processes: list[Any]) -> list[list[Record]]:
     return records
 
 
-def _rank_main(rank: int, name: str, setting: Setting, store_file: str, pipe: Any) -> None:
+def _rank_main(rank: int, name: str, setting: Setting, port: int, pipe: Any) -> None:
     torch.set_num_threads(1)
 
     def report(kind: str, text: str = "") -> None:
@@ -125,7 +139,7 @@ def _rank_main(rank: int, name: str, setting: Setting, store_file: str, pipe: An
             contract.ready(),
             rank=rank,
             world_size=setting.world_size,
-            store=dist.FileStore(store_file, setting.world_size),
+            store=dist.TCPStore("127.0.0.1", port),
             timeout=timedelta(seconds=GROUP_TIMEOUT_S),
         )
         sharding = {"collectives": setting.collectives, "kernel": "eager", "bucket_cap_mb": 0.01}

@@ -16,18 +16,24 @@ class Fault:
     Args:
         program: what happens.
         names: texts that the error of every survivor has to contain.
+        blames: a text that it has to contain, and no other rank's number than that of the last one;
+            None: any text.
         bound_s: seconds in which it has to come.
         ended: how the faulty rank's process ends, where not by an error: "killed", "done".
+        only: the collectives that have this fault; empty: all.
     """
 
     program: Callable[[Job], None]
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
+    blames: str | None = None
     bound_s: float = 2.0
     ended: str = "error"
+    only: tuple[str, ...] = ()
 
 
 _AFTER_TIMEOUT_S = GROUP_TIMEOUT_S + 2.0
-_LOST = ("rank",)
+_ENDED = "ended "
+_ANSWER = " did not "
 
 FAULTS = {
     fault.program.__name__: fault
@@ -72,13 +78,26 @@ FAULTS = {
         Fault(programs.scaler_on_one, ("under a gradient scaler", "without a gradient scaler")),
         Fault(programs.sharded_scaler_on_one, ("ShardedGradScaler", "step()")),
         Fault(programs.not_averaged, ("grads_are_reduced=True", "gradient of layer")),
-        Fault(ends.killed, _LOST, ended="killed"),
-        Fault(ends.killed_in_step, _LOST, ended="killed"),
-        Fault(ends.leaves_early, _LOST, ended="done"),
-        Fault(ends.fails_in_forward, _LOST),
+        Fault(ends.killed, (), _ENDED, ended="killed"),
+        Fault(ends.killed_in_step, (), _ENDED, ended="killed"),
+        Fault(ends.killed_in_all_gather, (), _ENDED, ended="killed"),
+        Fault(ends.killed_in_agreement, (), _ENDED, ended="killed", only=("pairwise", "native")),
+        Fault(ends.killed_while_building, (), _ENDED, ended="killed"),
+        # torch waits in the store for the others, who cannot be told meanwhile.
+        Fault(
+            ends.killed_before_a_group,
+            (),
+            _ENDED,
+            bound_s=_AFTER_TIMEOUT_S,
+            ended="killed",
+            only=("native",),
+        ),
+        Fault(ends.killed_in_save, (), _ENDED, ended="killed"),
+        Fault(ends.leaves_early, (), _ENDED, ended="done"),
+        Fault(ends.fails_in_forward, (), _ENDED),
         Fault(ends.saves_early, ("consolidate_state_dict()", "step()")),
-        Fault(ends.hangs, _LOST, bound_s=_AFTER_TIMEOUT_S, ended="killed"),
-        Fault(ends.stopped, _LOST, bound_s=_AFTER_TIMEOUT_S, ended="killed"),
+        Fault(ends.hangs, (), _ANSWER, bound_s=_AFTER_TIMEOUT_S, ended="killed"),
+        Fault(ends.stopped, (), _ANSWER, bound_s=_AFTER_TIMEOUT_S, ended="killed"),
         Fault(programs.destroyed_group, ("process group was destroyed",)),
         # It waits half a minute for the others to come back.
         Fault(programs.goes_on_after_an_error, ("layer0.weight is sparse",), ended="killed"),

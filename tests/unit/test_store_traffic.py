@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from shardfuse.comm.polls import PollSchedule
+from shardfuse.comm.polls import PollRateLimit
 from shardfuse.comm.session import PATIENCE_S, GroupState, PeerError
 
 
@@ -19,7 +20,12 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
+        self.stop = monkeypatch.undo
         monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
+
+    def advance(self, seconds: float) -> None:
+        """As time.sleep()."""
+        self.now_s += seconds
 
 
 class CountingStore:
@@ -96,7 +102,7 @@ def test_1024_ranks(is_first_wait: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def rate(world_size: int) -> float:
     """Return the requests a second of so many ranks, none of which has gone on."""
-    schedule = PollSchedule(0, world_size)
+    schedule = PollRateLimit(0, world_size)
     return world_size / schedule.failures.period_s + world_size / schedule.mismatches.period_s
 
 
@@ -145,19 +151,91 @@ def meet(state: GroupState) -> None:
         pass
 
 
+def meet_all(states: list[GroupState]) -> None:
+    threads = [threading.Thread(target=meet, args=[state], daemon=True) for state in states]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert [state.generation for state in states] == [1] * len(states)
+
+
 @pytest.mark.parametrize("world_size", [2, 8, 16])
 def test_ranks_meet_after_an_error_by_four_requests(world_size: int) -> None:
     """Of each: it was as many as there are ranks."""
     states = waiting_ranks(world_size)
     for state in states:
         state.current.is_failed = state.current.is_over = True
-    threads = [threading.Thread(target=meet, args=[state], daemon=True) for state in states]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert [state.generation for state in states] == [1] * world_size
+    meet_all(states)
     assert max(len(state.store.requests) for state in states) <= 4
+
+
+class WaitingStore(CountingStore):
+    """Of which a wait takes all of its time, on a clock of the test, and finds nothing."""
+
+    timeout = timedelta(seconds=3600)
+    ends_s = 0.0
+
+    def __init__(self, store: Any, clock: Clock) -> None:
+        super().__init__(store)
+        self._clock = clock
+        self.times_s: list[float] = []
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        self.requests.append(("wait", keys[0]))
+        num_new = len(self.requests) - len(self.times_s)
+        self.times_s += [self._clock.now_s] * num_new
+        self._clock.now_s += timeout.total_seconds()
+        if self._clock.now_s >= self.ends_s:
+            raise KeyboardInterrupt
+        raise RuntimeError("timeout")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_waiting", "limit"), [(2, 1, 2), (8, 4, 8), (32, 16, 32), (1024, 512, 20)]
+)
+def test_a_wait_for_a_late_neighbour(
+    world_size: int, num_waiting: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where ranks compare in the store: each waits for the one before it, so half wait at most."""
+    clock, store, seconds = Clock(monkeypatch), dist.HashStore(), 1000.0
+    state = GroupState(WaitingStore(store, clock), 1, world_size)
+    state._enter("step()")
+    began_s = clock.now_s
+    state.store.ends_s = began_s + seconds
+    with pytest.raises(KeyboardInterrupt):
+        state.verify_digest()
+    num_requests = sum(requested_s > began_s + 1 for requested_s in state.store.times_s)
+    assert num_requests * num_waiting <= min(2 * num_waiting, limit) * seconds
+
+
+@pytest.mark.parametrize("world_size", [2, 8, 16])
+def test_an_error_and_the_meeting_after_it(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each rank: two requests that report, or four that find the report, and four to meet."""
+    clock, states = Clock(monkeypatch), waiting_ranks(world_size)
+    with pytest.raises(PeerError):
+        states[0].raise_peer_error("")
+    states[0].report_failure("failed in step(): KeyError: 'batch 17'")
+    for state in states[1:]:
+        with pytest.raises(PeerError, match="rank 0 failed"):
+            state.poll_peers()
+    clock.stop()
+    assert max(len(state.store.requests) for state in states) <= 4
+    meet_all(states)
+    assert max(len(state.store.requests) for state in states) <= 8
+
+
+def test_a_message_of_another_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender has time to tell in which one it is, and need not."""
+    clock, states = Clock(monkeypatch), waiting_ranks(16)
+    monkeypatch.setattr(time, "sleep", clock.advance)
+    with pytest.raises(PeerError, match="rank 5 is in another collective than rank 2"):
+        states[2].raise_mismatch(5)
+    looks = [key for name, key in states[2].store.requests if name == "compare_set"]
+    assert looks[0] == "at/5"
+    assert len(states[2].store.requests) <= 20
 
 
 @pytest.mark.parametrize("late", [0, 2])
@@ -176,3 +254,19 @@ def test_a_late_rank_is_named_once(
     waiting[0]._enter("step()")  # nobody else is there
     poll(clock, waiting, 20.0, PATIENCE_S)
     assert len(caplog.messages) == 2
+
+
+def test_reading_what_ranks_publish() -> None:
+    """As rank 0 does that waits for all to have saved: one request where there is nothing new."""
+    states = waiting_ranks(16)
+    assert states[0].read("save") == [None] * 16
+    states[3].publish("save", "written")
+    texts = states[0].read("save")
+    assert [rank for rank, text in enumerate(texts) if text == "written"] == [3]
+    states[0].store.requests.clear()
+    for _ in range(10):
+        assert states[0].read("save") == texts
+    assert len(states[0].store.requests) == 10
+    states[3].publish("save", "written again")
+    assert states[0].read("save")[3] == "written again"
+    assert states[0].read("another") == [None] * 16

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardfuse.comm import native as watch_module
+from shardfuse.comm import session
 from shardfuse.comm.native import Watchdog
 from shardfuse.comm.session import GroupState
 
@@ -25,11 +25,22 @@ def test_remedy_of_a_mismatch(
     code: str | None, error: str, is_named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is named where the transport says that collectives differ, and nowhere else."""
-    monkeypatch.setattr(watch_module, "RESOLVE_S", 0.0)
+    monkeypatch.setattr(session, "RESOLVE_S", 0.0)
     board = GroupState(dist.HashStore(), rank=0, world_size=2)
     watch = Watchdog(board, lambda: None, device=torch.device("cuda", 0), mismatch_code=code)
     with board.region("step()"):
         text = str(watch.attribute_error(RuntimeError(error), failed="hccl"))
-    assert text.startswith(f"[rank 0] step(): hccl failed: {error}")
+    assert text.startswith(f"[rank 0] step(): rank 1 ended or did not answer: {error}")
     assert (REMEDY in text) == is_named
-    assert "Not seen in this call: rank 1." in text
+
+
+def test_the_part_that_failed_is_named_where_all_ranks_answer() -> None:
+    store = dist.HashStore()
+    board, peer = (GroupState(store, rank, world_size=2) for rank in range(2))
+    watch = Watchdog(board, lambda: None, device=torch.device("cpu"))
+    peer._roll_call.answer(0)
+    with board.region("step()"):
+        text = str(watch.attribute_error(RuntimeError("EI0006: Getting socket times out.")))
+    assert text == (
+        "[rank 0] step(): the connection to another rank failed: EI0006: Getting socket times out."
+    )
