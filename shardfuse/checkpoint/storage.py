@@ -15,6 +15,7 @@ import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,10 @@ class ShardWriter:
         self._writer.fs = _FolderFileSystem(folder)
         written = self._writer.write_data(self._planner.finish_plan(self._plan), self._planner)
         written.wait()
-        paths: dict[str, Any] = {k: list(v) for k, v in self._planner.mappings.items()}
+        own_keys = {item.index.fqn for item in self._items}
+        paths: dict[str, Any] = {
+            key: list(path) for key, path in self._planner.mappings.items() if key in own_keys
+        }
         shard_index = ShardIndex(self._rank, paths=paths, counts=self._counts)
         locations = {result.index: result.storage_data for result in written.value()}
         for planned in self._items:
@@ -242,40 +246,61 @@ def _with_digests(folder: FolderHandle, entries: list[IndexEntry]) -> list[Index
     return [entry._replace(digest=found) for entry, found in zip(entries, digests, strict=True)]
 
 
-def dcp_metadata(
-    indices: Iterable[ShardIndex], others: Mapping[str, TensorMeta] | None = None
-) -> Metadata:
-    """Return the contents of ``.metadata`` for torch.distributed.checkpoint.
+class SavedEntries:
+    """The entries of several ranks' indices, by key.
 
     Args:
         indices: indices of the ranks.
         others: tensors of which other ranks may have fragments.
     """
-    tensors = {key: _tensor_metadata(tensor) for key, tensor in (others or {}).items()}
+
+    def __init__(
+        self, indices: Iterable[ShardIndex], others: Mapping[str, TensorMeta] | None = None
+    ) -> None:
+        self.tensors: dict[str, TensorMeta] = dict(others or {})
+        self.by_key: dict[str, list[IndexEntry]] = {}
+        for index in indices:
+            for key, tensor in index.tensors.items():
+                self.tensors.setdefault(key, tensor)
+            for entry in index.entries:
+                self.by_key.setdefault(entry.key, []).append(entry)
+
+    @property
+    def keys(self) -> list[str]:
+        """All keys, with or without entries."""
+        return list(dict.fromkeys([*self.tensors, *self.by_key]))
+
+
+def dcp_metadata(saved: SavedEntries, keys: Iterable[str], paths: Mapping[str, Any]) -> Metadata:
+    """Return the contents of ``.metadata`` for torch.distributed.checkpoint.
+
+    Args:
+        saved: entries of the ranks.
+        keys: those to include, if they are among ``saved``.
+        paths: {key: place in the nested state}.
+    """
+    tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
-    paths: dict[str, Any] = {}
-    for shard_index in indices:
-        paths.update((key, tuple(path)) for key, path in shard_index.paths.items())
-        for key, tensor in shard_index.tensors.items():
-            tensors.setdefault(key, _tensor_metadata(tensor))
-        for entry in shard_index.entries:
+    # Equal objects are one object: pickle then writes it once.
+    size, name = cache(torch.Size), cache(str)
+    chunk = cache(lambda offsets, sizes: ChunkStorageMetadata(size(offsets), size(sizes)))
+    properties = cache(lambda dtype: TensorProperties(dtype=dtype_from_name(dtype)))
+    for key in keys:
+        tensor = saved.tensors.get(key)
+        if tensor is not None:
+            tensors[key] = TensorStorageMetadata(properties(tensor.dtype), size(tensor.shape), [])
+        for entry in saved.by_key.get(key, ()):
             if entry.offsets is None:
-                index = MetadataIndex(entry.key)
-                tensors[entry.key] = BytesStorageMetadata()
+                index = MetadataIndex(key)
+                tensors[key] = BytesStorageMetadata()
             else:
-                offsets, sizes = torch.Size(entry.offsets), torch.Size(entry.sizes)
-                index = MetadataIndex(entry.key, offsets)
-                tensors[entry.key].chunks.append(ChunkStorageMetadata(offsets, sizes))
-            storage[index] = _StorageInfo(entry.file, entry.start, entry.length)
+                index = MetadataIndex(key, size(entry.offsets))
+                tensors[key].chunks.append(chunk(entry.offsets, entry.sizes))
+            storage[index] = _StorageInfo(name(entry.file), entry.start, entry.length)
     metadata = Metadata(tensors, planner_data=paths, storage_data=storage)
     if hasattr(metadata, "version"):  # not in torch 2.7
         metadata.version = "1.0.0"
     return metadata
-
-
-def _tensor_metadata(tensor: TensorMeta) -> Any:
-    properties = TensorProperties(dtype=dtype_from_name(tensor.dtype))
-    return TensorStorageMetadata(properties, torch.Size(tensor.shape), [])
 
 
 def pickle_metadata(metadata: Metadata) -> bytes:
@@ -311,10 +336,9 @@ class ShardReader:
 
     Args:
         source: the checkpoint.
-        indices: indices of its ranks, or of some.
+        saved: its entries, or those of some ranks.
         state: filled in place by read(): tensors are overwritten, other values replaced.
         trusted: whether values may be of any class, which runs code from the file.
-        tensors: all tensors of the checkpoint, if ``indices`` are not all.
 
     Raises:
         CheckpointError: the checkpoint lacks a key of ``state``, or has it in another shape.
@@ -326,18 +350,19 @@ class ShardReader:
     def __init__(
         self,
         source: CheckpointReader,
-        indices: Iterable[ShardIndex],
+        saved: SavedEntries,
         state: dict[str, Any],
         *,
         trusted: bool = False,
-        tensors: Mapping[str, TensorMeta] | None = None,
     ) -> None:
-        metadata = dcp_metadata(indices, tensors)
-        self._source = source
+        self._source, self._saved = source, saved
         self._planner, self._reader = _LoadPlanner(trusted), FileSystemReader(source.path)
         self._reader.fs = _FolderFileSystem(source)
+        self._planner.set_up_planner(state, None, True)
+        # Of the keys to read alone: a rank reads a part of them.
+        metadata = dcp_metadata(saved, self._planner.state_dict, {})
+        self._planner.metadata = metadata
         self._reader.set_up_storage_reader(metadata, True)
-        self._planner.set_up_planner(state, metadata, True)
         try:
             plan = self._planner.create_local_plan()
         except (RuntimeError, ValueError) as error:
@@ -358,15 +383,14 @@ class ShardReader:
             if isinstance(value, Tensor)
         )
 
-    def entries(self, indices: Iterable[ShardIndex]) -> list[IndexEntry]:
+    def entries(self) -> list[IndexEntry]:
         """Return the entries that read() will read, and those of tensors without elements."""
-        wanted = {item.storage_index for item in self._plan.items}
+        wanted = {(i.storage_index.fqn, i.storage_index.offset) for i in self._plan.items}
         return [
             entry
-            for shard_index in indices
-            for entry in shard_index.entries
-            if MetadataIndex(entry.key, entry.offsets) in wanted
-            or (0 in entry.sizes and entry.key in self.keys)
+            for key in self.keys
+            for entry in self._saved.by_key.get(key, ())
+            if (key, entry.offsets) in wanted or 0 in entry.sizes
         ]
 
     def read(self) -> None:
