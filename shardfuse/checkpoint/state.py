@@ -191,8 +191,9 @@ class TrainingState:
                 result[key] = {k: v for k, v in entries.items() if k not in self._computed[key]}
         return result
 
-    def shapes_to_fill(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all live tensors by key, of whichever rank fills them."""
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all live tensors by key, of whichever rank fills them."""
         found = {
             f"{key}.{name}": shape
             for key, parts in self.parts.items()
@@ -235,7 +236,7 @@ class TrainingState:
 
         All ranks check all tensors, because a rank reads the tensors of its fragments only.
         """
-        for key, shape in self.shapes_to_fill().items():
+        for key, shape in self.shapes.items():
             if key not in saved:
                 if is_auxiliary(key) and any(key.startswith(f"{own}.") for own in self.parts):
                     continue
