@@ -262,7 +262,8 @@ class LocalCheckpointState:
             for param, step in zip(mine, steps, strict=True):
                 key = f"state.{state.spec_of[param].name}.step"
                 result[key] = FragmentTensor((), step.dtype, step.device, [Chunk((), step)])
-        result["param_groups"] = groups_to_save(opt)
+        if self.comm.rank == 0:
+            result["param_groups"] = groups_to_save(opt)
         return result
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

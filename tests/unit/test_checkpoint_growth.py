@@ -1,11 +1,12 @@
 """How a checkpoint's index and its planning grow with ranks and tensors: counted, not timed.
 
-``python -m tests.unit.test_checkpoint_growth 4096 1000`` plans and saves for every rank of a
+``python -m tests.unit.test_checkpoint_growth 4096 1000 65536`` plans and saves for every rank of a
 simulated world in one process, merges as the first rank does, and prints the seconds.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import threading
@@ -41,14 +42,14 @@ NUMEL = 16
 class Simulated:
     """A world of ranks in one process, with an optimizer of equal tensors."""
 
-    def __init__(self, num_ranks: int, num_tensors: int) -> None:
+    def __init__(self, num_ranks: int, num_tensors: int, numel: int = NUMEL) -> None:
         self.num_ranks = num_ranks
         specs = [
-            ParamSpec(f"layers.{i}.weight", (NUMEL,), (1,), "float32", "cpu", 0)
+            ParamSpec(f"layers.{i}.weight", (numel,), (1,), "float32", "cpu", 0)
             for i in range(num_tensors)
         ]
         self.layout = FlatLayout.build(specs, world_size=num_ranks, granularity="block")
-        self.params = [nn.Parameter(torch.ones(NUMEL)) for _ in specs]
+        self.params = [nn.Parameter(torch.ones(numel)) for _ in specs]
         (self.buffer,) = CombinedBuffers().add(self.layout.flats, torch.device("cpu"))
         members = [slot.param for slot in self.buffer.flat.slots]
         self.state = FlatState(
@@ -185,9 +186,10 @@ def test_tensors_are_visited_once(
 
 
 if __name__ == "__main__":
-    num_ranks, num_tensors = map(int, sys.argv[1:])
-    with tempfile.TemporaryDirectory() as name:
-        world = Simulated(num_ranks, num_tensors)
+    num_ranks, num_tensors, numel = map(int, sys.argv[1:])
+    in_memory = "/dev/shm" if os.path.isdir("/dev/shm") else None  # else disks are measured
+    with tempfile.TemporaryDirectory(dir=in_memory) as name:
+        world = Simulated(num_ranks, num_tensors, numel)
         started = time.perf_counter()
         saved = world.save(Path(name))
         saved_at = time.perf_counter()
@@ -195,7 +197,7 @@ if __name__ == "__main__":
         ended = time.perf_counter()
         nbytes = sum(path.stat().st_size for path in Path(name).glob("part-*.json"))
         print(
-            f"{num_ranks} ranks, {num_tensors} tensors: planned and saved in "
+            f"{num_ranks} ranks, {num_tensors} tensors of {numel}: planned and saved in "
             f"{saved_at - started:.2f} s, merged in {ended - saved_at:.2f} s; "
             f"{sum(len(index.entries) for index in saved)} entries, {nbytes:,} bytes of parts"
         )
