@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
@@ -73,7 +73,7 @@ def common_device(groups: Groups) -> torch.device:
         TypeError: a parameter is on the meta device, which no collective supports.
         ValueError: parameters are on several devices.
     """
-    device = None
+    device: torch.device | None = None
     for index, group in enumerate(groups):
         for position, param in enumerate(group["params"]):
             if param.device.type == "meta":
@@ -118,6 +118,7 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
     for index in range(first_group, len(groups)):
         group = groups[index]
         rule.check(group)
+        maths: dict[str, str] = {}  # by policy
         for position, param in enumerate(group["params"]):
             name = _name(group, index, position)
             _check_supported(param, name)
@@ -128,6 +129,8 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
                 )
             names.add(name)
             policy = rule.policy(name, "param_names" in group, group)
+            if policy not in maths:
+                maths[policy] = str(rule.settings(group, policy, 1).flags)
             spec = ParamSpec(
                 name=name,
                 shape=tuple(param.shape),
@@ -137,9 +140,9 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
                 group=index,
                 policy=policy,
                 frozen=not param.requires_grad and param.grad is None,
+                math=maths[policy],
             )
-            flags = rule.settings(group, policy, 1).flags
-            added.append((param, replace(spec, math=f"{flags}")))
+            added.append((param, spec))
     _check_no_overlap([pair for pair in added if pair[1].stride == pair[0].stride()])
     return added
 
