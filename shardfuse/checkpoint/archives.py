@@ -40,14 +40,14 @@ class _Template(NamedTuple):
 def write_small(tensor: Tensor) -> bytes | None:
     """Return the archive of a CPU tensor; None if torch.save() must write it."""
     is_small = 0 < tensor.nbytes <= SMALL_NBYTES and tensor.is_contiguous()
-    template = _kind(tensor.dtype, tuple(tensor.shape)).template() if is_small else None
+    template = _lazy_template(tensor.dtype, tuple(tensor.shape)).template() if is_small else None
     return None if template is None else _filled(template, _bytes_of(tensor))
 
 
 def read_small(archive: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor | None:
     """Return the tensor of a contiguous ``shape``; None if torch.load() must read the archive."""
     is_small = 0 < math.prod(shape) * dtype.itemsize <= SMALL_NBYTES
-    template = _kind(dtype, shape).template() if is_small else None
+    template = _lazy_template(dtype, shape).template() if is_small else None
     if template is None or len(archive) != len(template.archive):
         return None
     values = archive[template.start : template.stop]
@@ -57,8 +57,8 @@ def read_small(archive: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Te
     return torch.frombuffer(bytearray(values), dtype=dtype).view(shape)
 
 
-class _Kind:
-    """The archives of one dtype and shape, of SMALL_NBYTES at most."""
+class _LazyTemplate:
+    """The template of a dtype and shape, of SMALL_NBYTES at most, made once it is worth while."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         self._dtype, self._shape = dtype, shape
@@ -89,7 +89,7 @@ class _Kind:
         return template if _reads_back(_filled(template, others), others) else None
 
 
-_kind = lru_cache(1024)(_Kind)
+_lazy_template = lru_cache(1024)(_LazyTemplate)
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

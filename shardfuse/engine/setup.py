@@ -110,6 +110,7 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
     """
     common_device(groups)
     added: list[tuple[Tensor, ParamSpec]] = []
+    texts: dict[tuple[torch.dtype, torch.device], tuple[str, str]] = {}
     names = {
         _name(group, index, position)
         for index, group in enumerate(groups[:first_group])
@@ -122,6 +123,10 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
         for position, param in enumerate(group["params"]):
             name = _name(group, index, position)
             _check_supported(param, name)
+            if (param.dtype, param.device) not in texts:
+                dtype = str(param.dtype).removeprefix("torch.")
+                texts[param.dtype, param.device] = (dtype, str(param.device))
+            dtype, device = texts[param.dtype, param.device]
             if name in names:
                 raise ValueError(
                     f"The parameter name {name} is given twice. Checkpoints and error messages use "
@@ -135,8 +140,8 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
                 name=name,
                 shape=tuple(param.shape),
                 stride=dense_stride(param.shape, param.stride()),
-                dtype=str(param.dtype).removeprefix("torch."),
-                device=str(param.device),
+                dtype=dtype,
+                device=device,
                 group=index,
                 policy=policy,
                 frozen=not param.requires_grad and param.grad is None,
@@ -217,6 +222,9 @@ def _name(group: Mapping[str, Any], index: int, position: int) -> str:
     return names[position] if names else f"param_groups[{index}][{position}]"
 
 
+_DTYPES = {getattr(torch, name) for name in ITEMSIZE}
+
+
 def _check_supported(param: Tensor, name: str) -> None:
     if hasattr(param, "device_mesh"):
         raise TypeError(
@@ -231,7 +239,7 @@ def _check_supported(param: Tensor, name: str) -> None:
         )
     if param.layout != torch.strided:
         raise TypeError(f"Parameter {name} is {param.layout}; shardfuse needs dense parameters.")
-    if str(param.dtype).removeprefix("torch.") not in ITEMSIZE:
+    if param.dtype not in _DTYPES:
         raise TypeError(
             "Fused optimizer's parameters must be either float32, float16 or bfloat16, but "
             f"received {param.dtype} ({name}). {_dtype_remedy(param)}"
