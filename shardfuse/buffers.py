@@ -117,8 +117,10 @@ def has_own_storage(param: torch.Tensor) -> bool:
     return param.device.type in ("cpu", "cuda") and param.numel() > 0
 
 
-def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """Return a dense ``view`` as a tensor with a storage of its own, over the same memory.
+def _with_own_storage(
+    storage: torch.UntypedStorage, spec: ParamSpec, like: torch.Tensor
+) -> torch.Tensor:
+    """Return a dense tensor over a slice of a storage, with a storage of its own.
 
     Code that saves models works on storages: torch.save() writes the full storage of every tensor,
     safetensors and Accelerate refuse tensors that share one, copy.deepcopy() copies it. A storage
@@ -129,13 +131,9 @@ def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
     ``model.state_dict()[name].copy_(value)`` would not write to the model.
 
     Out-of-tree devices (Ascend) have a storage class of their own, and a slice is of another class:
-    there the view itself is returned. So is an empty one, which has no memory.
+    there a parameter is a view. So is an empty one, which has no memory.
     """
-    if not has_own_storage(view):
-        return view
-    start = view.storage_offset() * view.itemsize
-    storage = view.untyped_storage()[start : start + view.nbytes]
-    return view.new_empty(0).set_(storage, 0, view.shape, view.stride())
+    return like.new_empty(0).set_(storage, 0, spec.shape, spec.stride)
 
 
 @dataclass(eq=False)
@@ -157,7 +155,12 @@ class FlatBuffer:
 
     def own_view(self, position: int, spec: ParamSpec) -> torch.Tensor:
         """Return view() as a tensor with a storage of its own, over the same memory."""
-        return _with_own_storage(self.view(position, spec))
+        if not has_own_storage(self.data) or not spec.numel:
+            return self.view(position, spec)
+        itemsize = self.data.itemsize
+        start = (self.data.storage_offset() + self.flat.slots[position].start) * itemsize
+        storage = self.data.untyped_storage()[start : start + spec.numel * itemsize]
+        return _with_own_storage(storage, spec, self.data)
 
     def join(self, first: int, tensors: Sequence[torch.Tensor]) -> None:
         """Write 1-D ``tensors`` into the slots from ``first`` on, and the padding between.

@@ -263,13 +263,14 @@ class FlatLayout:
         align = BLOCK if self.granularity == "block" else slot_nbytes // ITEMSIZE[spec.dtype]
         by_kind: dict[str, dict[tuple[int, str], list[int]]] = {}
         for param in members:
-            alike = by_kind.setdefault(specs[param].math, {})
-            alike.setdefault(specs[param].kind, []).append(param)
+            own = specs[param]
+            alike = by_kind.setdefault(own.math, {})
+            alike.setdefault((own.group, own.policy), []).append(param)
         slots = []
         used = 0
-        for own in itertools.chain.from_iterable(alike.values() for alike in by_kind.values()):
+        for alikes in itertools.chain.from_iterable(kind.values() for kind in by_kind.values()):
             used = round_up(used, BLOCK)
-            for param in reversed(own):
+            for param in reversed(alikes):
                 start, numel = used, specs[param].numel
                 used += round_up(numel, align)
                 slots.append(Slot(param, start, numel, used))
@@ -311,7 +312,8 @@ class FlatLayout:
             shard_stop = shard_start + bucket.shard_numel
             while first < len(flat.slots) and flat.slots[first].stop <= shard_start:
                 first += 1
-            for slot in flat.slots[first:]:
+            for position in range(first, len(flat.slots)):
+                slot = flat.slots[position]
                 if slot.start >= shard_stop:
                     break
                 start = max(slot.start, shard_start)

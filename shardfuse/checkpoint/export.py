@@ -30,7 +30,7 @@ from shardfuse.checkpoint.index import (
 )
 from shardfuse.checkpoint.integrity import verify_share
 from shardfuse.checkpoint.replacement import open_checkpoint
-from shardfuse.checkpoint.storage import ShardReader, dtype_from_name
+from shardfuse.checkpoint.storage import SavedEntries, ShardReader, dtype_from_name
 from shardfuse.files import describe_os_error
 
 
@@ -99,10 +99,15 @@ def _read_optimizer(source: _FullTensorReader, key: str) -> dict[str, Any]:
             )
     groups = source.groups(key)
     source.read({key: {**flat, "param_groups": groups}})
+    by_param: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in flat.items():
+        param, _, state_name = name.removeprefix("state.").rpartition(".")
+        by_param.setdefault(param, {})[state_name] = tensor
     state: dict[int, dict[str, Any]] = {}
     try:
         for group in groups:
-            state |= _group_states([(number, params[number]) for number in group["params"]], flat)
+            members = [(number, params[number]) for number in group["params"]]
+            state |= _group_states(members, by_param)
     except (LookupError, TypeError, RuntimeError) as error:
         raise DamagedCheckpoint(
             [f"{source.path.name} has states of other params: {error}"]
@@ -111,16 +116,17 @@ def _read_optimizer(source: _FullTensorReader, key: str) -> dict[str, Any]:
 
 
 def _group_states(
-    params: Sequence[tuple[int, ParamMeta]], flat: Mapping[str, Tensor]
+    params: Sequence[tuple[int, ParamMeta]], states: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[int, dict[str, Any]]:
-    """Return one group's entries, from flat states {"state.<name>.<state>": (numel,)}."""
-    names = {key.rpartition(".")[2] for _, meta in params for key in _state_keys(meta, flat)}
+    """Return one group's entries, from {name of a param: {state: (numel,)}}."""
+    names = {name for _, meta in params for name in states.get(meta.name, ())}
     entries = {}
     for number, meta in params:
-        step = int(flat[f"state.{meta.name}.step"])
+        own = states[meta.name]
+        step = int(own["step"])
         tensors = {}
         for name in sorted(names - {"step"}):
-            tensor = flat.get(f"state.{meta.name}.{name}")
+            tensor = own.get(name)
             if tensor is not None:
                 if tensor.numel() != math.prod(meta.shape):
                     raise LookupError(f"{name} of {meta.name} has {tensor.numel():,} elements")
@@ -130,11 +136,6 @@ def _group_states(
         if step > 0 or MASTER in tensors:
             entries[number] = {"step": torch.tensor(float(step)), **tensors}
     return entries
-
-
-def _state_keys(meta: ParamMeta, flat: Mapping[str, Tensor]) -> list[str]:
-    prefix = f"state.{meta.name}."
-    return [key for key in flat if key.startswith(prefix) and "." not in key[len(prefix) :]]
 
 
 class _FullTensorReader:
@@ -173,8 +174,8 @@ class _FullTensorReader:
 
     def read(self, state: dict[str, Any]) -> None:
         """Verify and read the entries of ``state``."""
-        reader = ShardReader(self._source, self._indices, state)
-        entries = reader.entries(self._indices)
+        reader = ShardReader(self._source, SavedEntries(self._indices), state)
+        entries = reader.entries()
         self._source.keep_open(entry.file for entry in entries)
         faults = entry_faults(self._source, entries)
         if faults:

@@ -18,6 +18,7 @@ the same host removed them.)
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import math
 import re
@@ -189,7 +190,7 @@ def _as_int(value: Any, minimum: int = 0, maximum: int = _MAX_INT) -> int:
 def _as_ints(values: Any) -> tuple[int, ...]:
     if type(values) is not list:
         raise ValueError(f"{str(values)[:40]!r} is no list")
-    return tuple(map(_as_int, values))
+    return tuple([_as_int(value) for value in values])
 
 
 def _as_file_name(name: Any) -> str:
@@ -259,9 +260,10 @@ def _as_tensors(content: Any) -> dict[str, TensorMeta]:
     tensors = {
         key: TensorMeta(dtype, _as_ints(shape)) for key, (dtype, shape) in _as_dict(content).items()
     }
-    for key, tensor in tensors.items():
+    for tensor in set(tensors.values()):  # many tensors have few shapes
         _as_int(len(tensor.shape), maximum=_MAX_DIMS)
         if not isinstance(getattr(torch, str(tensor.dtype), None), torch.dtype):
+            key = next(key for key, other in tensors.items() if other == tensor)
             raise ValueError(f"{key} has no dtype of torch, but {str(tensor.dtype)[:40]!r}")
         _as_int(math.prod(tensor.shape))
     return tensors
@@ -618,23 +620,33 @@ def are_same_elements(
 
     An element at (i, j, ...) stands for the product x**i * y**j * ..., so a list of boxes stands
     for a polynomial, and each box for a product of geometric series. Both polynomials are evaluated
-    at one random point of a field of 2**127 - 1 elements. Different ones are equal there with a
-    probability below 2**-60 (Schwartz-Zippel lemma). The time does not depend on the boxes' shapes.
+    at one random point of a field of 2**127 - 1 elements, the same one in all calls of a process.
+    Different ones are equal there with a probability below 2**-60 (Schwartz-Zippel lemma). The time
+    does not depend on the boxes' shapes.
     """
-    bases = [secrets.randbelow(_PRIME - 2) + 2 for _ in range(_MAX_DIMS)]
 
     def value(boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> int:
         total = 0
         for offsets, sizes in boxes:
             product = 1
-            for x, first, size in zip(bases, offsets, sizes, strict=False):
+            for x, first, size in zip(_random_point(), offsets, sizes, strict=False):
                 # The sum of x**first ... is this / (x - 1), a factor that both sides share.
                 series = pow(x, size, _PRIME) - 1
                 product = product * pow(x, first, _PRIME) * series % _PRIME
             total += product
         return total % _PRIME
 
-    return value(boxes) == value(others)
+    one, other = (
+        sorted((tuple(offsets), tuple(sizes)) for offsets, sizes in each)
+        for each in (boxes, others)
+    )
+    return one == other or value(one) == value(other)
+
+
+@functools.cache
+def _random_point() -> list[int]:
+    """Return a coordinate for each dimension; drawn once, because drawing takes a millisecond."""
+    return [secrets.randbelow(_PRIME - 2) + 2 for _ in range(_MAX_DIMS)]
 
 
 _PRIME = (1 << 127) - 1

@@ -35,7 +35,7 @@ from shardfuse.checkpoint.integrity import name_intact_sibling
 from shardfuse.checkpoint.replacement import open_checkpoint
 from shardfuse.checkpoint.saving import notify_before_load
 from shardfuse.checkpoint.state import TrainingState
-from shardfuse.checkpoint.storage import ShardReader, dtype_from_name
+from shardfuse.checkpoint.storage import SavedEntries, ShardReader, dtype_from_name
 from shardfuse.comm import Communicator
 from shardfuse.engine.sharded_state import LocalCheckpointState
 
@@ -169,11 +169,11 @@ class _LoadOperation:
         accept(self.manifest.info)
         self._objects = objects = TrainingState(state, comm.rank)
         objects.check_world_size(self.manifest.world_size, comm.world_size)
-        self._staged = objects.staged_copies(_allocate_values(self.manifest, state))
+        values, counts = _allocate_values(self.manifest, state), self.manifest.counts
+        self._staged = objects.staged_copies(values, counts)
         self._live = objects.live_tensors()
-        counts = objects.split_counts(self._staged, self.manifest.counts)
         indices = self._plan(source, comm.rank, trusted)
-        entries = {entry for reader in self._readers for entry in reader.entries(indices)}
+        entries = {entry for reader in self._readers for entry in reader.entries()}
         # Verified and read by the same descriptors; see [Note: open by descriptor].
         source.keep_open(entry.file for entry in entries)
         entries |= {
@@ -189,14 +189,14 @@ class _LoadOperation:
             raise DamagedCheckpoint(faults)
         # Only copies so far. Live tensors are written by finish(), once all ranks have verified.
         self._staged_reader.read()
-        for key, values in counts.items():
-            self._staged[key] |= values
+        for key, known in objects.known_counts(counts).items():
+            self._staged[key] |= known
         try:
             objects.check(self._staged)
         except ValueError as error:
             raise CheckpointError(f"{source.path} does not fit: {error}") from error
         self._check_order(source.path)
-        read = {f"{key}.{name}" for key, values in counts.items() for name in values}
+        read = set(objects.shapes)
         self._check_extra(source.path, read.union(*(reader.keys for reader in self._readers)))
 
     @property
@@ -210,17 +210,17 @@ class _LoadOperation:
         may_suffice = bool(manifest.tensors) and len(ranks) < manifest.world_size
         for subset in (ranks, None) if may_suffice else (None,):
             indices = manifest.read_indices(source, subset)
-            self._saved = {entry.key for index in indices for entry in index.entries}
-            self._saved |= set(manifest.tensors)
-            plan = functools.partial(ShardReader, source, indices, tensors=manifest.tensors)
+            saved = SavedEntries(indices, manifest.tensors)
+            self._saved = set(saved.keys)
+            plan = functools.partial(ShardReader, source, saved)
             try:
                 self._staged_reader = plan(self._staged, trusted=trusted)
                 self._live_reader = plan(objects.select_saved(self._live, self._saved))
                 self._master_reader = plan(objects.master_reads(self._saved))
+                objects.check_shapes({key: meta.shape for key, meta in saved.tensors.items()})
             except CheckpointError as error:
                 if subset is None:
-                    saved = self._saved | {*manifest.counts}
-                    remedy = objects.advice_on_unfrozen(self._live, saved)
+                    remedy = objects.advice_on_unfrozen(self._saved | {*manifest.counts})
                     raise CheckpointError(f"{error}{remedy}") from error
                 continue
             if all(reader.is_complete for reader in self._readers):
@@ -266,7 +266,7 @@ class _LoadOperation:
             # Masters from the params just read; then those that another key has, which are exact.
             self._objects.fill_missing_masters(self._saved)
             self._master_reader.read()
-            self._objects.load_optimizers(self._staged, self._live, self.manifest.rules)
+            self._objects.load_optimizers(self._staged, self.manifest.rules)
 
     def load_values(self) -> dict[str, Any]:
         """Load everything else; return the values that replace the caller's. Local."""

@@ -48,7 +48,7 @@ from shardfuse.checkpoint.replacement import (
     staging_path,
 )
 from shardfuse.checkpoint.state import TrainingState
-from shardfuse.checkpoint.storage import ShardWriter, dcp_metadata, pickle_metadata
+from shardfuse.checkpoint.storage import SavedEntries, ShardWriter, dcp_metadata, pickle_metadata
 from shardfuse.comm.session import PeerError, unreadable
 from shardfuse.files import FolderHandle, is_folder, make_folder
 from shardfuse.optim.base import ShardedOptimizer
@@ -90,7 +90,7 @@ class _SaveOperation:
             # Other ranks write after region() has compared the calls of all ranks, so after this.
             prepare_staging(self.target)
         objects = TrainingState(state, rank)
-        for key, parts in objects.parts.items():
+        for key, parts in objects.parts.items() if rank == 0 else ():  # that rank commits
             self._params[key] = [
                 ParamMeta(spec.name, list(spec.shape), list(spec.stride)) for spec in parts.specs
             ]
@@ -201,7 +201,9 @@ def _write_manifest(folder: FolderHandle, checksums: list[int], manifest: Manife
         raise CheckpointError(f"{'; '.join(faults[:5])}: ranks have saved different things.")
     manifest.tensors = {key: tensor for index in indices for key, tensor in index.tensors.items()}
     manifest.counts = {key: count for index in indices for key, count in index.counts.items()}
-    metadata = pickle_metadata(dcp_metadata(indices))
+    paths = {key: tuple(path) for index in indices for key, path in index.paths.items()}
+    saved = SavedEntries(indices)
+    metadata = pickle_metadata(dcp_metadata(saved, saved.keys, paths))
     folder.write_atomically(METADATA, metadata)
     files.append(FileRecord.of(METADATA, metadata))
     # An earlier attempt, perhaps of more ranks, may have left files.

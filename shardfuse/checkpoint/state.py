@@ -10,7 +10,8 @@ the masters. Rounding errors (error feedback) that the checkpoint lacks become 0
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from shardfuse.checkpoint.index import CheckpointError
-from shardfuse.engine.sharded_state import LocalCheckpointState, plain_number
+from shardfuse.engine.sharded_state import LocalCheckpointState, is_auxiliary, plain_number
 from shardfuse.optim.base import ShardedOptimizer
 
 
@@ -75,6 +76,10 @@ class TrainingState:
                 self.parts[key] = value.parts()
                 beside = value.companions()
                 self.objects |= {f"{key}.{name}": other for name, other in beside.items()}
+        modules = {k: _unwrapped(v) for k, v in self.objects.items() if isinstance(v, nn.Module)}
+        self._entries = {key: module.state_dict(keep_vars=True) for key, module in modules.items()}
+        """By key of the module: what state_dict() returns."""
+        self._computed = {k: _computed_state(v, self._entries[k]) for k, v in modules.items()}
         self._refuse_copies()
         _refuse_without_load_method(self.objects)
 
@@ -83,17 +88,21 @@ class TrainingState:
 
         Each rank saves and loads its shard of a param in place, which does not reach a copy.
         """
-        owned = self._param_shards(to_write=False)
-        for key, value in self.objects.items():
-            if isinstance(value, nn.Module):
-                params = dict(_unwrapped(value).named_parameters())
-                names = [name for name in _computed_state(value) if id(params.get(name)) in owned]
+        for key, computed in self._computed.items():
+            if computed:
+                params = dict(_unwrapped(self.objects[key]).named_parameters())
+                names = [name for name in computed if id(params.get(name)) in self._sharded]
                 if names:
                     raise CheckpointError(
                         f"state_dict() of {key!r} has a copy of {names[0]}, of which every rank "
                         "saves and loads its own part in place. Pass a module whose state_dict() "
                         "has the parameters themselves."
                     )
+
+    @cached_property
+    def _sharded(self) -> set[int]:
+        """The ids of params that each rank saves and loads a part of."""
+        return {id(param) for parts in self.parts.values() for param in parts.params()}
 
     @property
     def optimizers(self) -> list[ShardedOptimizer]:
@@ -102,13 +111,13 @@ class TrainingState:
 
     def to_write(self) -> dict[str, Any]:
         """Return this rank's entries as nested dicts; tensors alias the live state."""
-        written = self._param_shards(to_write=True)
+        written = self._param_fragments(to_write=True)
         result: dict[str, Any] = {}
         for key, value in self.objects.items():
             if key in self.parts:
                 result[key] = self.parts[key].to_write()
             elif isinstance(value, nn.Module):
-                result[key] = _module_state(value, written)
+                result[key] = self._module_entries(key, written)
             elif isinstance(value, PerRank):
                 result[key] = {self._rank_key: _as_single_item(value.value)}
             else:
@@ -131,7 +140,9 @@ class TrainingState:
                     f"Load with {saved} ranks, or pass PerRank(..., on_resize=...)."
                 )
 
-    def staged_copies(self, saved: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+    def staged_copies(
+        self, saved: Mapping[str, Tensor] | None = None, counts: Collection[str] = ()
+    ) -> dict[str, Any]:
         """Return nested dicts of copies that are read and checked before anything changes.
 
         They are everything but the live tensors of modules and optimizers.
@@ -139,14 +150,16 @@ class TrainingState:
         Args:
             saved: allocated tensors for values that are tensors in the checkpoint; None: the
                 checkpoint does not list them, and the present values' shapes are used.
+            counts: keys of step counts that need not be read.
         """
         result: dict[str, Any] = {}
         for key, value in self.objects.items():
             if key in self.parts:
-                entries = self.parts[key].to_fill()
-                result[key] = {k: v for k, v in entries.items() if not _is_sharded(v)}
+                steps = [k for k in self.parts[key].step_keys() if f"{key}.{k}" not in counts]
+                result[key] = {name: torch.tensor(0) for name in steps}
+                result[key]["param_groups"] = self.parts[key].groups_to_fill()
             elif isinstance(value, nn.Module):
-                result[key] = copy.deepcopy(_computed_state(value))
+                result[key] = copy.deepcopy(self._computed[key])
             elif isinstance(value, PerRank):
                 result[key] = {} if self._world_sizes else {self._rank_key: (None,)}
             elif saved is None:
@@ -156,30 +169,41 @@ class TrainingState:
                 result[key] = saved.get(key, (None,)) if is_replaced else (None,)
         return result
 
-    def split_counts(
-        self, staged: dict[str, Any], counts: Mapping[str, int]
-    ) -> dict[str, dict[str, Tensor]]:
-        """Move step counts that the manifest has out of ``staged``; return them as tensors."""
-        found = {}
-        for key in self.parts:
-            names = [name for name in staged[key] if f"{key}.{name}" in counts]
-            for name in names:
-                del staged[key][name]
-            found[key] = {name: torch.tensor(counts[f"{key}.{name}"]) for name in names}
-        return found
+    def known_counts(self, counts: Mapping[str, int]) -> dict[str, dict[str, int]]:
+        """Return those step counts of the optimizers that are among ``counts``."""
+        return {
+            key: {k: counts[f"{key}.{k}"] for k in parts.step_keys() if f"{key}.{k}" in counts}
+            for key, parts in self.parts.items()
+        }
 
     def live_tensors(self) -> dict[str, Any]:
-        """Return nested dicts of the live tensors of modules and optimizers."""
-        live = self._param_shards(to_write=False)
+        """Return nested dicts of the live tensors of modules and optimizers that this rank fills.
+
+        Of sharded ones it fills its fragments, and has no key where it has none.
+        """
+        live = self._param_fragments(to_write=False)
         result: dict[str, Any] = {}
-        for key, value in self.objects.items():
+        for key in self.objects:
             if key in self.parts:
-                entries = self.parts[key].to_fill()
-                result[key] = {k: v for k, v in entries.items() if _is_sharded(v)}
-            elif isinstance(value, nn.Module):
-                entries, computed = _module_state(value, live), _computed_state(value)
-                result[key] = {k: v for k, v in entries.items() if k not in computed}
+                result[key] = self.parts[key].tensors_to_fill()
+            elif key in self._entries:
+                entries = self._module_entries(key, live)
+                result[key] = {k: v for k, v in entries.items() if k not in self._computed[key]}
         return result
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all live tensors by key, of whichever rank fills them."""
+        found = {
+            f"{key}.{name}": shape
+            for key, parts in self.parts.items()
+            for name, shape in parts.shapes().items()
+        }
+        for key, entries in self._entries.items():
+            for name, value in entries.items():
+                if isinstance(value, Tensor) and name not in self._computed[key]:
+                    found[f"{key}.{name}"] = tuple(value.shape)
+        return found
 
     def _load_per_rank(self, value: PerRank, staged: Mapping[str, Any]) -> None:
         if self._world_sizes is None:
@@ -198,20 +222,38 @@ class TrainingState:
 
         See [Note: other masters].
         """
-        lacking = set()
-        for key, parts in self.parts.items():
-            names = [*parts.residuals(), *(master.key for master in parts.masters())]
-            lacking |= {f"{key}.{name}" for name in names} - set(saved)
         return {
-            key: {name: v for name, v in values.items() if f"{key}.{name}" not in lacking}
+            key: {
+                name: v
+                for name, v in values.items()
+                if key not in self.parts or not is_auxiliary(name) or f"{key}.{name}" in saved
+            }
             for key, values in live.items()
         }
 
-    def advice_on_unfrozen(self, live: Mapping[str, Any], saved: Collection[str]) -> str:
+    def check_shapes(self, saved: Mapping[str, Sequence[int]]) -> None:
+        """Raise CheckpointError if a live tensor is not among ``saved``, or has another shape.
+
+        All ranks check all tensors, because a rank reads the tensors of its fragments only.
+        """
+        for key, shape in self.shapes.items():
+            if key not in saved:
+                if is_auxiliary(key) and any(key.startswith(f"{own}.") for own in self.parts):
+                    continue
+                raise CheckpointError(f"Missing key in checkpoint state_dict: {key}.")
+            if tuple(saved[key]) != shape:
+                raise CheckpointError(
+                    f"Size mismatch between saved {torch.Size(saved[key])} and current: "
+                    f"{torch.Size(shape)} for {key}"
+                )
+
+    def advice_on_unfrozen(self, saved: Collection[str]) -> str:
         """Return advice if a param that is trained here has no states among ``saved``; else ""."""
         have_any = {key.rpartition(".")[0] for key in saved if not key.endswith(".step")}
-        for key in self.parts:
-            for name in live[key]:
+        for key, parts in self.parts.items():
+            for name, shape in parts.shapes().items():
+                if not shape:  # a step
+                    continue
                 of_param = f"{key}.{name}".rpartition(".")[0]
                 if of_param not in have_any and f"{of_param}.step" in saved:
                     param = of_param.removeprefix(f"{key}.state.")
@@ -227,19 +269,17 @@ class TrainingState:
 
         See [Note: other masters].
         """
-        modules = {key: v for key, v in self.objects.items() if isinstance(v, nn.Module)}
         places = {
             id(value): (key, name)
-            for key, module in modules.items()
-            for name, value in _unwrapped(module).state_dict(keep_vars=True).items()
+            for key, entries in self._entries.items()
+            for name, value in entries.items()
         }
         result: dict[str, Any] = {}
         for key, parts in self.parts.items():
-            for master in parts.masters():
-                is_saved = f"{key}.{master.key}" in saved
-                if is_saved and not master.is_kept:
+            for master in parts.masters(_below(key, saved)):
+                if not master.is_kept:
                     result.setdefault(key, {})[master.key] = master.place
-                elif not is_saved and master.is_kept and id(master.param) in places:
+                elif id(master.param) in places:
                     other, name = places[id(master.param)]
                     result.setdefault(other, {})[name] = master.place
         return result
@@ -250,32 +290,29 @@ class TrainingState:
             for name, residual in parts.residuals().items():
                 if f"{key}.{name}" not in saved:
                     residual.zero_()
-            for master in parts.masters():
-                if master.is_kept and f"{key}.{master.key}" not in saved:
+            for master in parts.masters(_below(key, saved)):
+                if master.is_kept:
                     master.place.copy_(master.own)
 
     def complete_keys(self) -> list[str]:
         """Return the keys of modules and optimizers, which must be loaded completely."""
-        modules = [key for key, value in self.objects.items() if isinstance(value, nn.Module)]
-        return [*self.parts, *modules]
+        return [*self.parts, *self._entries]
 
     def check(self, staged: Mapping[str, Any]) -> None:
         """Raise ValueError if the staged copies do not fit the optimizers."""
         for key, parts in self.parts.items():
             parts.check(staged[key])
 
-    def load_optimizers(
-        self, staged: Mapping[str, Any], live: Mapping[str, Any], rules: Mapping[str, str]
-    ) -> None:
-        """Load the tensors into the optimizers, and send params to all ranks. Collective.
+    def load_optimizers(self, staged: Mapping[str, Any], rules: Mapping[str, str]) -> None:
+        """Load groups and steps into the optimizers, and send params to all ranks. Collective.
 
         Args:
-            staged, live: results of staged_copies() and live_tensors(), filled.
+            staged: the result of staged_copies(), filled.
             rules: {key: update rule of the saved optimizer}.
         """
         for key, parts in self.parts.items():
             parts.publish()
-            parts.load({**live[key], **staged[key]}, rules.get(key, ""))
+            parts.load(staged[key], rules.get(key, ""))
 
     def load_values(self, staged: Mapping[str, Any]) -> dict[str, Any]:
         """Load everything but optimizers; return the values without a method for that. Local.
@@ -303,10 +340,18 @@ class TrainingState:
         else:
             values[key] = _moved_like(staged[0] if isinstance(staged, tuple) else staged, value)
 
-    def _param_shards(self, *, to_write: bool) -> dict[int, Tensor]:
-        """Return {id(param): this rank's shard of it} for all optimizers."""
-        lists = [parts.params(to_write=to_write) for parts in self.parts.values()]
+    def _param_fragments(self, *, to_write: bool) -> dict[int, Tensor]:
+        """Return {id(param): this rank's fragments of it} for all optimizers."""
+        lists = [parts.param_fragments(to_write=to_write) for parts in self.parts.values()]
         return {id(param): part for pairs in lists for param, part in pairs}
+
+    def _module_entries(self, key: str, fragments: Mapping[int, Tensor]) -> dict[str, Any]:
+        """Return a module's entries, sharded ones as fragments, without those of peers alone."""
+        return {
+            name: fragments[id(value)] if id(value) in fragments else _detached(value)
+            for name, value in self._entries[key].items()
+            if id(value) in fragments or id(value) not in self._sharded
+        }
 
 
 def _refuse_without_load_method(objects: Mapping[str, Any]) -> None:
@@ -329,18 +374,13 @@ def _unwrapped(module: nn.Module) -> nn.Module:
         module = inner
 
 
-def _module_state(module: nn.Module, parts: Mapping[int, Tensor]) -> dict[str, Any]:
-    state = _unwrapped(module).state_dict(keep_vars=True)
-    return {name: parts.get(id(value), _detached(value)) for name, value in state.items()}
-
-
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _is_sharded(value: Any) -> bool:
-    """Return whether a state is sharded, as all but step counts (0-dim tensors) are."""
-    return isinstance(value, Tensor) and value.dim() > 0
+def _below(key: str, saved: Iterable[str]) -> set[str]:
+    """Return the keys below ``key``, without it."""
+    return {name.removeprefix(f"{key}.") for name in saved if name.startswith(f"{key}.")}
 
 
 def _load_method(value: Any) -> Callable[[Any], Any] | None:
@@ -374,15 +414,19 @@ def _moved_like(new: Any, own: Any) -> Any:
     return new
 
 
-def _computed_state(module: nn.Module) -> dict[str, Any]:
+def _computed_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries that state_dict() computes for its caller: extra state, and tensor copies.
 
     A copy has other memory at each call; filling it does not reach the module.
+
+    Args:
+        module: not wrapped.
+        state: a result of its state_dict().
     """
-    first, again = (_unwrapped(module).state_dict(keep_vars=True) for _ in range(2))
+    again = module.state_dict(keep_vars=True)
     return {
         name: _detached(value)
-        for name, value in first.items()
+        for name, value in state.items()
         if name.endswith("_extra_state") or not _shares_memory(value, again[name])
     }
 

@@ -11,22 +11,27 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
+import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
     FileSystemReader,
-    FileSystemWriter,
+    _item_size,
+    _OverlappingCpuLoader,
+    _SerialCpuLoader,
     _StorageInfo,
-    _StoragePrefix,
 )
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -36,8 +41,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 
+from shardfuse.checkpoint.archives import SMALL_NBYTES, read_small, write_small
 from shardfuse.checkpoint.copies import DeferredCopies
 from shardfuse.checkpoint.index import (
     CheckpointError,
@@ -59,32 +65,16 @@ def dtype_from_name(name: str) -> torch.dtype:
     return dtype
 
 
-class _FolderFileSystem(FileSystem):
-    """Opens files for DCP's reader and writer relative to an open folder.
+class _OpenCheckpoint(FileSystem):
+    """Opens files for DCP's reader in an open checkpoint."""
 
-    Args:
-        folder: folder to write to, or checkpoint to read; None: not opened yet.
-    """
-
-    def __init__(self, folder: FolderHandle | CheckpointReader | None = None) -> None:
-        self._folder = folder
+    def __init__(self, source: CheckpointReader) -> None:
+        self._source = source
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        name = Path(path).name
-        if isinstance(self._folder, CheckpointReader):
-            with self._folder.open(name) as file:
-                yield file
-        else:
-            assert self._folder is not None
-            with self._folder.create(name) as file:
-                yield file
-
-    def mkdir(self, path: Any) -> None:
-        pass  # ShardWriter.write() creates it
-
-    def exists(self, path: Any) -> bool:
-        return False  # DCP asks for nothing that exists
+        with self._source.open(Path(path).name) as file:
+            yield file
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -147,17 +137,56 @@ class _SavePlanner(DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
-class _FileSystemWriter(FileSystemWriter):
-    """Raises the file system's OSError instead of torch's RuntimeError."""
+def _write_items(
+    folder: FolderHandle, name: str, items: Sequence[Any], planner: _SavePlanner
+) -> dict[MetadataIndex, _StorageInfo]:
+    """Write a file of a plan's items as torch's FileSystemWriter does; return their places.
 
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            # torch's zip writer reports only an unexpected file position; the cause is its context.
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
+    Raises:
+        OSError: the file system has failed.
+    """
+    is_bytes = [item for item in items if item.type == WriteItemType.BYTE_IO]
+    loader = _loader(planner)
+    for item in items:
+        if item.type != WriteItemType.BYTE_IO:
+            loader.add(_item_size(item), item)
+    loader.start_loading()
+    found = {}
+    with folder.create(name) as file:
+        values = itertools.chain(
+            ((planner.resolve_data(item), item) for item in is_bytes), loader.values()
+        )
+        for value, item in values:
+            start = file.tell()
+            _write_value(file, value)
+            found[item.index] = _StorageInfo(name, start, file.tell() - start)
+        file.flush()
+        os.fsync(file.fileno())
+    return found
+
+
+def _loader(planner: _SavePlanner) -> Any:
+    """Return what copies tensors to the CPU, on an accelerator ahead of the writes."""
+    if torch.accelerator.is_available():
+        return _OverlappingCpuLoader(planner.resolve_data, inflight_threshhold=10_000_000)
+    return _SerialCpuLoader(planner.resolve_data)
+
+
+def _write_value(file: BinaryIO, value: io.BytesIO | Tensor) -> None:
+    if isinstance(value, io.BytesIO):
+        file.write(value.getbuffer())
+        return
+    archive = write_small(value)
+    if archive is not None:
+        file.write(archive)
+        return
+    try:
+        torch.save(value, file)
+    except RuntimeError as error:
+        # torch's zip writer reports only an unexpected file position; the cause is its context.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 class ShardWriter:
@@ -184,12 +213,9 @@ class ShardWriter:
         own: Iterable[str] = (),
     ) -> None:
         self._folder, self._rank = folder, rank
-        self._planner, self._writer = _SavePlanner(rank, copies, own), _FileSystemWriter(folder)
-        self._writer.fs = _FolderFileSystem()
-        self._writer.set_up_storage_writer(rank == 0)
-        self._planner.set_up_planner(dict(state), self._writer.storage_meta(), rank == 0)
-        plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
-        self._items = plan.items
+        self._planner = _SavePlanner(rank, copies, own)
+        self._planner.set_up_planner(dict(state), None, rank == 0)
+        self._items = self._planner.create_local_plan().items
         values = self._planner.state_dict
         self._counts = {
             key: int(value.pieces[0].data)
@@ -197,10 +223,6 @@ class ShardWriter:
             if isinstance(value, FragmentTensor) and value.dtype == torch.int64
             if not value.dim() and value.pieces
         }
-        plan = replace(
-            plan, items=[item for item in plan.items if self._planner.is_canonical(item)]
-        )
-        self._plan = replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
 
     def write(self) -> ShardIndex:
         """Write the file and return its index; raise OSError if the file system fails."""
@@ -208,12 +230,13 @@ class ShardWriter:
             return self._write(folder)
 
     def _write(self, folder: FolderHandle) -> ShardIndex:
-        self._writer.fs = _FolderFileSystem(folder)
-        written = self._writer.write_data(self._planner.finish_plan(self._plan), self._planner)
-        written.wait()
-        paths: dict[str, Any] = {k: list(v) for k, v in self._planner.mappings.items()}
+        canonical = [item for item in self._items if self._planner.is_canonical(item)]
+        locations = _write_items(folder, f"__{self._rank}_0.distcp", canonical, self._planner)
+        own_keys = {item.index.fqn for item in self._items}
+        paths: dict[str, Any] = {
+            key: list(path) for key, path in self._planner.mappings.items() if key in own_keys
+        }
         shard_index = ShardIndex(self._rank, paths=paths, counts=self._counts)
-        locations = {result.index: result.storage_data for result in written.value()}
         for planned in self._items:
             data, key = planned.tensor_data, planned.index.fqn
             info = locations[self._planner.canonical_index(planned)]
@@ -242,40 +265,61 @@ def _with_digests(folder: FolderHandle, entries: list[IndexEntry]) -> list[Index
     return [entry._replace(digest=found) for entry, found in zip(entries, digests, strict=True)]
 
 
-def dcp_metadata(
-    indices: Iterable[ShardIndex], others: Mapping[str, TensorMeta] | None = None
-) -> Metadata:
-    """Return the contents of ``.metadata`` for torch.distributed.checkpoint.
+class SavedEntries:
+    """The entries of several ranks' indices, by key.
 
     Args:
         indices: indices of the ranks.
         others: tensors of which other ranks may have fragments.
     """
-    tensors = {key: _tensor_metadata(tensor) for key, tensor in (others or {}).items()}
+
+    def __init__(
+        self, indices: Iterable[ShardIndex], others: Mapping[str, TensorMeta] | None = None
+    ) -> None:
+        self.tensors: dict[str, TensorMeta] = dict(others or {})
+        self.by_key: dict[str, list[IndexEntry]] = {}
+        for index in indices:
+            for key, tensor in index.tensors.items():
+                self.tensors.setdefault(key, tensor)
+            for entry in index.entries:
+                self.by_key.setdefault(entry.key, []).append(entry)
+
+    @property
+    def keys(self) -> list[str]:
+        """All keys, with or without entries."""
+        return list(dict.fromkeys([*self.tensors, *self.by_key]))
+
+
+def dcp_metadata(saved: SavedEntries, keys: Iterable[str], paths: Mapping[str, Any]) -> Metadata:
+    """Return the contents of ``.metadata`` for torch.distributed.checkpoint.
+
+    Args:
+        saved: entries of the ranks.
+        keys: those to include, if they are among ``saved``.
+        paths: {key: place in the nested state}.
+    """
+    tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
-    paths: dict[str, Any] = {}
-    for shard_index in indices:
-        paths.update((key, tuple(path)) for key, path in shard_index.paths.items())
-        for key, tensor in shard_index.tensors.items():
-            tensors.setdefault(key, _tensor_metadata(tensor))
-        for entry in shard_index.entries:
+    # Equal objects are one object: pickle then writes it once.
+    size, name = cache(torch.Size), cache(str)
+    chunk = cache(lambda offsets, sizes: ChunkStorageMetadata(size(offsets), size(sizes)))
+    properties = cache(lambda dtype: TensorProperties(dtype=dtype_from_name(dtype)))
+    for key in keys:
+        tensor = saved.tensors.get(key)
+        if tensor is not None:
+            tensors[key] = TensorStorageMetadata(properties(tensor.dtype), size(tensor.shape), [])
+        for entry in saved.by_key.get(key, ()):
             if entry.offsets is None:
-                index = MetadataIndex(entry.key)
-                tensors[entry.key] = BytesStorageMetadata()
+                index = MetadataIndex(key)
+                tensors[key] = BytesStorageMetadata()
             else:
-                offsets, sizes = torch.Size(entry.offsets), torch.Size(entry.sizes)
-                index = MetadataIndex(entry.key, offsets)
-                tensors[entry.key].chunks.append(ChunkStorageMetadata(offsets, sizes))
-            storage[index] = _StorageInfo(entry.file, entry.start, entry.length)
+                index = MetadataIndex(key, size(entry.offsets))
+                tensors[key].chunks.append(chunk(entry.offsets, entry.sizes))
+            storage[index] = _StorageInfo(name(entry.file), entry.start, entry.length)
     metadata = Metadata(tensors, planner_data=paths, storage_data=storage)
     if hasattr(metadata, "version"):  # not in torch 2.7
         metadata.version = "1.0.0"
     return metadata
-
-
-def _tensor_metadata(tensor: TensorMeta) -> Any:
-    properties = TensorProperties(dtype=dtype_from_name(tensor.dtype))
-    return TensorStorageMetadata(properties, torch.Size(tensor.shape), [])
 
 
 def pickle_metadata(metadata: Metadata) -> bytes:
@@ -306,15 +350,54 @@ class _LoadPlanner(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
+class _FileSystemReader(FileSystemReader):
+    """Reads small tensors without torch.load(); see [Note: small archives].
+
+    Args:
+        source: the checkpoint.
+        metadata: of what is read.
+    """
+
+    def __init__(self, source: CheckpointReader, metadata: Metadata) -> None:
+        super().__init__(source.path)
+        self.fs = _OpenCheckpoint(source)
+        self._source, self._metadata = source, metadata
+        self.set_up_storage_reader(metadata, True)
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        by_file: dict[str, list[Any]] = {}
+        others: list[Any] = []
+        for item in plan.items:
+            place = self.storage_data[item.storage_index]
+            is_small = item.type == LoadItemType.TENSOR and place.length < 2 * SMALL_NBYTES
+            (by_file.setdefault(place.relative_path, []) if is_small else others).append(item)
+        for name, items in by_file.items():
+            with self._source.open(name) as file:
+                others += [item for item in items if not self._read_small(file, item, planner)]
+        return super().read_data(replace(plan, items=others), planner)
+
+    def _read_small(self, file: BinaryIO, item: Any, planner: Any) -> bool:
+        """Read a tensor; return False if torch.load() must."""
+        stored, place = item.storage_index, self.storage_data[item.storage_index]
+        tensor: Any = self._metadata.state_dict_metadata[stored.fqn]
+        file.seek(place.offset)
+        sizes = tuple(tensor.chunks[stored.index].sizes)
+        values = read_small(file.read(place.length), tensor.properties.dtype, sizes)
+        if values is None:
+            return False
+        part = narrow_tensor_by_index(values, item.storage_offsets, item.lengths)
+        planner.resolve_tensor(item).detach().copy_(part)
+        return True
+
+
 class ShardReader:
     """Plans (in the constructor) and reads this rank's entries of a checkpoint into ``state``.
 
     Args:
         source: the checkpoint.
-        indices: indices of its ranks, or of some.
+        saved: its entries, or those of some ranks.
         state: filled in place by read(): tensors are overwritten, other values replaced.
         trusted: whether values may be of any class, which runs code from the file.
-        tensors: all tensors of the checkpoint, if ``indices`` are not all.
 
     Raises:
         CheckpointError: the checkpoint lacks a key of ``state``, or has it in another shape.
@@ -326,23 +409,23 @@ class ShardReader:
     def __init__(
         self,
         source: CheckpointReader,
-        indices: Iterable[ShardIndex],
+        saved: SavedEntries,
         state: dict[str, Any],
         *,
         trusted: bool = False,
-        tensors: Mapping[str, TensorMeta] | None = None,
     ) -> None:
-        metadata = dcp_metadata(indices, tensors)
-        self._source = source
-        self._planner, self._reader = _LoadPlanner(trusted), FileSystemReader(source.path)
-        self._reader.fs = _FolderFileSystem(source)
-        self._reader.set_up_storage_reader(metadata, True)
-        self._planner.set_up_planner(state, metadata, True)
+        self._source, self._saved = source, saved
+        self._planner = _LoadPlanner(trusted)
+        self._planner.set_up_planner(state, None, True)
+        # Of the keys to read alone: a rank reads a part of them.
+        metadata = dcp_metadata(saved, self._planner.state_dict, {})
+        self._planner.metadata = metadata
+        self._reader = _FileSystemReader(source, metadata)
         try:
             plan = self._planner.create_local_plan()
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(f"{source.path} does not fit: {error}") from error
-        self._plan = self._planner.finish_plan(self._reader.prepare_local_plan(plan))
+        self._plan = plan
         self.keys = set(self._planner.state_dict)
 
     @property
@@ -358,15 +441,14 @@ class ShardReader:
             if isinstance(value, Tensor)
         )
 
-    def entries(self, indices: Iterable[ShardIndex]) -> list[IndexEntry]:
+    def entries(self) -> list[IndexEntry]:
         """Return the entries that read() will read, and those of tensors without elements."""
-        wanted = {item.storage_index for item in self._plan.items}
+        wanted = {(i.storage_index.fqn, i.storage_index.offset) for i in self._plan.items}
         return [
             entry
-            for shard_index in indices
-            for entry in shard_index.entries
-            if MetadataIndex(entry.key, entry.offsets) in wanted
-            or (0 in entry.sizes and entry.key in self.keys)
+            for key in self.keys
+            for entry in self._saved.by_key.get(key, ())
+            if (key, entry.offsets) in wanted or 0 in entry.sizes
         ]
 
     def read(self) -> None:

@@ -56,6 +56,7 @@ class FlatState:
     params_buffer: FlatBuffer  # all ranks' shards; the model's own tensors
     codec: ParamCodec  # and what is kept beside parameters that are rounded
     states: dict[str, ShardArena]  # fp32 shards by state name
+    spec_of: dict[int, ParamSpec]  # by parameter, in slot order
     groups: Counter[int]
     """How many of the parameters are in each group."""
     kinds: list[tuple[int, str]]
@@ -82,7 +83,8 @@ class FlatState:
         self.kinds = list(dict.fromkeys(spec.kind for spec in specs))
         position = {kind: index for index, kind in enumerate(self.kinds)}
         pairs = zip(flat.slots, specs, strict=True)
-        self._kind_of = {slot.param: position[spec.kind] for slot, spec in pairs}
+        self.spec_of = {slot.param: spec for slot, spec in pairs}
+        self._kind_of = {param: position[spec.kind] for param, spec in self.spec_of.items()}
         self.device = params[0].device
         self.params_buffer = params_buffer
         self._addresses: list[int] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
@@ -73,7 +73,7 @@ def common_device(groups: Groups) -> torch.device:
         TypeError: a parameter is on the meta device, which no collective supports.
         ValueError: parameters are on several devices.
     """
-    device = None
+    device: torch.device | None = None
     for index, group in enumerate(groups):
         for position, param in enumerate(group["params"]):
             if param.device.type == "meta":
@@ -115,6 +115,7 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
     """
     common_device(groups)
     added: list[tuple[Tensor, ParamSpec]] = []
+    texts: dict[tuple[torch.dtype, torch.device], tuple[str, str]] = {}
     names = {
         _name(group, index, position)
         for index, group in enumerate(groups[:first_group])
@@ -123,9 +124,14 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
     for index in range(first_group, len(groups)):
         group = groups[index]
         rule.check(group)
+        maths: dict[str, str] = {}  # by policy
         for position, param in enumerate(group["params"]):
             name = _name(group, index, position)
             _check_supported(param, name)
+            if (param.dtype, param.device) not in texts:
+                dtype = str(param.dtype).removeprefix("torch.")
+                texts[param.dtype, param.device] = (dtype, str(param.device))
+            dtype, device = texts[param.dtype, param.device]
             if name in names:
                 raise ValueError(
                     f"The parameter name {name} is given twice. Checkpoints and error messages use "
@@ -133,18 +139,20 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
                 )
             names.add(name)
             policy = rule.policy(name, "param_names" in group, group)
+            if policy not in maths:
+                maths[policy] = str(rule.settings(group, policy, 1).flags)
             spec = ParamSpec(
                 name=name,
                 shape=tuple(param.shape),
                 stride=dense_stride(param.shape, param.stride()),
-                dtype=str(param.dtype).removeprefix("torch."),
-                device=str(param.device),
+                dtype=dtype,
+                device=device,
                 group=index,
                 policy=policy,
                 frozen=not param.requires_grad and param.grad is None,
+                math=maths[policy],
             )
-            flags = rule.settings(group, policy, 1).flags
-            added.append((param, replace(spec, math=f"{flags}")))
+            added.append((param, spec))
     _check_no_overlap([pair for pair in added if pair[1].stride == pair[0].stride()])
     return added
 
@@ -219,6 +227,9 @@ def _name(group: Mapping[str, Any], index: int, position: int) -> str:
     return names[position] if names else f"param_groups[{index}][{position}]"
 
 
+_DTYPES = {getattr(torch, name) for name in ITEMSIZE}
+
+
 def _check_supported(param: Tensor, name: str) -> None:
     if hasattr(param, "device_mesh"):
         raise TypeError(
@@ -233,7 +244,7 @@ def _check_supported(param: Tensor, name: str) -> None:
         )
     if param.layout != torch.strided:
         raise TypeError(f"Parameter {name} is {param.layout}; shardfuse needs dense parameters.")
-    if str(param.dtype).removeprefix("torch.") not in ITEMSIZE:
+    if param.dtype not in _DTYPES:
         raise TypeError(
             "Fused optimizer's parameters must be either float32, float16 or bfloat16, but "
             f"received {param.dtype} ({name}). {_dtype_remedy(param)}"

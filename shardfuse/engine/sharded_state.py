@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from shardfuse.engine.torch_state import (
     as_count,
     counted_groups,
     fragment_tensors,
+    held_fragments,
     holds,
     merged_groups,
     saved_groups,
@@ -75,13 +76,11 @@ def _like(new: Any, old: Any) -> Any:
     return torch.full_like(old, _as_number(new)) if is_tensor else new
 
 
-def aliases(
-    flats: Sequence[FlatState], has: Callable[[Bucket], bool] = lambda bucket: True
-) -> Iterator[tuple[str, FragmentTensor]]:
+def aliases(flats: Sequence[FlatState]) -> Iterator[tuple[str, FragmentTensor]]:
     """Yield (key in sharded(), tensor that aliases this rank's state)."""
     for state in flats:
         for name, arena in arenas_of(state).items():
-            tensors = fragment_tensors(state, arena.view, flat_chunks, has=has)
+            tensors = fragment_tensors(state, arena.view, flat_chunks)
             for spec, tensor in zip(state.specs, tensors, strict=True):
                 if spec.numel and holds(state, name, spec):
                     yield f"state.{spec.name}.{name}", tensor
@@ -107,8 +106,15 @@ def load_sharded(opt: OptimizerState, state_dict: Mapping[str, Any]) -> None:
             )
     for key, tensor in own.items():
         tensor.copy_(state_dict[key])
+    set_hyper_parameters(opt, state_dict, merged, counts)
+
+
+def set_hyper_parameters(
+    opt: OptimizerState, state_dict: Mapping[str, Any], merged: Groups, counts: Mapping[int, int]
+) -> None:
+    """Set groups and steps of a state dict to what check() has returned for it."""
     set_groups(opt, merged, state_dict["param_groups"], counts)
-    for state in flats:
+    for state in opt.flats:
         state.set_steps({slot.param: counts[slot.param] for slot in state.flat.slots})
 
 
@@ -188,11 +194,16 @@ def _check_has_arenas(opt: OptimizerState, groups: Groups, steps: Mapping[int, i
 # For shardfuse.checkpoint
 
 
+def is_auxiliary(key: str) -> bool:
+    """Return whether a key is that of a master or a rounding error, which no rule has."""
+    return key.rpartition(".")[2] in (MASTER, ERROR)
+
+
 class MasterRef(NamedTuple):
     """This rank's fp32 values of a parameter: in the master's arena, or the parameter itself."""
 
     param: Tensor
-    key: str  # of the master in to_fill()
+    key: str  # of the master in a checkpoint
     is_kept: bool  # True: in an arena, because the parameter is kept or sent in low precision
     place: FragmentTensor  # of the parameter's shape if it is an arena's, else (numel,)
     own: FragmentTensor  # this rank's fragments of the parameter itself
@@ -201,19 +212,20 @@ class MasterRef(NamedTuple):
 class LocalCheckpointState:
     """This rank's state of an optimizer, for shardfuse.checkpoint; its tensors alias the state.
 
-    The keys are those of sharded_state_dict(). But only one rank writes a value: the owner of a
+    The keys are those of sharded_state_dict(), but only of params of which this rank has fragments:
+    the time of a save or load depends on these. Only one rank writes a value: the owner of a
     fragment writes the fragment, and the owner of a parameter's first fragment writes its step,
     because a rank counts the updates of the fragments that it owns. Over a mesh, the replicas of a
     shard share its buckets: each bucket is written by one of them.
 
     Args:
         opt: the optimizer.
-        load: its load_sharded_state_dict().
+        loaded: called after load().
     """
 
-    def __init__(self, opt: OptimizerState, load: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(self, opt: OptimizerState, loaded: Callable[[], None]) -> None:
         self._optimizer_state = opt
-        self._load = load
+        self._loaded = loaded
 
     @property
     def comm(self) -> Communicator:
@@ -239,52 +251,97 @@ class LocalCheckpointState:
     def to_write(self) -> dict[str, Any]:
         """Return the state dict that this rank writes. Local."""
         opt = self._optimizer_state
-        result: dict[str, Any] = dict(aliases(opt.flats, self._writes))
+        result: dict[str, Any] = dict(self._fragments(self._writes))
         for state in opt.flats:
             buckets = [bucket for bucket in state.flat.buckets if self._writes(bucket)]
             owned = [f for bucket in buckets for f in state.fragments[bucket.index]]
-            first = {fragment.param for fragment in owned if fragment.param_start == 0}
-            steps = torch.tensor([state.step_of(slot.param) for slot in state.flat.slots])
-            for slot, step in zip(state.flat.slots, steps, strict=True):
-                is_mine = slot.param in first or (not slot.numel and self.comm.rank == 0)
-                chunks = [Chunk((), step)] if is_mine else []
-                key = f"state.{opt.layout.specs[slot.param].name}.step"
-                result[key] = FragmentTensor((), step.dtype, step.device, chunks)
-        result["param_groups"] = groups_to_save(opt)
+            mine = [fragment.param for fragment in owned if fragment.param_start == 0]
+            if self.comm.rank == 0:
+                mine += [slot.param for slot in state.flat.slots if not slot.numel]
+            steps = torch.tensor([state.step_of(param) for param in mine], dtype=torch.int64)
+            for param, step in zip(mine, steps, strict=True):
+                key = f"state.{state.spec_of[param].name}.step"
+                result[key] = FragmentTensor((), step.dtype, step.device, [Chunk((), step)])
+        if self.comm.rank == 0:
+            result["param_groups"] = groups_to_save(opt)
         return result
 
-    def to_fill(self) -> dict[str, Any]:
-        """Return the state dict that a reader fills for load(). Local."""
-        result: dict[str, Any] = dict(aliases(self._optimizer_state.flats))
-        for spec in self._optimizer_state.layout.specs:
-            result[f"state.{spec.name}.step"] = torch.tensor(0)
-        result["param_groups"] = groups_to_save(self._optimizer_state)
-        return result
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor of all ranks, by key: a load needs all. Local."""
+        found: dict[str, tuple[int, ...]] = {}
+        for state in self._optimizer_state.flats:
+            for name in arenas_of(state):
+                for spec in state.specs:
+                    if spec.numel and holds(state, name, spec):
+                        found[f"state.{spec.name}.{name}"] = (spec.numel,)
+        return found | dict.fromkeys(self.step_keys(), ())
 
-    def params(self, *, to_write: bool) -> list[tuple[Tensor, FragmentTensor]]:
-        """Return (parameter, this rank's fragments of it), without empty parameters. Local.
+    def step_keys(self) -> list[str]:
+        """Return the keys of all step counts. Local."""
+        return [f"state.{spec.name}.step" for spec in self.specs]
+
+    def tensors_to_fill(self) -> dict[str, FragmentTensor]:
+        """Return this rank's states, which a reader fills in place. Local."""
+        return dict(self._fragments(_always))
+
+    def groups_to_fill(self) -> Groups:
+        """Return groups as they are saved, in which a reader replaces values. Local."""
+        return groups_to_save(self._optimizer_state)
+
+    def _fragments(self, has: Callable[[Bucket], bool]) -> Iterator[tuple[str, FragmentTensor]]:
+        """Yield (key, this rank's fragments of a state), of params of which it has any."""
+        for state in self._optimizer_state.flats:
+            for name, arena in arenas_of(state).items():
+                held = held_fragments(state, arena.view, flat_chunks, has=has)
+                for param, tensor in held.items():
+                    if holds(state, name, spec := state.spec_of[param]):
+                        yield f"state.{spec.name}.{name}", tensor
+
+    def params(self) -> list[Tensor]:
+        """Return the parameters that have elements: load() fills them on all ranks. Local."""
+        flats = self._optimizer_state.flats
+        return [param for state in flats for param in state.params if param.numel()]
+
+    def param_fragments(self, *, to_write: bool) -> list[tuple[Tensor, FragmentTensor]]:
+        """Return (parameter, this rank's fragments of it), of those with any. Local.
 
         Fragments to write are on one rank each. Fragments to fill are this rank's whole shard, and
         publish() sends them to the peers.
         """
         has = self._writes if to_write else _always
-        return [pair for state in self._optimizer_state.flats for pair in _param_parts(state, has)]
+        found = []
+        for state in self._optimizer_state.flats:
+            held = held_fragments(state, functools.partial(_shard, state), shaped_chunks, has=has)
+            by_number = _params_by_number(state)
+            found += [(by_number[param], tensor) for param, tensor in held.items()]
+        return found
 
-    def masters(self) -> list[MasterRef]:
-        """Return the fp32 values of all parameters that have elements and are kept in fp32."""
+    def masters(self, saved: Container[str]) -> list[MasterRef]:
+        """Return this rank's fp32 values that a checkpoint with masters ``saved`` has elsewhere.
+
+        They are those kept in an arena of which no master is saved, and of parameters kept in fp32
+        of which one is.
+        """
         found = []
         for state in self._optimizer_state.flats:
             arena = arenas_of(state).get(MASTER)
-            if arena is not None:
-                places = fragment_tensors(state, arena.view, shaped_chunks)
-            elif state.params_buffer.data.dtype == MASTER_DTYPE:
-                places = fragment_tensors(state, functools.partial(_shard, state), flat_chunks)
-            else:
+            is_kept = arena is not None
+            if not is_kept and state.params_buffer.data.dtype != MASTER_DTYPE:
                 continue
-            names = [f"state.{spec.name}.{MASTER}" for spec in state.specs if spec.numel]
-            kept = [place for place in places if place.numel()]
-            for name, place, pair in zip(names, kept, _param_parts(state, _always), strict=True):
-                found.append(MasterRef(pair[0], name, arena is not None, place, pair[1]))
+            keys = {p: f"state.{spec.name}.{MASTER}" for p, spec in state.spec_of.items()}
+            only = {param for param, key in keys.items() if (key in saved) != is_kept}
+            shard = functools.partial(_shard, state)
+            own = held_fragments(state, shard, shaped_chunks, only=only)
+            places = (
+                held_fragments(state, shard, flat_chunks, only=only)
+                if arena is None
+                else held_fragments(state, arena.view, shaped_chunks, only=only)
+            )
+            by_number = _params_by_number(state) if places else {}
+            found += [
+                MasterRef(by_number[param], keys[param], is_kept, place, own[param])
+                for param, place in places.items()
+            ]
         return found
 
     def geometry(self) -> list[dict[str, Any]]:
@@ -315,22 +372,30 @@ class LocalCheckpointState:
         ]
 
     def residuals(self) -> dict[str, FragmentTensor]:
-        """Return the rounding residuals of parameters, by key in to_fill()."""
-        pairs = aliases(self._optimizer_state.flats)
-        return {key: tensor for key, tensor in pairs if key.rpartition(".")[2] == ERROR}
+        """Return this rank's rounding errors, by key in tensors_to_fill(). Local."""
+        found = {}
+        for state in self._optimizer_state.flats:
+            arena = arenas_of(state).get(ERROR)
+            if arena is not None:
+                for param, tensor in held_fragments(state, arena.view, flat_chunks).items():
+                    found[f"state.{state.spec_of[param].name}.{ERROR}"] = tensor
+        return found
 
     def check(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise ValueError if load() would, because of an entry that is no FragmentTensor."""
+        """Raise ValueError if groups and steps of a state dict do not fit. Local."""
         check(self._optimizer_state, state_dict)
 
     def load(self, state_dict: Mapping[str, Any], saved: str) -> None:
-        """Load the filled result of to_fill(). Local.
+        """Load groups and steps, after a reader has filled tensors_to_fill(). Local.
 
         Warns on the first rank if ``saved`` is another rule; empty: the rule is unknown. It is only
         a warning, because states with the same names and hyper-parameters mean the same under both
         rules, as those of Adam and AdamW.
         """
-        self._load(state_dict)
+        set_hyper_parameters(
+            self._optimizer_state, state_dict, *check(self._optimizer_state, state_dict)
+        )
+        self._loaded()
         if saved not in ("", self.rule) and self.comm.rank == 0:
             logger.warning(
                 "The loaded states are of %s, and go on under %s. Updates will differ from those "
@@ -360,10 +425,5 @@ def _shard(state: FlatState, bucket: Bucket) -> Tensor:
     return state.params_buffer.shard(bucket, state.rank)
 
 
-def _param_parts(
-    state: FlatState, has: Callable[[Bucket], bool]
-) -> list[tuple[Tensor, FragmentTensor]]:
-    segment = functools.partial(_shard, state)
-    tensors = fragment_tensors(state, segment, shaped_chunks, has=has)
-    pairs = zip(state.params, tensors, strict=True)
-    return [(param, tensor) for param, tensor in pairs if param.numel()]
+def _params_by_number(state: FlatState) -> dict[int, Tensor]:
+    return dict(zip(state.spec_of, state.params, strict=True))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import reprlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from numbers import Real
 from typing import Any, NamedTuple, NoReturn
@@ -68,41 +68,54 @@ def holds(state: FlatState, name: str, spec: ParamSpec) -> bool:
     return name in _AUXILIARY or state.has_state(name, spec.group)
 
 
-def fragment_tensors(
+def held_fragments(
     state: FlatState,
     segment: Callable[[Bucket], Tensor],
     cut: Cut,
-    position: int | None = None,
     *,
     has: Callable[[Bucket], bool] = lambda bucket: True,
-) -> list[FragmentTensor]:
-    """Return this rank's fragments of one state of a flat, a tensor per parameter in slot order.
+    only: Container[int] | None = None,
+) -> dict[int, FragmentTensor]:
+    """Return {parameter: this rank's fragments of one state}, of those with any. Local.
+
+    The time depends on this rank's fragments, not on the number of parameters.
 
     Args:
         state: the flat.
         segment: returns this rank's shard of a bucket; the chunks alias it.
         cut: makes chunks of a run of elements: flat_chunks or shaped_chunks.
-        position: slot of the only parameter to return; None: all parameters.
         has: returns whether to include the fragments of a bucket.
+        only: the parameters to include; None: all.
     """
-    wanted = range(len(state.specs)) if position is None else [position]
-    specs = {state.flat.slots[at].param: state.specs[at] for at in wanted}
-    chunks: dict[int, list[Chunk]] = {param: [] for param in specs}
-    sample = state.params_buffer.data
-    for bucket in state.flat.buckets:
-        sample = segment(bucket)
-        for f in state.fragments[bucket.index] if has(bucket) else ():
-            if f.param in specs:
-                data = sample[f.shard_start : f.shard_start + f.numel]
-                chunks[f.param] += cut(specs[f.param], f.param_start, data)
+    chunks: dict[int, list[Chunk]] = {}
+    for bucket in filter(has, state.flat.buckets):
+        fragments = state.fragments[bucket.index]
+        shard = segment(bucket) if fragments else None
+        for f in fragments if only is None else [f for f in fragments if f.param in only]:
+            assert shard is not None
+            data = shard[f.shard_start : f.shard_start + f.numel]
+            chunks.setdefault(f.param, []).extend(cut(state.spec_of[f.param], f.param_start, data))
+    found = {}
+    for param, pieces in chunks.items():
+        spec, sample = state.spec_of[param], pieces[0].data
+        shape = spec.shape if cut is shaped_chunks else (spec.numel,)
+        found[param] = FragmentTensor(shape, sample.dtype, sample.device, pieces)
+    return found
+
+
+def fragment_tensors(
+    state: FlatState, segment: Callable[[Bucket], Tensor], cut: Cut
+) -> list[FragmentTensor]:
+    """Return held_fragments() in slot order, with a tensor without chunks for each other param."""
+    held = held_fragments(state, segment, cut)
+    sample = segment(state.flat.buckets[-1]) if state.flat.buckets else state.params_buffer.data
     return [
-        FragmentTensor(
-            spec.shape if cut is shaped_chunks else (spec.numel,),
-            sample.dtype,
-            sample.device,
-            chunks[param],
+        held[param]
+        if param in held
+        else FragmentTensor(
+            spec.shape if cut is shaped_chunks else (spec.numel,), sample.dtype, sample.device, []
         )
-        for param, spec in specs.items()
+        for param, spec in state.spec_of.items()
     ]
 
 
@@ -360,10 +373,8 @@ def _fill(
     for bucket in state.flat.buckets:
         fragments = [f for f in state.fragments[bucket.index] if f.param in full]
         scatter(fragments, arena.view(bucket), full, specs)
-    own = fragment_tensors(state, arena.view, shaped_chunks)
-    for slot, tensor in zip(slots, own, strict=True):
-        if slot.param in parts:
-            tensor.copy_(parts[slot.param])
+    for param, tensor in held_fragments(state, arena.view, shaped_chunks, only=parts).items():
+        tensor.copy_(parts[param])
 
 
 def _check_parts(state: FlatState, entries: Mapping[int, Mapping[str, Any]]) -> None:
@@ -372,14 +383,21 @@ def _check_parts(state: FlatState, entries: Mapping[int, Mapping[str, Any]]) -> 
     def shard(bucket: Bucket) -> Tensor:
         return state.params_buffer.shard(bucket, state.rank)
 
-    own_tensors = fragment_tensors(state, shard, shaped_chunks)
-    for slot, spec, own in zip(state.flat.slots, state.specs, own_tensors, strict=True):
-        for name, value in entries[slot.param].items():
-            if isinstance(value, FragmentTensor) and not own.has_same_chunks(value):
+    parts = {
+        slot.param: {n: v for n, v in entries[slot.param].items() if isinstance(v, FragmentTensor)}
+        for slot in state.flat.slots
+    }
+    parts = {param: values for param, values in parts.items() if values}
+    held = held_fragments(state, shard, shaped_chunks, only=parts)
+    for param, values in parts.items():
+        for name, value in values.items():
+            own = held.get(param)
+            if value.pieces if own is None else not own.has_same_chunks(value):
                 raise ValueError(
-                    f"State {name} of {spec.name} holds another rank's part, or one of another "
-                    "world size. Save and load it with torch.distributed.checkpoint, which gives "
-                    "every rank its part, or use full_state_dict=True."
+                    f"State {name} of {state.spec_of[param].name} holds another rank's part, or "
+                    "one of another world size. Save and load it with "
+                    "torch.distributed.checkpoint, which gives every rank its part, or use "
+                    "full_state_dict=True."
                 )
 
 
@@ -537,7 +555,9 @@ def _shown(state: FlatState, arena: ShardArena, position: int) -> Tensor:
     if arena.data.numel() == state.flat.numel:  # one rank: the arena has the layout of the flat
         start = arena.data.storage_offset() + slot.start
         return arena.data.as_strided(spec.shape, spec.stride, start)
-    return fragment_tensors(state, arena.view, shaped_chunks, position)[0]
+    held = held_fragments(state, arena.view, shaped_chunks, only=(slot.param,))
+    data = arena.data
+    return held.get(slot.param, FragmentTensor(spec.shape, data.dtype, data.device, []))
 
 
 # Checks before anything is changed

@@ -7,6 +7,7 @@ shard of the sum (stage 2), ExternalGrads reads p.grad that DistributedDataParal
 from __future__ import annotations
 
 import enum
+import functools
 import operator
 import sys
 import weakref
@@ -239,22 +240,19 @@ def register_hooks(source: _HasHook, flat: Flat, params: Sequence[Tensor]) -> No
 
     Hooks are weak: they never keep an optimizer alive.
     """
+    source_ref = weakref.ref(source)
     for position, param in enumerate(params):
         if param.requires_grad:
-            hook = _hook(weakref.ref(source), flat.index, position)
+            hook = functools.partial(_on_grad, source_ref, flat.index, position)
             param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def _hook(source_ref: weakref.ref[_HasHook], flat: int, position: int) -> Callable[[Tensor], None]:
-    """Return a post-accumulate hook."""
-
-    @untraced
-    def on_grad(param: Tensor) -> None:
-        source = source_ref()
-        if source is not None:
-            source.on_grad(flat, position)
-
-    return on_grad
+@untraced  # once: for each param's own function it takes longer than all else
+def _on_grad(source_ref: weakref.ref[_HasHook], flat: int, position: int, param: Tensor) -> None:
+    """Be a param's post-accumulate hook."""
+    source = source_ref()
+    if source is not None:
+        source.on_grad(flat, position)
 
 
 class HasFlat(Protocol):

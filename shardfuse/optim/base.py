@@ -498,8 +498,9 @@ class ShardedOptimizer(TorchCompat):
             for index in state.groups:
                 state.allocate(self._rule.initial_states(self.param_groups[index]), index)
         self._attach(states)  # last: until then they are unfrozen once more
-        numels = [b.shard_numel for state in self._active for b in state.flat.buckets]
-        self._kernels.choose(sum(numels))
+        # Without padding, which under LAMB may be most of a flat.
+        numels = [slot.numel for state in self._active for slot in state.flat.slots]
+        self._kernels.choose(sum(numels) // self.layout.world_size)
 
     def _attach(self, states: Sequence[FlatState]) -> None:
         """Attach the gradients of these flats, and rebuild the driver over all."""

@@ -339,7 +339,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             RuntimeError: inside Join; or under DeepSpeed, because its engine saves.
         """
         self._can_be_saved = True
-        return LocalCheckpointState(self._optimizer_state(), self.load_sharded_state_dict)
+        return LocalCheckpointState(self._optimizer_state(), self._note_loaded)
 
     @untraced
     def companions(self) -> dict[str, Any]:
@@ -360,6 +360,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
             TypeError: groups or steps are of another kind.
         """
         sharded_state.load_sharded(self._optimizer_state(), state_dict)
+        self._note_loaded()
+
+    def _note_loaded(self) -> None:
+        """Note that states and steps are others now."""
         self._consolidated = None
         self._is_fresh = False
         self._num_calls.reset()

@@ -288,6 +288,19 @@ def test_a_device_may_refuse_a_fused_operator(
     assert "no such operator" in caplog.text
 
 
+@needs_compiler
+@NOT_TRACED
+def test_padding_does_not_choose_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LAMB pads each tensor to whole blocks: 64 of 16 elements take 32,768, and hold 1,024."""
+    monkeypatch.setattr("shardfuse.engine.kernels.COMPILE_MIN_NUMEL", 1025)
+    optimizer = ShardedLamb([nn.Parameter(torch.ones(16)) for _ in range(64)], lr=0.1)
+    assert optimizer.layout.flats[0].numel == 64 * 512
+    assert optimizer._kernels.choice != "compile", optimizer._kernels.reason
+    monkeypatch.setattr("shardfuse.engine.kernels.COMPILE_MIN_NUMEL", 1024)
+    optimizer = ShardedLamb([nn.Parameter(torch.ones(16)) for _ in range(64)], lr=0.1)
+    assert optimizer._kernels.choice == "compile", optimizer._kernels.reason
+
+
 @NOT_TRACED
 def test_many_variants_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Optimizers of one process do not use up each other's recompilations."""
