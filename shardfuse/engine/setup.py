@@ -14,6 +14,7 @@ from torch import Tensor
 from shardfuse.buffers import internal_format
 from shardfuse.config import ShardConfig
 from shardfuse.engine.ddp import unwrapped
+from shardfuse.engine.dtensors import is_dtensor, local_of
 from shardfuse.layout import ITEMSIZE, ParamSpec, dense_stride
 from shardfuse.rules import Member, UpdateRule
 from shardfuse.runtime import stacklevel_of_caller
@@ -215,12 +216,6 @@ def _name(group: Mapping[str, Any], index: int, position: int) -> str:
 
 
 def _check_supported(param: Tensor, name: str) -> None:
-    if hasattr(param, "device_mesh"):
-        raise TypeError(
-            f"Parameter {name} is a DTensor, which is sharded already (FSDP2, or tensor "
-            "parallelism). Use torch.optim for it; or train the model without that sharding, whose "
-            "optimizer states shardfuse shards."
-        )
     if hasattr(param, "ds_tensor"):
         raise TypeError(
             f"Parameter {name} is partitioned by DeepSpeed's ZeRO stage 3, which shards the "
@@ -258,9 +253,9 @@ def _dtype_remedy(param: Tensor) -> str:
 def _check_no_overlap(added: Sequence[tuple[Tensor, ParamSpec]]) -> None:
     """Raise ValueError if two parameters overlap: slots of their own would silently untie them."""
     extents = sorted(
-        (param.data_ptr(), param.data_ptr() + param.nbytes, spec.name)
+        (local.data_ptr(), local.data_ptr() + local.nbytes, spec.name)
         for param, spec in added
-        if param.numel() > 0
+        if (local := local_of(param) if is_dtensor(param) else param).numel() > 0
     )
     for (_, stop, first), (start, _, second) in pairwise(extents):
         if start < stop:
