@@ -14,6 +14,7 @@ first ranks. All sums of a step go through one all-reduce over the largest mesh.
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ STAGED_NUMEL = {"cpu": 16 << 10}
 
 [Note: staged shards] TODO
 """
+
+_NUM_SAMPLES = 64
 
 _PIECE_NUMEL = 4 << 20
 """Larger local shards are updated piece by piece: temporaries are as large as a piece."""
@@ -215,6 +218,22 @@ class LocalShard:
         return tensor.as_strided((self.numel,), (1,), tensor.storage_offset())
 
 
+def fingerprint_of_copies(shards: Sequence[LocalShard], main: Any) -> tuple[int, int]:
+    """Return 24 bits of this rank's place in the sub-meshes of ``main``, and 24 of its shards there.
+
+    Ranks of one place have copies of the same shards, so that the second number is equal, too. It
+    is of a sample of the values. (0, 0): all parameters are on ``main`` itself.
+    """
+    place, values = b"", b""
+    for shard in shards:
+        if shard.mesh != main:
+            place += repr(shard.mesh.get_coordinate()).encode()
+            flat = shard.flat(shard.tensor)
+            sample = flat[:: max(1, shard.numel // _NUM_SAMPLES)].float().tolist()
+            values += repr(sample).encode()
+    return (zlib.crc32(place) & 0xFFFFFF, zlib.crc32(values) & 0xFFFFFF) if place else (0, 0)
+
+
 # Gradients
 
 
@@ -274,7 +293,7 @@ class DTensorGrads(ExternalGrads):
 # States and units
 
 
-class _Unit(NamedTuple):
+class _UnitPlan(NamedTuple):
     """Elements that are updated together."""
 
     number: int
@@ -293,7 +312,7 @@ class _Flat:
     shards: dict[int, LocalShard]
     starts: dict[int, int]  # of each parameter's states
     numel: int
-    units: list[_Unit]
+    units: list[_UnitPlan]
     num_staged: int  # elements that are staged, the first ones
     device: torch.device
     is_low: bool  # parameters are of lower precision, and have masters
@@ -350,7 +369,7 @@ class DTensorShards(ShardProvider):
         self._all: list[LocalShard] = []  # of all parameters, also frozen ones
         self._sets: dict[tuple[int, str, str, str], list[LocalShard]] = {}  # by group, policy, ...
         self._small: set[int] = set()
-        self._units: list[tuple[_Flat, _Unit]] = []
+        self._units: list[tuple[_Flat, _UnitPlan]] = []
         self._counted: dict[str, Tensor] = {}
         self.has_updated = False  # any parameter on this rank in the last step
 
@@ -366,6 +385,8 @@ class DTensorShards(ShardProvider):
     def activate(self) -> bool:
         """Give states to the parameters that train and have none yet; return whether any does."""
         new = [s for s in self._all if s.number not in self._flat_of and _is_trained(s.param)]
+        if not new:
+            return False
         for shard in new:
             spec = shard.spec
             key = (spec.group, spec.policy, spec.dtype, shard.copies)
@@ -394,7 +415,7 @@ class DTensorShards(ShardProvider):
         self._grads.shards = [s for s in self._all if s.number in self._flat_of]
         self._grads.release()
         self._counted.clear()
-        return bool(new)
+        return True
 
     def _add_masters(self, flat: _Flat) -> None:
         flat.states[MASTER] = torch.zeros(flat.numel, dtype=MASTER_DTYPE, device=flat.device)
@@ -548,7 +569,7 @@ class DTensorShards(ShardProvider):
             )
 
     def _stage_gradients(
-        self, flat: _Flat, unit: _Unit, grads: Mapping[int, Tensor | None]
+        self, flat: _Flat, unit: _UnitPlan, grads: Mapping[int, Tensor | None]
     ) -> Tensor:
         own = [(part, grads[part.param]) for part in unit.fragments]
         dtypes = {grad.dtype for _, grad in own if grad is not None} or {MASTER_DTYPE}
@@ -586,7 +607,7 @@ class DTensorShards(ShardProvider):
             assert staged is not None
             torch._foreach_copy_(self._values(flat, own), self._slots(own, staged))
 
-    def _values(self, flat: _Flat, unit: _Unit) -> list[Tensor]:
+    def _values(self, flat: _Flat, unit: _UnitPlan) -> list[Tensor]:
         """Return the parts of the local shards that a unit has."""
         found = []
         for part in unit.fragments:
@@ -599,10 +620,10 @@ class DTensorShards(ShardProvider):
         return found
 
     @staticmethod
-    def _slots(unit: _Unit, staged: Tensor) -> list[Tensor]:
+    def _slots(unit: _UnitPlan, staged: Tensor) -> list[Tensor]:
         return [staged[p.shard_start : p.shard_start + p.numel] for p in unit.fragments]
 
-    def _step_ranges(self, flat: _Flat, unit: _Unit) -> list[UpdateRange]:
+    def _step_ranges(self, flat: _Flat, unit: _UnitPlan) -> list[UpdateRange]:
         """Return the ranges to update: runs of parameters with gradients, at the same step."""
         absent = self._absent()
         ranges: list[UpdateRange] = []
@@ -698,7 +719,7 @@ def _laid_out(
     present = [shard for shard in members if shard.numel]
     staged = [shard for shard in present if is_staged(shard)]
     starts = {shard.number: 0 for shard in members}
-    units: list[_Unit] = []
+    units: list[_UnitPlan] = []
     fragments: list[Fragment] = []
     ranges: list[UpdateRange] = []
     used = 0
@@ -710,7 +731,7 @@ def _laid_out(
         used = stop
     num_staged = used
     if staged:
-        units.append(_Unit(first_unit, 0, used, BLOCK, True, tuple(fragments), tuple(ranges)))
+        units.append(_UnitPlan(first_unit, 0, used, BLOCK, True, tuple(fragments), tuple(ranges)))
     for shard in present:
         if is_staged(shard):
             continue
@@ -720,7 +741,7 @@ def _laid_out(
             row = BLOCK if numel % BLOCK == 0 else numel
             own = (Fragment(shard.number, index, start, 0, numel),)
             whole = (UpdateRange(0, numel, number_of[shard.number]),)
-            units.append(_Unit(index, used + start, numel, row, False, own, whole))
+            units.append(_UnitPlan(index, used + start, numel, row, False, own, whole))
         used += round_up(shard.numel, BLOCK)
     is_low = members[0].spec.dtype != "float32"
     by_number = {shard.number: shard for shard in members}

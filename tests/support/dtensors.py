@@ -60,13 +60,13 @@ Placed = Mapping[str, tuple[str, tuple[Any, ...]]]
 
 _S0, _S1, _R = Shard(0), Shard(1), Replicate()
 
-LINE: Placed = {name: ("all", (_S0,)) for name in SHAPES} | {
+LINE: Placed = dict.fromkeys(SHAPES, ("all", (_S0,))) | {
     "wide": ("all", (_S1,)),
     "cube": ("all", (_S1,)),
     "norm": ("all", (_R,)),
 }
 
-HYBRID: Placed = {name: ("all", (_R, _S0)) for name in SHAPES} | {
+HYBRID: Placed = dict.fromkeys(SHAPES, ("all", (_R, _S0))) | {
     "odd": ("all", (_R, _R)),
     "wide": ("all", (_R, _S1)),
 }
@@ -167,7 +167,7 @@ def train_plain(build: Callable[..., Any], steps: int, without: Sequence[str] = 
 
 
 class Net(nn.Module):
-    """The parameters of SHAPES that FSDP2 can shard, in layers; the gradient of the loss is given."""
+    """The parameters of SHAPES that FSDP2 can shard, in layers; the loss's gradient is given."""
 
     def __init__(self) -> None:
         super().__init__()
