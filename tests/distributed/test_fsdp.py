@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils._pytree import tree_map_only
 
 import shardfuse
 from shardfuse import ShardedAdamP, ShardedAdamW, ShardedBertAdam, ShardedGradScaler, ShardedLamb
@@ -221,7 +222,12 @@ def test_collectives_do_not_grow_with_tensors() -> None:
 # States
 
 
-def move_states(folder: str) -> None:
+def copied(state: Any) -> Any:
+    """Return a copy: torch.optim adopts the tensors of a state dict as its own states."""
+    return tree_map_only(torch.Tensor, torch.clone, state)
+
+
+def move_states() -> None:
     """torch.optim.AdamW under FSDP2 and ShardedAdamW load each other's states, in all forms."""
     forms = {
         "sharded": StateDictOptions(),
@@ -230,11 +236,11 @@ def move_states(folder: str) -> None:
     }
     for form, options in forms.items():
         theirs, ours = fsdp_net(), fsdp_net()
-        their_optimizer = torch.optim.AdamW(theirs.parameters(), lr=0.05, foreach=False)
+        their_optimizer = torch.optim.AdamW(named(theirs), lr=0.05, foreach=False)
         optimizer = ShardedAdamW(named(ours), lr=0.01, sharding=EAGER)
         run_steps(theirs, their_optimizer, range(2))
         ours.load_state_dict(theirs.state_dict())
-        saved = get_optimizer_state_dict(theirs, their_optimizer, options=options)
+        saved = copied(get_optimizer_state_dict(theirs, their_optimizer, options=options))
         for group in saved.get("param_groups", ()):
             group["lr"] = 0.05
         set_optimizer_state_dict(ours, optimizer, saved, options=options)
@@ -245,7 +251,7 @@ def move_states(folder: str) -> None:
             for name in own:
                 assert torch.equal(full(own[name]), full(their[name])), (form, name)
         run_steps(ours, optimizer, range(2, 3))
-        saved = get_optimizer_state_dict(ours, optimizer, options=options)
+        saved = copied(get_optimizer_state_dict(ours, optimizer, options=options))
         theirs.load_state_dict(ours.state_dict())
         set_optimizer_state_dict(theirs, their_optimizer, saved, options=options)
         for param, other in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -262,7 +268,7 @@ def move_states(folder: str) -> None:
 
 
 def test_states_of_torch() -> None:
-    run_procs(2, move_states, "", timeout=200.0)
+    run_procs(2, move_states, timeout=200.0)
 
 
 def save_and_go_on(folder: str) -> dict[str, list[Tensor]]:
@@ -346,7 +352,10 @@ def edit_state_dicts() -> None:
             ),
         ),
         "has no exp_avg": (ValueError, edited(lambda entry: entry.pop("exp_avg"))),
-        "would be lost": (ValueError, edited(lambda entry: entry.update(other=torch.zeros(1)))),
+        "would be lost": (
+            ValueError,
+            edited(lambda entry: entry.update(other=torch.zeros(8191, 6))),
+        ),
         "whole number": (ValueError, edited(lambda entry: entry.update(step=-1))),
         "parameter groups": (ValueError, {"state": {}, "param_groups": []}),
     }
@@ -383,7 +392,7 @@ def go_through_features() -> None:
     model = fsdp_net()
     model.layers[1].weight.requires_grad_(False)
     optimizer = ShardedLamb(named(model), lr=0.05, sharding=EAGER)
-    assert model.layers[1].weight not in optimizer.state
+    assert not optimizer.state[model.layers[1].weight]
     run_steps(model, optimizer, range(1))
     model.layers[1].weight.requires_grad_(True)
     run_steps(model, optimizer, range(1, 2))
@@ -547,7 +556,7 @@ def refuse_options() -> None:
         ShardedAdamW([*named(model), ("bias", plain.bias)])
     line = init_device_mesh(device_type(), (2,))
     partial = DTensor.from_local(torch.ones(3, requires_grad=True), line, [Partial()])
-    with pytest.raises(TypeError, match="is placed as .*Partial"):
+    with pytest.raises(TypeError, match=r"is placed as .*to be added up"):
         ShardedAdamW([("x", nn.Parameter(partial))])
     if dist.get_rank() == 0:  # an error of one rank
         with pytest.raises(TypeError, match="is a plain tensor"):
@@ -581,7 +590,7 @@ def differ_on_sub_meshes() -> None:
         if not differs:
             ShardedLamb(params)
             continue
-        with pytest.raises(ValueError, match="expert is on .* an optimizer of their own"):
+        with pytest.raises(ValueError, match=r"expert is on .* an optimizer of their own"):
             ShardedLamb(params)
 
 
@@ -643,6 +652,9 @@ class _Schedule:
         """Keep the rate."""
 
 
+FEW = ("odd", "norm")
+
+
 def call_methods() -> dict[str, str]:
     """Call every public method and read every property of all classes; return what they do."""
     found: dict[str, str] = {}
@@ -650,33 +662,33 @@ def call_methods() -> dict[str, str]:
     builders["paddle"] = dtensors.paddle_lamb
     for name, build in builders.items():
         options = {"lr": 0.05} if name.startswith("NpuFused") else {}
-        cls = type(build(named(fsdp_net()), sharding=EAGER, **options))
-        torch_only = set(dir(torch.optim.Optimizer)) - {"state", "step", "zero_grad"}
-        own = {m for m in dir(cls) if not m.startswith("_")}
-        for method in sorted(own - (torch_only - METHODS.keys())):
-            if not (callable(getattr(cls, method)) or isinstance(vars_of(cls, method), property)):
-                continue
-            model = fsdp_net()
-            optimizer = build(named(model), sharding=EAGER, **options)
-            model(rank_grads(0, dist.get_rank(), 2)).backward()
-            outcome = call(model, optimizer, method)
-            assert found.setdefault(method, outcome) == outcome, (name, method, outcome)
+        model = fsdp_net(names=FEW)
+        optimizer = build(named(model), sharding=EAGER, **options)
+        cls = type(optimizer)
+        torch_only = set(dir(torch.optim.Optimizer)) - METHODS.keys()
+        for method in sorted({m for m in dir(cls) if not m.startswith("_")} - torch_only):
+            if callable(getattr(cls, method)) or is_property(cls, method):
+                optimizer.zero_grad()
+                model(rank_grads(0, dist.get_rank(), 2)).backward()
+                outcome = call(model, optimizer, method)
+                assert found.setdefault(method, outcome) == outcome, (name, method, outcome)
     return found
 
 
-def vars_of(cls: type, name: str) -> Any:
-    return inspect.getattr_static(cls, name)
+def is_property(cls: type, name: str) -> bool:
+    return isinstance(inspect.getattr_static(cls, name), property)
 
 
 def call(model: Any, optimizer: Any, method: str) -> str:
     extra = nn.Linear(4, 4)
-    fully_shard(extra)
+    if method == "add_param_group":
+        fully_shard(extra)
     arguments: dict[str, tuple[Any, ...]] = {
         "accumulates_while": (lambda: False,),
         "add_param_group": ({"params": [("extra", extra.weight)]},),
         "broadcast_buffers": (model,),
         "clip_grad_norm": (1.0,),
-        "clip_grad_norm_": (list(model.parameters()), 1.0),
+        "clip_grad_norm_": ([p for g in optimizer.param_groups for p in g["params"]], 1.0),
         "clip_grad_norm_fused_": (1.0,),
         "load_sharded_state_dict": ({},),
         "load_state_dict": (optimizer.state_dict(),),
@@ -687,15 +699,15 @@ def call(model: Any, optimizer: Any, method: str) -> str:
     }
     try:
         member = getattr(optimizer, method)
-        if callable(member) and not isinstance(vars_of(type(optimizer), method), property):
+        if callable(member) and not is_property(type(optimizer), method):
             result = member(*arguments.get(method, ()))
             if method == "no_sync":
                 with result:
                     pass
     except RuntimeError as error:
-        assert "DTensors (FSDP2, or tensor" in str(error), (method, error)
-        assert "Use " in str(error) or "Broadcast" in str(error) or "give every" in str(error)
-        return REFUSED
+        text = str(error)
+        has_remedy = any(word in text for word in ("Use ", "Broadcast ", "give every"))
+        return REFUSED if "DTensors (FSDP2, or tensor" in text and has_remedy else text
     optimizer.step()
     return WORKS
 
@@ -713,10 +725,10 @@ def test_table_of_methods() -> None:
 def refuse_job(folder: str) -> None:
     model = fsdp_net()
     optimizer = ShardedAdamW(named(model), sharding=EAGER)
-    with pytest.raises(RuntimeError, match="Job is not available .* get_optimizer_state_dict"):
+    with pytest.raises(RuntimeError, match=r"Job is not available .* get_optimizer_state_dict"):
         Job(folder, {"optimizer": optimizer}, save_every=1)
     with pytest.raises(RuntimeError, match=r"shardfuse.checkpoint is not available"):
-        shardfuse.checkpoint.save(folder, {"optimizer": optimizer})
+        shardfuse.checkpoint.save({"optimizer": optimizer}, folder)
 
 
 def test_own_checkpoints_are_refused(tmp_path: Path) -> None:
@@ -744,13 +756,14 @@ def fail_on_one_rank() -> None:
     with pytest.raises(ValueError if rank == 1 else PeerError, match="Invalid learning rate"):
         optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.05
-    if rank == 1:
-        model.layers[1].weight.grad = torch.ones(3)  # not a DTensor
-    # torch itself refuses a gradient of another type; so the test may stop here
     optimizer.step()
+    with pytest.raises(ValueError if rank == 1 else PeerError, match="Invalid max_norm"):
+        optimizer.clip_grad_norm(-1.0 if rank == 1 else 1.0)
+    before = values(model)
+    optimizer.step()
+    assert not torch.equal(before[0], values(model)[0])
 
 
 def test_errors_reach_all_ranks() -> None:
     """Gradients, hyper-parameters: the other rank is named, and training can go on."""
-    with pytest.raises(Exception, match=r"[Aa]ttempted to set|assign|gradient|shape|type"):
-        run_procs(2, fail_on_one_rank)
+    run_procs(2, fail_on_one_rank)
