@@ -614,6 +614,29 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def group_of_mesh(mesh: Any) -> Any:
+    """Return the process group of all ranks of a DeviceMesh; None for the default group.
+
+    The first call for a mesh of several dimensions that has not all ranks makes a group: every rank
+    of the mesh must call it.
+    """
+    if mesh.size() == dist.get_world_size():
+        return None
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    groups = _mesh_groups.setdefault(dist.group.WORLD, {})
+    if ranks not in groups:
+        groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return groups[ranks]
+
+
+_mesh_groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Groups that group_of_mesh() has made, by the default group under which it did."""
+
+
 def backend_for(process_group: Any, device: torch.device) -> str:
     """Return the backend name that serves ``device`` in ``process_group``: "gloo", "hccl", ..."""
     config = dist.get_backend_config(process_group)

@@ -15,6 +15,7 @@ from shardfuse.comm.hybrid import HybridCommunicator
 from shardfuse.comm.native import (
     ProcessGroupCommunicator,
     backend_for,
+    group_of_mesh,
     is_initialized,
     traits_of,
 )
@@ -91,6 +92,18 @@ def _chosen(
         return native
     reads_memory = collectives == "auto"
     return PairwiseCommunicator(process_group, device, reads_memory=reads_memory, parent=parent)
+
+
+def communicator_of(mesh: Any, device: torch.device, collectives: str = "auto") -> Communicator:
+    """Return the Communicator of all ranks of a torch DeviceMesh, of any number of dimensions.
+
+    Args:
+        mesh: the first call for it is collective, for its ranks.
+        device, collectives: as of communicator_for().
+    """
+    if mesh.size() == 1:
+        return SingleRank()
+    return communicator_for(group_of_mesh(mesh), device, collectives)
 
 
 def communicator_over(

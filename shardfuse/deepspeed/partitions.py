@@ -213,7 +213,7 @@ class DeepSpeedBackend:
             }
             self._counts[flat] = entry.get("step", 0)
 
-    def refuse(self, what: str) -> NoReturn:
+    def check_available(self, what: str) -> NoReturn:
         """Raise RuntimeError: DeepSpeed does ``what`` itself, or ``what`` needs flat buffers."""
         raise RuntimeError(
             f"{what} is not available while DeepSpeed shards (ZeRO stages 1 and 2). Ask the "

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfuse.engine.units import BlockMap, ParamSet, ShardProvider, UpdateRange, UpdateUnit
+from shardfuse.engine.units import (
+    BlockMap,
+    ParamRows,
+    ParamSet,
+    ShardProvider,
+    UpdateRange,
+    UpdateUnit,
+)
 from shardfuse.layout import BLOCK, ParamSpec
 from shardfuse.rules import UpdateRule
 
@@ -138,8 +145,15 @@ class PartitionShards(ShardProvider):
                 num_blocks = stop
         return BlockMap(owners, extents, num_blocks, self._num_params)
 
+    def counted(self, columns: str) -> Tensor | None:
+        return None
+
     def params(self, param_set: int) -> Sequence[tuple[int, ParamSpec]]:
         """Raise NotImplementedError: the rows of a slice are not known."""
+        raise NotImplementedError("Sums over rows are not supported over foreign partitions.")
+
+    def rows(self, param: int) -> ParamRows:
+        """Raise NotImplementedError."""
         raise NotImplementedError("Sums over rows are not supported over foreign partitions.")
 
 

@@ -16,7 +16,15 @@ from torch.autograd.graph import increment_version
 from shardfuse.buffers import FlatBuffer, ShardArena, are_at, return_freed_memory
 from shardfuse.codecs import MASTER_DTYPE, ParamCodec
 from shardfuse.engine.gather import ParamGatherer
-from shardfuse.engine.units import BlockMap, ParamSet, ShardProvider, UpdateRange, UpdateUnit
+from shardfuse.engine.units import (
+    BlockMap,
+    ParamRows,
+    ParamSet,
+    ShardProvider,
+    UpdateRange,
+    UpdateUnit,
+    small_sets,
+)
 from shardfuse.grads.source import GradSource
 from shardfuse.layout import BLOCK, Bucket, Fragment, ParamSpec, round_up
 from shardfuse.rules import UpdateRule
@@ -391,7 +399,11 @@ def check_params(
     Raises:
         RuntimeError: parameters were replaced by others, moved to another group, or re-allocated.
     """
-    fault = _members_fault(groups, params, flats)
+    given: Counter[int] = Counter()
+    for state in flats:
+        given.update(state.groups)
+    pairs = (pair for state in flats for pair in zip(state.params, state.specs, strict=True))
+    fault = members_fault(groups, params, given, pairs)
     if fault:
         raise RuntimeError(f"{prefix}{fault}")
     moved = [name for state in flats for name in state.moved()]
@@ -416,10 +428,20 @@ def check_params(
         )
 
 
-def _members_fault(
-    groups: Sequence[Mapping[str, Any]], params: Sequence[Tensor], flats: Sequence[FlatState]
+def members_fault(
+    groups: Sequence[Mapping[str, Any]],
+    params: Sequence[Tensor],
+    given: Mapping[int, int],
+    pairs: Iterable[tuple[Tensor, ParamSpec]],
 ) -> str:
-    """Return the fault of the parameters in ``groups``; empty if there is none."""
+    """Return the fault of the parameters in ``groups``; empty if there is none.
+
+    Args:
+        groups: the optimizer's ``param_groups``.
+        params: the parameters it was built with, in the same order.
+        given: {group: how many of them it was given}.
+        pairs: (parameter, spec) of all; read only if there is a fault.
+    """
     members = itertools.chain.from_iterable(group["params"] for group in groups)
     num_members = sum(len(group["params"]) for group in groups)
     if num_members != len(params) or not all(map(operator.is_, members, params)):
@@ -428,21 +450,16 @@ def _members_fault(
             "add_param_group() to add some, or build a new optimizer; a wrapper that replaces "
             "parameters by copies cannot be used."
         )
-    given: Counter[int] = Counter()
-    for state in flats:
-        given.update(state.groups)
     held = {index: len(group["params"]) for index, group in enumerate(groups) if group["params"]}
-    return "" if held == given else _regrouped(groups, flats)
+    return "" if held == given else _regrouped(groups, pairs)
 
 
-def _regrouped(groups: Sequence[Mapping[str, Any]], flats: Sequence[FlatState]) -> str:
+def _regrouped(
+    groups: Sequence[Mapping[str, Any]], pairs: Iterable[tuple[Tensor, ParamSpec]]
+) -> str:
     """Return which parameter is in another group than the one that it was given in."""
-    given = {
-        id(param): spec
-        for state in flats
-        for param, spec in zip(state.params, state.specs, strict=True)
-    }
-    members = [(given[id(p)], i) for i, group in enumerate(groups) for p in group["params"]]
+    specs = {id(param): spec for param, spec in pairs}
+    members = [(specs[id(p)], i) for i, group in enumerate(groups) for p in group["params"]]
     spec, index = next((spec, i) for spec, i in members if spec.group != i)
     return (
         f"{spec.name} is in group {index} of param_groups now, and was given in group "
@@ -452,10 +469,6 @@ def _regrouped(groups: Sequence[Mapping[str, Any]], flats: Sequence[FlatState]) 
 
 
 # The shards of ShardedOptimizer
-
-
-_SMALL_NUMEL, _MANY_SETS = 64 << 10, 8
-"""Param_sets of at most so many elements share kernel calls, if there are so many of them."""
 
 
 class OwnShards(ShardProvider):
@@ -500,15 +513,58 @@ class OwnShards(ShardProvider):
             for slot, spec in zip(state.flat.slots, state.specs, strict=True):
                 by_kind.setdefault(spec.kind, []).append((slot.param, spec))
             self._members += by_kind.values()
-        # By sizes over all ranks, so that every cut of the shards computes alike.
-        numels = [sum(spec.numel for _, spec in members) for members in self._members]
-        small = {number for number, numel in enumerate(numels) if numel <= _SMALL_NUMEL}
-        self._small = small if len(small) >= _MANY_SETS else set()
+        self._specs = {number: spec for members in self._members for number, spec in members}
+        self._small = small_sets([sum(s.numel for _, s in members) for members in self._members])
         self._ranges = {
             bucket.index: state.ranges(bucket, self._first[state.flat.index])
             for state in self._active
             for bucket in state.flat.buckets
         }
+
+    @property
+    def most_steps(self) -> int:
+        """The update count of the parameter that has had most."""
+        return max((state.most_steps for state in self._flats), default=0)
+
+    @property
+    def local_numel(self) -> int:
+        """Elements that a rank updates, the same number on all ranks.
+
+        Without padding, which under LAMB may be most of a flat.
+        """
+        numel = sum(slot.numel for state in self._active for slot in state.flat.slots)
+        padded = sum(bucket.numel for bucket in self._buckets.values())
+        shards = sum(bucket.shard_numel for bucket in self._buckets.values())
+        return numel * shards // padded if padded else 0
+
+    @property
+    def param_nbytes(self) -> int:
+        """Bytes of the flat buffers of parameters."""
+        return sum(state.param_nbytes for state in self._flats)
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of this rank's states, masters and rounding errors."""
+        return sum(state.state_nbytes for state in self._flats)
+
+    def check(
+        self, groups: Sequence[Mapping[str, Any]], params: Sequence[Tensor], prefix: str
+    ) -> None:
+        """Raise as check_params() does."""
+        check_params(groups, params, self._flats, prefix)
+
+    def allocate(self, group: int) -> None:
+        """Give the trained parameters of ``group`` the states that its hyper-parameters need."""
+        for state in [state for state in self._active if group in state.groups]:
+            is_new = state.allocate(self._rule.initial_states(self.groups[group]), group)
+            if is_new and not self._rule.counts_steps:
+                # Momentum was set above 0 later: its first update comes now.
+                members = zip(state.flat.slots, state.specs, strict=True)
+                state.set_steps({slot.param: 0 for slot, s in members if s.group == group})
+
+    def entries(self) -> list[str]:
+        """Return further lines that must be equal on all ranks in a step: none."""
+        return []
 
     @property
     def device(self) -> torch.device:
@@ -613,3 +669,9 @@ class OwnShards(ShardProvider):
 
     def params(self, param_set: int) -> Sequence[tuple[int, ParamSpec]]:
         return self._members[param_set]
+
+    def rows(self, param: int) -> ParamRows:
+        return ParamRows.whole(self._specs[param])
+
+    def counted(self, columns: str) -> Tensor | None:
+        return None

@@ -14,6 +14,7 @@ from torch import Tensor
 from shardfuse.buffers import internal_format
 from shardfuse.config import ShardConfig
 from shardfuse.engine.ddp import unwrapped
+from shardfuse.engine.dtensors import is_dtensor, local_of
 from shardfuse.layout import ITEMSIZE, ParamSpec, dense_stride
 from shardfuse.rules import Member, UpdateRule
 from shardfuse.runtime import stacklevel_of_caller
@@ -32,6 +33,11 @@ def as_list(params: Any) -> list[Any]:
         named = list(unwrapped(params).named_parameters())
         if not named:
             raise ValueError(f"The model ({type(params).__name__}) has no parameters.")
+        if hasattr(unwrapped(params), "reshard") and not any(is_dtensor(p) for _, p in named):
+            raise ValueError(
+                f"The model ({type(params).__name__}) is sharded by FSDP2, and unsharded now, as "
+                "after a forward without a backward. Call model.reshard() first."
+            )
         return named
     if isinstance(params, Tensor):
         raise TypeError(
@@ -231,12 +237,6 @@ _DTYPES = {getattr(torch, name) for name in ITEMSIZE}
 
 
 def _check_supported(param: Tensor, name: str) -> None:
-    if hasattr(param, "device_mesh"):
-        raise TypeError(
-            f"Parameter {name} is a DTensor, which is sharded already (FSDP2, or tensor "
-            "parallelism). Use torch.optim for it; or train the model without that sharding, whose "
-            "optimizer states shardfuse shards."
-        )
     if hasattr(param, "ds_tensor"):
         raise TypeError(
             f"Parameter {name} is partitioned by DeepSpeed's ZeRO stage 3, which shards the "
@@ -274,9 +274,9 @@ def _dtype_remedy(param: Tensor) -> str:
 def _check_no_overlap(added: Sequence[tuple[Tensor, ParamSpec]]) -> None:
     """Raise ValueError if two parameters overlap: slots of their own would silently untie them."""
     extents = sorted(
-        (param.data_ptr(), param.data_ptr() + param.nbytes, spec.name)
+        (local.data_ptr(), local.data_ptr() + local.nbytes, spec.name)
         for param, spec in added
-        if param.numel() > 0
+        if (local := local_of(param) if is_dtensor(param) else param).numel() > 0
     )
     for (_, stop, first), (start, _, second) in pairwise(extents):
         if start < stop:

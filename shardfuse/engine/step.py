@@ -18,6 +18,7 @@ parameters at run time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from shardfuse.comm import Communicator
+from shardfuse.comm.transport import ReduceOp
 from shardfuse.engine.kernels import (
     CPU_TILE,
     MOST_CONSTANTS,
@@ -39,8 +41,8 @@ from shardfuse.engine.kernels import (
     second_pass,
     square_sum_pass,
 )
-from shardfuse.engine.units import ParamSet, ShardProvider, UpdateRange, UpdateUnit
-from shardfuse.layout import BLOCK, ParamSpec
+from shardfuse.engine.units import ParamRows, ParamSet, ShardProvider, UpdateRange, UpdateUnit
+from shardfuse.layout import BLOCK
 from shardfuse.rules import Clip, NormRule, ReducingRule, RowRule, Rows, Settings, UpdateRule
 
 
@@ -88,13 +90,45 @@ class StepDriver:
         ``by_set``: that of each param_set, by number. Reduces the gradients and keeps them reduced.
         One all-reduce.
         """
+        counted = self._shards.counted("sets")
         self._shards.keep_reduced()
-        num_sets = len(self._shards.param_sets) if by_set else 1
+        in_parts = by_set or counted is not None
+        num_sets = len(self._shards.param_sets) if in_parts else 1
         squares = torch.zeros(num_sets, dtype=torch.float32, device=self._shards.device)
         for unit in self._shards.gradients():
-            for part in unit.ranges if by_set else [UpdateRange(0, unit.numel, 0)]:
+            for part in unit.ranges if in_parts else [UpdateRange(0, unit.numel, 0)]:
                 squares[part.param_set] += self._square(unit, part).sum()
-        return self._total(squares)
+        squares = _only(counted, squares)
+        return self._total(squares if by_set else squares.sum(0, keepdim=True))
+
+    def p_norm(self, norm_type: float) -> Tensor:
+        """Return the p-norm of the mean gradient over all ranks, () fp32.
+
+        Reduces the gradients and keeps them reduced. One all-reduce.
+        """
+        self._shards.keep_reduced()
+        largest = norm_type == math.inf
+        num_sets = len(self._shards.param_sets)
+        total = torch.zeros(num_sets, 2, dtype=torch.float32, device=self._shards.device)
+        for unit in self._shards.gradients():
+            (grad,) = unit.grad
+            for part in unit.ranges:
+                # By blocks: a long sum in fp32 would lose digits.
+                blocks = grad[part.start : part.stop].view(-1, unit.row)
+                norms = torch.linalg.vector_norm(blocks, norm_type, dim=1, dtype=torch.float32)
+                norms = norms * (unit.mean or 1.0)
+                own = total[part.param_set]
+                if largest:
+                    # A maximum over ranks may drop a NaN, so a second number records it.
+                    found = [norms.nan_to_num(nan=0.0, posinf=math.inf), norms.isnan().float()]
+                    own.copy_(torch.maximum(own, torch.stack(found).amax(dim=1)))
+                else:
+                    own[0] += norms.pow(norm_type).sum()
+        if largest:
+            values = self._total(total.amax(0), "max")
+            return torch.where(values[1] > 0, math.nan, values[0])
+        counted = self._shards.counted("sets")
+        return self._total(_only(counted, total[:, 0]).sum(0, keepdim=True))[0].pow(1 / norm_type)
 
     def run(
         self, coefficient: Tensor | None, max_norm: float | None, watch: StepNorms | None = None
@@ -124,7 +158,8 @@ class StepDriver:
         self._shards.increment_step()
         if watch is not None:
             watch.ratio = self.ratio
-            watch.finish(self._total, self._shards.device)
+            counted = self._shards.counted("params")
+            watch.finish(lambda sums: self._total(_only(counted, sums)), self._shards.device)
             self._watch = None
 
     def _note_gradient(self, unit: UpdateUnit) -> None:
@@ -302,7 +337,8 @@ class StepDriver:
             out = self._norms.out(unit)
             if out is not None:
                 self._square(unit, UpdateRange(0, unit.numel, 0), out)
-        norms = self._total(self._norms.per_param())[0].sqrt()
+        sums = _only(self._shards.counted("params"), self._norms.per_param())
+        norms = self._total(sums)[0].sqrt()
         self._norms.broadcast(norms if coefficient is None else norms * coefficient)
 
     def _scale(self, call: _KernelArgs, unit: UpdateUnit, part: UpdateRange) -> Scale:
@@ -332,11 +368,16 @@ class StepDriver:
         )
         return out
 
-    def _total(self, sums: Tensor) -> Tensor:
-        """Return ``sums`` added up over the ranks."""
+    def _total(self, sums: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """Return ``sums`` added up over the ranks, or their maximum."""
         total = sums.contiguous().to(self._comm_device or sums.device)
-        self._comm.all_reduce(total.view(-1)).wait()
+        self._comm.all_reduce(total.view(-1), op).wait()
         return total.to(sums.device)
+
+
+def _only(counted: Tensor | None, sums: Tensor) -> Tensor:
+    """Return ``sums`` (..., n), zero in columns that are not ``counted`` (n,)."""
+    return sums if counted is None else torch.where(counted, sums, 0.0)
 
 
 def _sum_over(values: Tensor, places: tuple[int, ...] | None) -> Tensor:
@@ -544,7 +585,9 @@ class TensorReduction:
 
     def totals(self) -> Tensor | None:
         """Return the sums per parameter (num_sums, num_params)."""
-        return None if self._sums is None else self._sums.per_param()
+        if self._sums is None:
+            return None
+        return _only(self._shards.counted("params"), self._sums.per_param())
 
     def finish(self, totals: Tensor) -> Tensor | None:
         """Take the ratio of every parameter (num_params,), and give it to its blocks."""
@@ -568,7 +611,7 @@ class RowReduction:
     def __init__(self, rule: RowRule, shards: ShardProvider) -> None:
         self._rule = rule
         self._shards = shards
-        self._specs: dict[int, ParamSpec] = {}  # of the parameters that have rows
+        self._rows_of: dict[int, ParamRows] = {}  # of the parameters that have rows
         self._starts: dict[int, int] = {}  # param: its first row
         self._set_of: dict[int, int] = {}  # param: number of its param_set
         self._rows: dict[int, tuple[slice, Rows]] = {}  # number of a param_set: its rows
@@ -577,15 +620,16 @@ class RowReduction:
         for param_set in shards.param_sets:
             pairs = shards.params(param_set.number)
             specs = {param: spec for param, spec in pairs if spec.numel and len(spec.shape) > 1}
-            if not specs:
+            own = {param: shards.rows(param) for param in specs}
+            if not own:
                 continue
-            self._specs |= specs
-            self._set_of |= dict.fromkeys(specs, param_set.number)
-            start, counts = num_rows, [spec.shape[0] for spec in specs.values()]
-            for param, count in zip(specs, counts, strict=True):
+            self._rows_of |= own
+            self._set_of |= dict.fromkeys(own, param_set.number)
+            start, counts = num_rows, [rows.num_rows for rows in own.values()]
+            for param, count in zip(own, counts, strict=True):
                 self._starts[param] = num_rows
                 num_rows += count
-            numels = torch.tensor([float(spec.numel) for spec in specs.values()])
+            numels = torch.tensor([float(rows.numel) for rows in own.values()])
             owner = torch.repeat_interleave(torch.tensor(counts))
             rows = Rows(
                 counts,
@@ -595,6 +639,10 @@ class RowReduction:
             )
             self._rows[param_set.number] = (slice(start, num_rows), rows)
         self._totals = torch.zeros(rule.num_sums, num_rows, device=device)
+        self._counted = shards.counted("params")  # by row
+        if self._counted is not None:
+            numbers = [n for n, rows in self._rows_of.items() for _ in range(rows.num_rows)]
+            self._counted = self._counted[torch.tensor(numbers, dtype=torch.int64, device=device)]
 
     def begin(self) -> None:
         self._totals.zero_()
@@ -614,14 +662,15 @@ class RowReduction:
             return
         for f in unit.fragments:
             if f.param in self._starts:
-                spec, start = self._specs[f.param], self._starts[f.param]
-                sums = self._totals[:, start : start + spec.shape[0]]
+                rows, start = self._rows_of[f.param], self._starts[f.param]
+                start += rows.first
+                sums = self._totals[:, start : start + rows.num_own]
                 part = out[:, f.shard_start : f.shard_start + f.numel]
-                _add_rows(sums, part, f.param_start, _row_stride(spec))
+                _add_rows(sums, part, f.param_start, rows.stride)
 
     def totals(self) -> Tensor | None:
         """Return the sums per row (num_sums, rows)."""
-        return self._totals if self._totals.numel() else None
+        return _only(self._counted, self._totals) if self._totals.numel() else None
 
     def finish(self, totals: Tensor) -> Tensor | None:
         """Take the factors of every row."""
@@ -642,19 +691,14 @@ class RowReduction:
             row.fill_(value)  # a tensor of the values would be a copy that the host waits for
         for f in unit.fragments:
             if f.param in self._starts:
-                spec, number = self._specs[f.param], self._set_of[f.param]
+                rows, number = self._rows_of[f.param], self._set_of[f.param]
                 stop = f.param_start + f.numel
                 index = torch.arange(f.param_start, stop, device=broadcast.device)
-                index = index // _row_stride(spec) % spec.shape[0]
+                index = index // rows.stride % rows.num_own + rows.first
                 index += self._starts[f.param] - self._rows[number][0].start
                 own = broadcast[:, f.shard_start : f.shard_start + f.numel]
                 own.copy_(self._factors[number][:, index])
         return broadcast
-
-
-def _row_stride(spec: ParamSpec) -> int:
-    """Return how many elements of one row are adjacent in the parameter's storage."""
-    return spec.numel if spec.shape[0] == 1 else spec.stride[0]
 
 
 def _add_rows(sums: Tensor, part: Tensor, start: int, stride: int) -> None:

@@ -285,7 +285,7 @@ def prepared(opt: OptimizerState, state_dict: Mapping[str, Any]) -> Callable[[],
     saved = saved_groups(state_dict)
     merged = merged_groups(groups, saved, rule)
     check_names(saved)
-    _check_order(groups, saved)
+    check_order(groups, saved)
     entries = saved_entries(state_dict, saved, [s.name for s in layout.specs])
     counts = {}
     for param, spec in enumerate(layout.specs):
@@ -293,8 +293,7 @@ def prepared(opt: OptimizerState, state_dict: Mapping[str, Any]) -> Callable[[],
         if entry and "step" not in entry and "step" in own and rule.counts_steps:
             entry["step"] = own["step"]  # apex counts there
         names = rule.state_names(merged[spec.group])
-        _check_entry(spec, entry, rule, names)
-        counts[param] = _step_in(entry, rule, names, spec.name)
+        counts[param] = checked_step(spec, entry, rule, names)
     for state in opt.flats:
         _check_parts(state, entries)
     _warn_of_masters(opt, entries)
@@ -346,7 +345,7 @@ def _warn_of_masters(opt: OptimizerState, entries: Mapping[int, Mapping[str, Any
             return
 
 
-def _check_order(groups: Groups, saved: Sequence[Mapping[str, Any]]) -> None:
+def check_order(groups: Groups, saved: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError if numbered states are of the same parameter names in another order."""
     now, then = ([n for group in g for n in group.get("param_names", ())] for g in (groups, saved))
     numbers = [number for group in saved for number in group["params"]]
@@ -401,10 +400,13 @@ def _check_parts(state: FlatState, entries: Mapping[int, Mapping[str, Any]]) -> 
                 )
 
 
-def _check_entry(
+def checked_step(
     spec: ParamSpec, entry: Mapping[str, Any], rule: UpdateRule, names: Sequence[str]
-) -> None:
-    """Raise unless a parameter's saved state is complete, of its shape, and of this rule."""
+) -> int:
+    """Return the update count of a parameter's saved state.
+
+    Raises unless the state is complete, of its shape, and of this rule.
+    """
     check_known(rule, spec.name, entry, {*names, *_AUXILIARY})
     for name, value in entry.items():
         if name != "step" and value is not None:
@@ -427,6 +429,7 @@ def _check_entry(
                 f"State {name} of {spec.name} has had updates, and its step in the loaded state "
                 "dict is 0. Correct the step, or remove the states of the parameter."
             )
+    return num_steps
 
 
 def set_groups(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -111,8 +111,25 @@ class BlockMap(NamedTuple):
     num_params: int
 
 
+class ParamRows(NamedTuple):
+    """The rows of a parameter, along dimension 0, and those of which this rank has elements."""
+
+    num_rows: int
+    numel: int  # of the whole parameter
+    first: int  # this rank's first row
+    num_own: int  # this rank's rows
+    stride: int
+    """Elements of one row that are adjacent on this rank, in the order of ``param_start``."""
+
+    @classmethod
+    def whole(cls, spec: ParamSpec) -> ParamRows:
+        """Return the rows where fragments count elements of the whole parameter."""
+        stride = spec.numel if spec.shape[0] == 1 else spec.stride[0]
+        return cls(spec.shape[0], spec.numel, 0, spec.shape[0], stride)
+
+
 class ShardProvider(Protocol):
-    """This rank's part of the trained parameters, in our flat buffers or in DeepSpeed's."""
+    """This rank's part of the trained parameters: in our flat buffers, DeepSpeed's, or DTensors."""
 
     @property
     def device(self) -> torch.device:
@@ -148,3 +165,25 @@ class ShardProvider(Protocol):
 
     def params(self, param_set: int) -> Sequence[tuple[int, ParamSpec]]:
         """Return (number, spec) of the parameters of a param_set, as fragments number them."""
+
+    def rows(self, param: int) -> ParamRows:
+        """Return the rows of a parameter that has elements and a dimension."""
+
+    def counted(self, columns: Literal["sets", "params"]) -> Tensor | None:
+        """Return whether sums over ranks count this rank's part, by param_set or param; (n,) bool.
+
+        They do not where another rank has a copy of it that they count. None: they count all.
+        """
+
+
+_SMALL_NUMEL, _MANY_SETS = 64 << 10, 8
+"""Param_sets of at most so many elements share kernel calls, if there are so many of them."""
+
+
+def small_sets(numels: Sequence[int]) -> set[int]:
+    """Return the numbers of the param_sets that share kernel calls.
+
+    ``numels`` are over all ranks, so that every cut of the shards computes alike.
+    """
+    small = {number for number, numel in enumerate(numels) if numel <= _SMALL_NUMEL}
+    return small if len(small) >= _MANY_SETS else set()

@@ -502,6 +502,14 @@ def memory_of(grads: Iterable[Tensor | None]) -> list[Tensor]:
     return memory
 
 
+class HasGrad(Protocol):
+    """A parameter, or this rank's shard of one."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient."""
+
+
 class GradSnapshot:
     """Which tensors the gradients of some parameters are, and their contents.
 
@@ -519,7 +527,7 @@ class GradSnapshot:
 
     def __init__(
         self,
-        params: Sequence[Tensor],
+        params: Sequence[HasGrad],
         memory: Sequence[Tensor] = (),
         grads: Sequence[Tensor | None] | None = None,
     ) -> None:

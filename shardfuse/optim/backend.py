@@ -1,4 +1,4 @@
-"""Optimizers over parameters with an external layout: DeepSpeed shards them, say."""
+"""Optimizers over parameters with an external layout: DeepSpeed or torch shards them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from torch import Tensor
 
@@ -19,17 +19,11 @@ _R = TypeVar("_R")
 _Method = Callable[Concatenate[Any, _P], _R]
 
 
-class ExternalBackend(Protocol):
-    """Parameters, states and steps of an optimizer that has no flat buffers of its own."""
+class ExternalLayout(Protocol):
+    """Parameters and states of an optimizer whose parameters are in no flat buffers of its own."""
 
     state: Any
     """The value of ``optimizer.state``."""
-
-    ratio: Tensor | None
-    """Trust ratios (num_params,) of the last step."""
-
-    def step(self) -> None:
-        """Update the tensors in the optimizer's groups."""
 
     def collect(self) -> dict[str, Any]:
         """Return the result of state_dict()."""
@@ -37,8 +31,18 @@ class ExternalBackend(Protocol):
     def prepared(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
         """Check the argument of load_state_dict(); return the function that loads it."""
 
-    def refuse(self, what: str) -> NoReturn:
-        """Raise RuntimeError: the method ``what`` is not available."""
+    def check_available(self, what: str) -> None:
+        """Raise RuntimeError, with the remedy, if the method ``what`` is not available."""
+
+
+class ExternalBackend(ExternalLayout, Protocol):
+    """An ExternalLayout whose owner makes the steps, too."""
+
+    ratio: Tensor | None
+    """Trust ratios (num_params,) of the last step."""
+
+    def step(self) -> None:
+        """Update the tensors in the optimizer's groups."""
 
 
 def own_layout(
@@ -51,7 +55,7 @@ def own_layout(
         in_join: whether it may be called inside torch's Join.
 
     Raises:
-        RuntimeError: (the method) an external backend has attached itself, or Join is entered.
+        RuntimeError: (the method) it is not available under an external layout, or Join is entered.
     """
 
     def decorate(method: _Method[_P, _R]) -> _Method[_P, _R]:
@@ -104,4 +108,4 @@ def attach_backend(optimizer: Any, backend: ExternalBackend) -> None:
     optimizer.layout = replace(optimizer.layout, flats=())
     for group in optimizer.param_groups:
         group.pop("param_names", None)  # names of parameters that a flat partition will replace
-    optimizer._external = backend
+    optimizer._external = optimizer._stepped_by = backend

@@ -24,7 +24,13 @@ from torch.profiler import record_function
 from shardfuse.agreement import agree, on_rank
 from shardfuse.buffers import CombinedBuffers
 from shardfuse.codecs import GradCodecChoice, ParamCodecChoice
-from shardfuse.comm import Communicator, communicator_for, communicator_over, device_for
+from shardfuse.comm import (
+    Communicator,
+    communicator_for,
+    communicator_of,
+    communicator_over,
+    device_for,
+)
 from shardfuse.comm.native import overlaps_in_order
 from shardfuse.comm.session import Counter
 from shardfuse.comm.transport import AsyncModel, bucket_nbytes, overlapped
@@ -42,12 +48,12 @@ from shardfuse.engine.ddp import (
     Owners,
     unwrapped,
 )
+from shardfuse.engine.dtensors import DTensorGrads, DTensorShards
 from shardfuse.engine.gather import ParamGatherer
 from shardfuse.engine.kernels import Kernels
 from shardfuse.engine.params import (
     FlatState,
     OwnShards,
-    check_params,
     move_through_host,
     params_of_all,
     rebind,
@@ -64,6 +70,7 @@ from shardfuse.grads.source import (
     clear_grads,
 )
 from shardfuse.layout import FlatLayout
+from shardfuse.optim import dtensors
 from shardfuse.optim.backend import is_external_layout, own_layout
 from shardfuse.optim.compat import MemorySummary, TorchCompat, TorchOptions, checked
 from shardfuse.optim.stateful import warn_of_saves_on_one_rank
@@ -123,6 +130,9 @@ class ShardedOptimizer(TorchCompat):
             self._rule = make_rule()
             super().__init__(setup.as_list(params), checked(torch_options, type(self), defaults))
             self._device = setup.common_device(self.param_groups)
+            if dtensors.are_sharded_by_torch(setup.named(self.param_groups)):
+                self._config = dtensors.config_for(self._config)
+                self._mesh = dtensors.main_mesh(setup.named(self.param_groups))
         except Exception as failure:
             error = failure
         try:
@@ -163,7 +173,7 @@ class ShardedOptimizer(TorchCompat):
         self._params: list[Tensor] = []
         self._flats: list[FlatState] = []
         self._active: list[FlatState] = []  # flats that train
-        if error is None and not alone and not is_external_layout():
+        if error is None and not alone and not is_external_layout() and self._mesh is None:
             try:
                 self._find_owners()
             except Exception as failure:
@@ -190,7 +200,9 @@ class ShardedOptimizer(TorchCompat):
         self._on_rank = on_rank(self.communicator)
         self._error_prefix = f"{self._on_rank}{type(self).__name__}: "
         self._clip_coefficient: Tensor | None = None
-        self._consistency = ConsistencyCheck(self.communicator, self._are_reduced)
+        # Gradients of DTensors are sharded: they differ between ranks.
+        compares_grads = self._are_reduced and self._mesh is None
+        self._consistency = ConsistencyCheck(self.communicator, compares_grads)
         self._has_model = model is not None
         self._had_modules = self._had_modules or self._has_model
         self._module_buffers: ModuleBuffers | None = None
@@ -212,6 +224,8 @@ class ShardedOptimizer(TorchCompat):
     def _communicator(self) -> Communicator:
         """Return the communicator of the configuration."""
         group, how = self._config.process_group, self._config.collectives
+        if self._mesh is not None:
+            return communicator_of(self._mesh, self._device, how)
         if self._config.mesh is None:
             return communicator_for(group, self._device, how)
         return communicator_over(self._config.mesh, group, self._device, how)
@@ -222,6 +236,8 @@ class ShardedOptimizer(TorchCompat):
 
     def _make_grads(self) -> GradSource:
         """Return where gradients come from."""
+        if self._mesh is not None:
+            return DTensorGrads()
         if self._are_reduced:
             return ExternalGrads()
         wire = GradCodecChoice(self._config.grad_sync_dtype)
@@ -256,6 +272,7 @@ class ShardedOptimizer(TorchCompat):
 
     # Wrappers of the model
 
+    _mesh: Any = None  # where torch has sharded the parameters: that of all ranks
     _had_modules = False  # whether any module held the parameters, as far as was looked
     _sees_gradients = False
     """Whether wrappers of the model were looked for since autograd has made gradients."""
@@ -437,12 +454,17 @@ class ShardedOptimizer(TorchCompat):
         try:
             if error is None:
                 added = setup.read(self.param_groups, first_group, self._rule)
-                layout = layout.extended([spec for _, spec in added])
-                entries = setup.describe(
+                specs = [spec for _, spec in added]
+                if self._mesh is None:
+                    layout = layout.extended(specs)
+                else:
+                    entries += self._check_dtensors(added)
+                    layout = replace(layout, specs=(*layout.specs, *specs))
+                entries += setup.describe(
                     self.param_groups, first_group, self._rule, self._config, added
                 )
                 entries += lines
-                if first_group > 0 and self._are_reduced:
+                if first_group > 0 and self._are_reduced and self._mesh is None:
                     self._find_owners()
                 setup.warn(rank, self._rule, self.param_groups, first_group, layout.specs)
         except Exception as failure:
@@ -453,6 +475,9 @@ class ShardedOptimizer(TorchCompat):
         first_param = len(self._params)
         self._params += [param for param, _ in added]
         if is_external_layout():
+            return
+        if self._mesh is not None:
+            self._adopt_dtensors(added)
             return
         allocate = functools.partial(self._buffers.add, layout.flats[num_old:], self._device)
         try:
@@ -486,6 +511,42 @@ class ShardedOptimizer(TorchCompat):
             )
         self._activate([state for state in self._flats[num_old:] if not state.flat.frozen])
 
+    def _check_dtensors(self, added: Sequence[tuple[Tensor, Any]]) -> list[str]:
+        """Check parameters that torch has sharded; return lines that ranks must share."""
+        named = [(spec.name, param) for param, spec in added]
+        of_all = setup.named(self.param_groups)
+        if not dtensors.are_sharded_by_torch(of_all) or dtensors.main_mesh(of_all) != self._mesh:
+            raise ValueError(
+                f"The optimizer was built for the ranks of {self._mesh}, and a parameter of the "
+                "new group is on other ranks. Give it an optimizer of its own."
+            )
+        return dtensors.describe(named)
+
+    def _adopt_dtensors(self, added: Sequence[tuple[Tensor, Any]]) -> None:
+        """Make states for parameters that torch has sharded, and lies out by itself."""
+        if self._external is None:
+            assert self._mesh is not None
+            assert isinstance(self._grads, DTensorGrads)
+            self._shards = DTensorShards(
+                self._rule,
+                self.param_groups,
+                self._grads,
+                first_rank=int(self._mesh.mesh.flatten()[0]),
+                device=self._device,
+            )
+            self._external = dtensors.DTensorLayout(self._shards, self._optimizer_state)
+        assert isinstance(self._shards, DTensorShards)
+        self._shards.add(added)
+        dtensors.check_copies(self._shards, self._mesh, self.communicator)
+        self._drive()
+
+    def _drive(self) -> None:
+        """Build the driver over all shards."""
+        self._driver = StepDriver(
+            self._rule, self._shards, comm=self.communicator, kernels=self._kernels
+        )
+        self._kernels.choose(self._shards.local_numel)
+
     def _checksums(self, first: int) -> list[int]:
         """Return a checksum of each flat's parameters from ``first`` on, on rank 1 alone."""
         if self.communicator.world.rank != 1 or self._has_model:
@@ -498,9 +559,6 @@ class ShardedOptimizer(TorchCompat):
             for index in state.groups:
                 state.allocate(self._rule.initial_states(self.param_groups[index]), index)
         self._attach(states)  # last: until then they are unfrozen once more
-        # Without padding, which under LAMB may be most of a flat.
-        numels = [slot.numel for state in self._active for slot in state.flat.slots]
-        self._kernels.choose(sum(numels) // self.layout.world_size)
 
     def _attach(self, states: Sequence[FlatState]) -> None:
         """Attach the gradients of these flats, and rebuild the driver over all."""
@@ -515,9 +573,7 @@ class ShardedOptimizer(TorchCompat):
             gather=self._gather,
             row=self.layout.align,
         )
-        self._driver = StepDriver(
-            self._rule, self._shards, comm=self.communicator, kernels=self._kernels
-        )
+        self._drive()
 
     @own_layout()
     def rebind(self) -> None:
@@ -533,11 +589,11 @@ class ShardedOptimizer(TorchCompat):
     @own_layout()
     def memory_summary(self) -> MemorySummary:
         """Return the bytes held on this rank for parameters, gradients and states."""
-        state_nbytes = sum(state.state_nbytes for state in self._flats)
+        state_nbytes = self._shards.state_nbytes
         return MemorySummary(
             world_size=self.communicator.world_size,
             num_buckets=len(self.layout.buckets),
-            param_nbytes=sum(state.param_nbytes for state in self._flats),
+            param_nbytes=self._shards.param_nbytes,
             grad_nbytes=self._grads.nbytes,
             state_nbytes=state_nbytes,
             unsharded_state_nbytes=state_nbytes * self.communicator.world_size,
@@ -558,7 +614,7 @@ class ShardedOptimizer(TorchCompat):
 
         Reading a parameter waits for it, unless Python cannot see it (``overlap_param_sync``).
         """
-        if self._external is None:
+        if self._stepped_by is None:
             self._gather.wait_deferred()
 
     # Gradients
@@ -567,7 +623,7 @@ class ShardedOptimizer(TorchCompat):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, to None or to zero."""
         self._clip_coefficient = None
-        if self._external is not None:
+        if self._stepped_by is not None:
             super().zero_grad(set_to_none)
             return
         self._grads.zero(set_to_none, absent=self._zero_is_absent)
@@ -581,8 +637,10 @@ class ShardedOptimizer(TorchCompat):
     def no_sync(self) -> Iterator[None]:
         """Accumulate without communication, as under DistributedDataParallel.
 
-        Use it for all backwards of a step except the last. Where buckets are sent during backward
-        (``overlap_grad_sync``), a gradient that changes after that is sent again.
+        Use it for all backwards of a step except the last. Under FSDP2, which sends gradients by
+        itself, it has no effect: call ``model.set_requires_gradient_sync(False)``. Where buckets
+        are sent during backward (``overlap_grad_sync``), a gradient that changes after that is sent
+        again.
         """
         with self._grads.control.paused():
             yield
@@ -666,8 +724,8 @@ class ShardedOptimizer(TorchCompat):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._external is not None:
-            self._external.step()
+        if self._stepped_by is not None:
+            self._stepped_by.step()
             return loss
         self._before_step()
         scaler = "without" if self.__dict__.get("found_inf") is None else "under"
@@ -750,6 +808,8 @@ class ShardedOptimizer(TorchCompat):
         if every and num_calls % every == 0:
             self.consolidate_state_dict(to=0)
         alone = self.communicator.world_size == 1 or self.communicator.world.rank != 0
+        if self._external is not None:  # state_dict() needs no other rank
+            return
         # DeepSpeed's engine replaces state_dict() on the instance.
         arranged = self._can_be_saved or every is not None or "state_dict" in self.__dict__
         if not (alone or arranged):
@@ -766,7 +826,7 @@ class ShardedOptimizer(TorchCompat):
         self._shards.groups = self.param_groups  # which may have been set to another list
         grads = None if "found_inf" in self.__dict__ else self._shards.named_grads
         averaged = "elsewhere" if self._are_reduced else "here"
-        lines = (*lines, f"gradients are averaged {averaged}")
+        lines = (*lines, f"gradients are averaged {averaged}", *self._shards.entries())
         self._consistency.declare(lines, self.param_groups, self._active, unfrozen, grads)
         if unfrozen:
             if self._are_reduced:  # by a wrapper that may not know of these
@@ -783,19 +843,18 @@ class ShardedOptimizer(TorchCompat):
     def _check(self) -> list[FlatState]:
         """Check parameters and hyper-parameters; return flats that begin to train. Local."""
         self._gather.wait_all()
-        check_params(self.param_groups, self._params, self._flats, self._error_prefix)
+        self._shards.check(self.param_groups, self._params, self._error_prefix)
         hyper_params = self._consistency.hyper_params
         for index in hyper_params.changed(self.param_groups):
             group = self.param_groups[index]
             if not hyper_params.is_counted(index, group):  # a check reads lr, also on a device
                 check_group(self._rule, group, f"{self._on_rank}param_groups[{index}]")
-            for state in [state for state in self._active if index in state.groups]:
-                is_new = state.allocate(self._rule.initial_states(group), index)
-                if is_new and not self._rule.counts_steps:
-                    # Momentum was set above 0 later: its first update comes now.
-                    members = zip(state.flat.slots, state.specs, strict=True)
-                    state.set_steps({slot.param: 0 for slot, s in members if s.group == index})
+            self._shards.allocate(index)
             hyper_params.accept(index, group)  # last: what fails here is done in the next step
+        if isinstance(self._shards, DTensorShards):
+            if self._shards.activate():
+                self._drive()
+            return []
         if len(self._active) == len(self._flats):
             return []
         return [s for s in self._flats if s not in self._active and s.is_trained]

@@ -8,7 +8,6 @@ graph capture, and torch's Join for uneven inputs.
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 import weakref
 from collections.abc import Iterable, Mapping
@@ -21,7 +20,6 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from shardfuse.engine.step import StepDriver, StepNorms
-from shardfuse.layout import BLOCK
 from shardfuse.optim.backend import own_layout
 from shardfuse.optim.stateful import StatefulOptimizer
 from shardfuse.rules.base import number
@@ -69,7 +67,7 @@ class _HandlesUnscaling:
         mean over ranks: it may be unscaled and clipped, as under any optimizer. It is right
         elsewhere, because ``p.grad`` of one rank must not be clipped.
         """
-        if optimizer is not None and optimizer._external is not None:
+        if optimizer is not None and optimizer._stepped_by is not None:
             return False  # the external backend undoes loss scales
         if optimizer is None or not optimizer._are_reduced:
             return True
@@ -217,24 +215,7 @@ class TorchCompat(StatefulOptimizer, Joinable):
         self._refuse_in_join("The norm of the mean gradient")
         self._begin(f"norm_type = {norm_type}")
         self._refuse_changed("another norm of them")
-        self._grads.keep_reduced()
-        largest = norm_type == math.inf
-        total = torch.zeros(2, dtype=torch.float32, device=self._device)
-        for bucket, (shard,) in self._grads.reduced():
-            # By blocks: a long sum in fp32 would lose digits.
-            blocks = shard.view(-1, BLOCK)
-            norms = torch.linalg.vector_norm(blocks, norm_type, dim=1, dtype=torch.float32)
-            norms = norms * (self._grads.mean_factor(bucket.flat) or 1.0)
-            if largest:
-                # A maximum over ranks may drop a NaN, so a second number records it.
-                found = [norms.nan_to_num(nan=0.0, posinf=math.inf), norms.isnan().float()]
-                total = torch.maximum(total, torch.stack(found).amax(dim=1))
-            else:
-                total[0] += norms.pow(norm_type).sum()
-        self.communicator.all_reduce(total, "max" if largest else "sum").wait()
-        root = total[0] if largest else total[0].pow(1 / norm_type)
-        norm = torch.where(total[1] > 0, torch.full_like(root, math.nan), root)
-        return self._clipped(norm)
+        return self._clipped(self._driver.p_norm(norm_type))
 
     def _clipped(self, norm: Tensor) -> Tensor:
         """Return the norm () that a gradient of ``norm`` has after the clips made so far."""

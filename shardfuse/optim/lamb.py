@@ -124,7 +124,7 @@ class ShardedLamb(ShardedOptimizer):
         The ratio is 1 if the variant takes none, and for a parameter that was not updated. Every
         rank has all ratios, so this needs no communication. Reading them waits for the device.
         """
-        ratio = (self._external or self._driver).ratio
+        ratio = (self._stepped_by or self._driver).ratio
         if ratio is None:
             return {}
         names = (spec.name for spec in self.layout.specs)

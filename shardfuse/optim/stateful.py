@@ -17,13 +17,14 @@ from shardfuse.comm.session import Counter, PeerError
 from shardfuse.config import ShardConfig
 from shardfuse.engine import sharded_state, torch_state
 from shardfuse.engine.consistency import ConsistencyCheck
-from shardfuse.engine.params import FlatState, rebind
+from shardfuse.engine.dtensors import DTensorShards
+from shardfuse.engine.params import FlatState, OwnShards, rebind
 from shardfuse.engine.sharded_state import LocalCheckpointState
 from shardfuse.engine.torch_state import StateView
 from shardfuse.fragments import FragmentTensor, is_stateful_of_torch, torch_request
 from shardfuse.grads.source import GradSource
 from shardfuse.layout import FlatLayout
-from shardfuse.optim.backend import ExternalBackend, own_layout
+from shardfuse.optim.backend import ExternalBackend, ExternalLayout, own_layout
 from shardfuse.rules import UpdateRule
 from shardfuse.runtime import untraced
 
@@ -72,8 +73,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
     _device: torch.device
     _flats: list[FlatState]
     _grads: GradSource
+    _shards: OwnShards | DTensorShards
     _consistency: ConsistencyCheck
-    _external: ExternalBackend | None = None
+    _external: ExternalLayout | None = None  # other code has laid out parameters and states
+    _stepped_by: ExternalBackend | None = None  # that code makes the steps, too
     _consolidated: dict[int, dict[str, Any]] | None  # the full state, until the next step
     _is_fresh: bool  # no step and no load so far; equal on all ranks
     _join_config: Any = None  # set by torch.distributed.algorithms.Join, never reset
@@ -231,7 +234,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         error: Exception | None = None
         with self.communicator.session.region("load_state_dict()"):
             try:
-                if self._external is None:
+                if self._stepped_by is None:
                     self._refuse_in_join("load_state_dict()")
                     self._grads.flush()
                 load = self._prepared(self._hooked(state_dict))
@@ -275,9 +278,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def _prepared(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
         """Check a state dict; return the function that loads it, and raises no error."""
+        if self._stepped_by is not None:
+            return self._stepped_by.prepared(state_dict)
         if self._external is not None:
-            return self._external.prepared(state_dict)
-        load_states = torch_state.prepared(self._optimizer_state(), state_dict)
+            load_states = self._external.prepared(state_dict)
+        else:
+            load_states = torch_state.prepared(self._optimizer_state(), state_dict)
         self._warn_of_gaps(state_dict)
         is_fresh = not state_dict["state"]
 
@@ -290,7 +296,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self._consolidated = None
             self._is_fresh = is_fresh
             self._num_calls.reset()
-            self._consistency.loaded(max((state.most_steps for state in self._flats), default=0))
+            self._consistency.loaded(self._most_steps())
 
         return load
 
@@ -367,12 +373,16 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._consolidated = None
         self._is_fresh = False
         self._num_calls.reset()
-        self._consistency.loaded(max((state.most_steps for state in self._flats), default=0))
+        self._consistency.loaded(self._most_steps())
+
+    def _most_steps(self) -> int:
+        """Return the update count of the parameter that has had most. Local."""
+        return self._shards.most_steps
 
     def _refuse_if_external(self, what: str) -> None:
-        """Raise RuntimeError under an external layout, where ``what`` is not available."""
+        """Raise RuntimeError if ``what`` is not available under the external layout, if any."""
         if self._external is not None:
-            self._external.refuse(what)
+            self._external.check_available(what)
 
     def _refuse_in_join(self, what: str) -> None:
         """Raise RuntimeError inside a Join: joined ranks do not launch this collective."""
