@@ -230,7 +230,7 @@ class KeySummary:
 
 
 @dataclass
-class Contents:
+class CheckpointSummary:
     """Summary of a checkpoint."""
 
     folder: str
@@ -263,7 +263,7 @@ class Contents:
         return "\n".join(lines)
 
 
-def inspect(folder: Path) -> Contents:
+def inspect(folder: Path) -> CheckpointSummary:
     """Summarize a checkpoint, largest key first; reads no tensor data.
 
     Raises:
@@ -277,7 +277,7 @@ def inspect(folder: Path) -> Contents:
         files |= {MANIFEST, *(file.name for file in manifest.files)}
         nbytes = sum(source.folder.size(n) for n in files if source.folder.has_file(n))
     summary = _summarize(indices)
-    return Contents(str(folder), manifest.world_size, manifest.info, nbytes, summary)
+    return CheckpointSummary(str(folder), manifest.world_size, manifest.info, nbytes, summary)
 
 
 def _summarize(indices: Iterable[ShardIndex]) -> list[KeySummary]:
