@@ -657,6 +657,9 @@ _IDLE_S = 5.0
 _PERIOD_S = 1.0
 """Between two polls where waits do not block the host."""
 
+_MAX_PROBES = 10
+"""Of connections, once the store is gone."""
+
 _REMEDY = (
     " Every rank has to make the same calls in the same order, and as many backward() before each."
 )
@@ -707,6 +710,8 @@ class Watchdog:
         self._progress = 0, 0.0  # the number last seen, and since when
         self._before = 0
         self._has_logged_error = False
+        self._num_probes = 0
+        self._lost_with_store: Sequence[int] | None = None  # ranks
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -745,7 +750,8 @@ class Watchdog:
         """
         code = self._mismatch_code
         remedy = _REMEDY if code is not None and code in str(error) else ""
-        suspects = self._find_lost()
+        # Later, peers that have raised have closed their connections, too.
+        suspects = self._lost_with_store or self._find_lost()
         return self._state.attribute_error(error, suspects=suspects, failed=failed, remedy=remedy)
 
     def compare(self, result: torch.Tensor, before: int) -> None:
@@ -806,6 +812,8 @@ class Watchdog:
             # Where waits do not block the host, it is not known whether this rank still waits.
             self._state.poll_peers(lambda: self._host_waits and self._since == since)
             self._read_result()
+            if self._state.has_lost_store:
+                self._find_who_held_store()
         except PeerError as error:
             if not self._host_waits:
                 logger.error("%s", error)
@@ -815,6 +823,14 @@ class Watchdog:
                 self._thread = None
             return True
         return False
+
+    def _find_who_held_store(self) -> None:
+        """Raise PeerError if a rank has ended, and with it the store: no peer can report it."""
+        self._num_probes += 1
+        if self._num_probes <= _MAX_PROBES:
+            self._lost_with_store = self._find_lost()
+        if self._lost_with_store:
+            raise self.attribute_error(RuntimeError("the process group's store is gone"))
 
     def _read_result(self) -> None:
         """Raise PeerError if the device has found a difference; log if it waits for a late rank."""

@@ -10,6 +10,9 @@ absent. The first rank that knows writes the text that all ranks raise: it names
 gloo tells a rank which of its connections have failed, so these ranks have a fraction of a second
 to answer. Otherwise all ranks have the time in which each polls the store once, and only the rank
 that called first reads all answers.
+
+The rank that ends may have held the store (not under torchrun). Then a rank that finds the store
+gone looks at once which of its connections have failed, before its peers raise and close theirs.
 """
 
 from __future__ import annotations

@@ -313,6 +313,7 @@ class GroupState:
     rank: int
     world_size: int
     is_store_gone: bool = False
+    has_lost_store: bool = False  # found by polls
     generation: int = 0  # how often the ranks have met again after an error
     _num_sessions: int = 0
     _numbered: Any = field(default_factory=weakref.WeakKeyDictionary)  # each: in which region
@@ -536,12 +537,13 @@ class GroupState:
         is_waiting = still_waits()
         is_fresh = self._schedule.is_fresh(self._position(), is_waiting=is_waiting)
         found = None
-        # Where the store is gone, the wait itself fails by its transport.
-        with suppress(RuntimeError):
+        try:
             if self._schedule.failures.acquire() or is_fresh:
                 found = self._find_failure()
             if found is None and (self._schedule.mismatches.acquire() or is_fresh):
                 found = self._find_mismatch(still_waits, is_fresh=is_fresh)
+        except RuntimeError:
+            self.has_lost_store = True
         if found is not None:
             self.raise_peer_error(found)
         if is_waiting and not self.current.is_over:
@@ -615,11 +617,12 @@ class GroupState:
             text = f"{name_ranks(absent)} {verdict or said}"
             self._report(text)
         if text is None:
-            failed = f"the connection to {name_ranks(suspects)}" if suspects else failed
+            if suspects is not None and len(suspects) == 1:
+                failed = f"the connection to {name_ranks(suspects)}"
             text = f"{failed} failed: {error}{remedy}"
             self.report_failure(f"failed in {self.current.name}: {text}")
         self.current.is_failed = True
-        self._closed = text
+        self._closed = self._error = text
         return PeerError(f"[rank {self.rank}] {self.current.name}: {text}")
 
     def _find_cause_or_absent(
@@ -636,7 +639,7 @@ class GroupState:
                     ranks = self._roll_call.find_absent(ranks, self.generation)
             except RuntimeError:  # the store is gone
                 # A peer would take this rank, which ends next, for the one that ended first.
-                time.sleep(patience_s)
+                time.sleep(RESOLVE_S)
                 return None, ranks if len(ranks) == 1 else ()
             if cause is not None or ranks:
                 return cause, ranks

@@ -49,8 +49,8 @@ def killed_in_all_gather(job: Job) -> None:
 
 
 def killed_in_agreement(job: Job) -> None:
-    """One rank is killed when hosts agree on the buckets that were sent during backward."""
-    job.optimizer = job.build(sharding={**job.sharding, "overlap_grad_sync": True})
+    """One rank is killed when hosts agree on what was sent during backward."""
+    job.optimizer = job.build(sharding={**job.sharding, "stage": 2})
     job.steps(2)
     _die_in(job, HostAllReduceMax, "launch")
     job.steps()
