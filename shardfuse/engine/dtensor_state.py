@@ -100,10 +100,28 @@ def _dtensor_like(param: Any, local: Tensor) -> Tensor:
 
 
 def collect(states: DTensorStates, shards: DTensorShards, opt: OptimizerState) -> dict[str, Any]:
-    """Return torch's state dict. Its tensors alias the states, as torch's do. Local."""
-    entries = {s.number: dict(states.of(s)) for s in shards.shards if shards.is_trained(s.number)}
+    """Return torch's state dict. Large tensors alias the states, as torch's do. Local.
+
+    Small ones are copies: several lie in one buffer, and torch.distributed.checkpoint.async_save()
+    takes a DTensor whose memory begins inside of a buffer for a plain tensor.
+    """
+    trained = [shard for shard in shards.shards if shards.is_trained(shard.number)]
+    entries = {shard.number: dict(states.of(shard)) for shard in trained}
+    for shard in trained:
+        for name, local in shards.state_of(shard.number).items():
+            if local.nbytes != local.untyped_storage().nbytes():
+                entries[shard.number][name] = _dtensor_like(shard.param, local.clone())
     groups = torch_state.counted_groups(opt.groups, opt.rule)
-    return {"state": entries, "param_groups": groups}
+    # set_optimizer_state_dict() of whole states needs every key that torch's own class has.
+    keys = _torch_defaults(type(opt.rule).__name__.removesuffix("Rule"))
+    return {"state": entries, "param_groups": [{**keys, **group} for group in groups]}
+
+
+@functools.cache
+def _torch_defaults(name: str) -> dict[str, Any]:
+    """Return the keys of a group of torch's optimizer of this name; none if there is none."""
+    cls = getattr(torch.optim, name, None)
+    return {} if cls is None else dict(cls([torch.zeros(1)]).defaults)
 
 
 def prepared(

@@ -14,6 +14,7 @@ first ranks. All sums of a step go through one all-reduce over the largest mesh.
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ STAGED_NUMEL = {"cpu": 16 << 10}
 
 [Note: staged shards] TODO
 """
+
+_NUM_SAMPLES = 64
 
 _PIECE_NUMEL = 4 << 20
 """Larger local shards are updated piece by piece: temporaries are as large as a piece."""
@@ -215,6 +218,22 @@ class LocalShard:
         return tensor.as_strided((self.numel,), (1,), tensor.storage_offset())
 
 
+def fingerprint_of_copies(shards: Sequence[LocalShard], main: Any) -> tuple[int, int]:
+    """Return 24 bits of this rank's place in sub-meshes of ``main``, and 24 of its shards there.
+
+    Ranks of one place have copies of the same shards, so that the second number is equal, too. It
+    is of a sample of the values. (0, 0): all parameters are on ``main`` itself.
+    """
+    place, values = b"", b""
+    for shard in shards:
+        if shard.mesh != main:
+            place += repr(shard.mesh.get_coordinate()).encode()
+            flat = shard.flat(shard.tensor)
+            sample = flat[:: max(1, shard.numel // _NUM_SAMPLES)].float().tolist()
+            values += repr(sample).encode()
+    return (zlib.crc32(place) & 0xFFFFFF, zlib.crc32(values) & 0xFFFFFF) if place else (0, 0)
+
+
 # Gradients
 
 
@@ -274,7 +293,7 @@ class DTensorGrads(ExternalGrads):
 # States and units
 
 
-class _Unit(NamedTuple):
+class _UnitPlan(NamedTuple):
     """Elements that are updated together."""
 
     number: int
@@ -288,23 +307,26 @@ class _Unit(NamedTuple):
 
 @dataclass
 class _Flat:
-    """States on this rank, of parameters of one dtype that were added at the same time."""
+    """States on this rank: of one large shard, or of all small ones of a dtype added together."""
 
     shards: dict[int, LocalShard]
     starts: dict[int, int]  # of each parameter's states
     numel: int
-    units: list[_Unit]
-    num_staged: int  # elements that are staged, the first ones
-    device: torch.device
-    is_low: bool  # parameters are of lower precision, and have masters
+    units: list[_UnitPlan]
     states: dict[str, Tensor] = field(default_factory=dict)  # each (numel,) fp32
     holders: dict[str, set[int]] = field(default_factory=dict)  # groups that have the state
     staged: dict[str, Tensor] = field(default_factory=dict)  # gradients, parameters
 
+    @property
+    def is_low(self) -> bool:
+        """Whether parameters are of lower precision, and have masters."""
+        return next(iter(self.shards.values())).spec.dtype != "float32"
+
     def buffer(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a staging buffer (num_staged,), zeros at first."""
+        """Return a staging buffer (numel,), zeros at first."""
         if name not in self.staged or self.staged[name].dtype != dtype:
-            self.staged[name] = torch.zeros(self.num_staged, dtype=dtype, device=self.device)
+            device = next(iter(self.shards.values())).tensor.device
+            self.staged[name] = torch.zeros(self.numel, dtype=dtype, device=device)
         return self.staged[name]
 
     def slot(self, name: str, number: int) -> Tensor:
@@ -350,7 +372,7 @@ class DTensorShards(ShardProvider):
         self._all: list[LocalShard] = []  # of all parameters, also frozen ones
         self._sets: dict[tuple[int, str, str, str], list[LocalShard]] = {}  # by group, policy, ...
         self._small: set[int] = set()
-        self._units: list[tuple[_Flat, _Unit]] = []
+        self._units: list[tuple[_Flat, _UnitPlan]] = []
         self._counted: dict[str, Tensor] = {}
         self.has_updated = False  # any parameter on this rank in the last step
 
@@ -366,38 +388,44 @@ class DTensorShards(ShardProvider):
     def activate(self) -> bool:
         """Give states to the parameters that train and have none yet; return whether any does."""
         new = [s for s in self._all if s.number not in self._flat_of and _is_trained(s.param)]
+        if not new:
+            return False
         for shard in new:
             spec = shard.spec
             key = (spec.group, spec.policy, spec.dtype, shard.copies)
             self._sets.setdefault(key, []).append(shard)
-        by_dtype: dict[str, list[LocalShard]] = {}
-        for shard in new:
-            by_dtype.setdefault(shard.spec.dtype, []).append(shard)
         sizes = [sum(s.spec.numel for s in members) for members in self._sets.values()]
         self._small = small_sets(sizes)
         number_of = {s.number: i for i, own in enumerate(self._sets.values()) for s in own}
-        for members in by_dtype.values():
-            flat = _laid_out(
-                sorted(members, key=lambda shard: number_of[shard.number]),
-                number_of,
-                self._device,
-                first_unit=len(self._units),
-                cuts_tails=self._rule.granularity != "row",
-            )
-            self._flats.append(flat)
-            self._flat_of |= dict.fromkeys(flat.shards, flat)
-            self._units += [(flat, unit) for unit in flat.units]
-            for group in {shard.spec.group for shard in members}:
-                self.allocate(group)
-            if flat.is_low:
-                self._add_masters(flat)
+        new.sort(key=lambda shard: number_of[shard.number])
+        staged: dict[str, list[LocalShard]] = {}
+        for shard in new:
+            if not shard.numel or self._is_staged(shard):
+                staged.setdefault(shard.spec.dtype, []).append(shard)
+            else:
+                self._add_flat(_in_place(shard, number_of[shard.number], len(self._units)))
+        for members in staged.values():
+            self._add_flat(_staged(members, number_of, len(self._units)))
+        for group in {shard.spec.group for shard in new}:
+            self.allocate(group)
         self._grads.shards = [s for s in self._all if s.number in self._flat_of]
         self._grads.release()
         self._counted.clear()
-        return bool(new)
+        return True
 
-    def _add_masters(self, flat: _Flat) -> None:
-        flat.states[MASTER] = torch.zeros(flat.numel, dtype=MASTER_DTYPE, device=flat.device)
+    def _is_staged(self, shard: LocalShard) -> bool:
+        least = STAGED_NUMEL.get(self._device.type, 1 << 20)
+        # A tail has no whole blocks, and rules with sums over rows take units of these alone.
+        has_tail = shard.numel % BLOCK > 0 and self._rule.granularity == "row"
+        return shard.numel < least or has_tail
+
+    def _add_flat(self, flat: _Flat) -> None:
+        self._flats.append(flat)
+        self._flat_of |= dict.fromkeys(flat.shards, flat)
+        self._units += [(flat, unit) for unit in flat.units]
+        if not flat.is_low:
+            return
+        flat.states[MASTER] = torch.zeros(flat.numel, dtype=MASTER_DTYPE, device=self._device)
         flat.holders[MASTER] = {shard.spec.group for shard in flat.shards.values()}
         for number, shard in flat.shards.items():
             flat.slot(MASTER, number).copy_(shard.flat(shard.tensor))
@@ -415,7 +443,7 @@ class DTensorShards(ShardProvider):
                     continue
                 if name not in flat.states:
                     flat.states[name] = torch.full(
-                        (flat.numel,), value, dtype=MASTER_DTYPE, device=flat.device
+                        (flat.numel,), value, dtype=MASTER_DTYPE, device=self._device
                     )
                 flat.holders.setdefault(name, set()).add(group)
                 if not self._rule.counts_steps:  # momentum was set later: its first update comes
@@ -548,10 +576,10 @@ class DTensorShards(ShardProvider):
             )
 
     def _stage_gradients(
-        self, flat: _Flat, unit: _Unit, grads: Mapping[int, Tensor | None]
+        self, flat: _Flat, unit: _UnitPlan, grads: Mapping[int, Tensor | None]
     ) -> Tensor:
         own = [(part, grads[part.param]) for part in unit.fragments]
-        dtypes = {grad.dtype for _, grad in own if grad is not None} or {MASTER_DTYPE}
+        dtypes = {grad.dtype for _, grad in own if grad is not None}
         buffer = flat.buffer("grad", dtypes.pop() if len(dtypes) == 1 else MASTER_DTYPE)
         slots = [buffer[p.shard_start : p.shard_start + p.numel] for p, _ in own]
         absent = [slot for slot, (_, grad) in zip(slots, own, strict=True) if grad is None]
@@ -586,7 +614,7 @@ class DTensorShards(ShardProvider):
             assert staged is not None
             torch._foreach_copy_(self._values(flat, own), self._slots(own, staged))
 
-    def _values(self, flat: _Flat, unit: _Unit) -> list[Tensor]:
+    def _values(self, flat: _Flat, unit: _UnitPlan) -> list[Tensor]:
         """Return the parts of the local shards that a unit has."""
         found = []
         for part in unit.fragments:
@@ -599,10 +627,10 @@ class DTensorShards(ShardProvider):
         return found
 
     @staticmethod
-    def _slots(unit: _Unit, staged: Tensor) -> list[Tensor]:
+    def _slots(unit: _UnitPlan, staged: Tensor) -> list[Tensor]:
         return [staged[p.shard_start : p.shard_start + p.numel] for p in unit.fragments]
 
-    def _step_ranges(self, flat: _Flat, unit: _Unit) -> list[UpdateRange]:
+    def _step_ranges(self, flat: _Flat, unit: _UnitPlan) -> list[UpdateRange]:
         """Return the ranges to update: runs of parameters with gradients, at the same step."""
         absent = self._absent()
         ranges: list[UpdateRange] = []
@@ -673,58 +701,36 @@ def _is_trained(param: Tensor) -> bool:
     return param.requires_grad or param.grad is not None
 
 
-def _laid_out(
-    members: Sequence[LocalShard],
-    number_of: Mapping[int, int],
-    device: torch.device,
-    *,
-    first_unit: int,
-    cuts_tails: bool,
-) -> _Flat:
-    """Lay out the states of ``members``: staged ones first.
+def _staged(members: Sequence[LocalShard], number_of: Mapping[int, int], unit: int) -> _Flat:
+    """Lay out the states of shards that are staged, or empty; ``unit`` is the number of the unit.
 
-    Args:
-        members: of one dtype, in order of their param_sets.
-        number_of: {parameter: its param_set}.
-        device: of the local shards.
-        first_unit: number of the first unit.
-        cuts_tails: whether a large shard that is not whole blocks may have a unit for its tail.
+    They are of one dtype, in order of their param_sets, {parameter: param_set} in ``number_of``.
     """
-    least = STAGED_NUMEL.get(device.type, 1 << 20)
-
-    def is_staged(shard: LocalShard) -> bool:
-        return shard.numel < least or not (cuts_tails or shard.numel % BLOCK == 0)
-
-    present = [shard for shard in members if shard.numel]
-    staged = [shard for shard in present if is_staged(shard)]
-    starts = {shard.number: 0 for shard in members}
-    units: list[_Unit] = []
+    starts: dict[int, int] = {}
     fragments: list[Fragment] = []
     ranges: list[UpdateRange] = []
     used = 0
-    for shard in staged:
+    for shard in members:
         starts[shard.number] = used
-        stop = used + round_up(shard.numel, BLOCK)
-        fragments.append(Fragment(shard.number, first_unit, 0, used, shard.numel))
-        ranges.append(UpdateRange(used, stop, number_of[shard.number]))
-        used = stop
-    num_staged = used
-    if staged:
-        units.append(_Unit(first_unit, 0, used, BLOCK, True, tuple(fragments), tuple(ranges)))
-    for shard in present:
-        if is_staged(shard):
-            continue
-        starts[shard.number] = used
-        for start, numel in _pieces(shard.numel):
-            index = first_unit + len(units)
-            row = BLOCK if numel % BLOCK == 0 else numel
-            own = (Fragment(shard.number, index, start, 0, numel),)
-            whole = (UpdateRange(0, numel, number_of[shard.number]),)
-            units.append(_Unit(index, used + start, numel, row, False, own, whole))
-        used += round_up(shard.numel, BLOCK)
-    is_low = members[0].spec.dtype != "float32"
-    by_number = {shard.number: shard for shard in members}
-    return _Flat(by_number, starts, used, units, num_staged, device, is_low)
+        if shard.numel:
+            stop = used + round_up(shard.numel, BLOCK)
+            fragments.append(Fragment(shard.number, unit, 0, used, shard.numel))
+            ranges.append(UpdateRange(used, stop, number_of[shard.number]))
+            used = stop
+    plan = _UnitPlan(unit, 0, used, BLOCK, True, tuple(fragments), tuple(ranges))
+    return _Flat({s.number: s for s in members}, starts, used, [plan] if used else [])
+
+
+def _in_place(shard: LocalShard, param_set: int, unit: int) -> _Flat:
+    """Lay out the states of a shard that is updated where it lies; ``unit`` is the next number."""
+    units: list[_UnitPlan] = []
+    for start, numel in _pieces(shard.numel):
+        index = unit + len(units)
+        row = BLOCK if numel % BLOCK == 0 else numel
+        fragments = (Fragment(shard.number, index, start, 0, numel),)
+        ranges = (UpdateRange(0, numel, param_set),)
+        units.append(_UnitPlan(index, start, numel, row, False, fragments, ranges))
+    return _Flat({shard.number: shard}, {shard.number: 0}, shard.numel, units)
 
 
 def _pieces(numel: int) -> Iterator[tuple[int, int]]:

@@ -33,6 +33,11 @@ def as_list(params: Any) -> list[Any]:
         named = list(unwrapped(params).named_parameters())
         if not named:
             raise ValueError(f"The model ({type(params).__name__}) has no parameters.")
+        if hasattr(unwrapped(params), "reshard") and not any(is_dtensor(p) for _, p in named):
+            raise ValueError(
+                f"The model ({type(params).__name__}) is sharded by FSDP2, and unsharded now, as "
+                "after a forward without a backward. Call model.reshard() first."
+            )
         return named
     if isinstance(params, Tensor):
         raise TypeError(

@@ -536,6 +536,7 @@ class ShardedOptimizer(TorchCompat):
             self._external = dtensors.DTensorLayout(self._shards, self._optimizer_state)
         assert isinstance(self._shards, DTensorShards)
         self._shards.add(added)
+        dtensors.check_copies(self._shards, self._mesh, self.communicator)
         self._drive()
 
     def _drive(self) -> None:
@@ -635,8 +636,10 @@ class ShardedOptimizer(TorchCompat):
     def no_sync(self) -> Iterator[None]:
         """Accumulate without communication, as under DistributedDataParallel.
 
-        Use it for all backwards of a step except the last. Where buckets are sent during backward
-        (``overlap_grad_sync``), a gradient that changes after that is sent again.
+        Use it for all backwards of a step except the last. Under FSDP2, which sends gradients by
+        itself, it has no effect: call ``model.set_requires_gradient_sync(False)``. Where buckets
+        are sent during backward (``overlap_grad_sync``), a gradient that changes after that is sent
+        again.
         """
         with self._grads.control.paused():
             yield
@@ -804,6 +807,8 @@ class ShardedOptimizer(TorchCompat):
         if every and num_calls % every == 0:
             self.consolidate_state_dict(to=0)
         alone = self.communicator.world_size == 1 or self.communicator.world.rank != 0
+        if self._external is not None:  # state_dict() needs no other rank
+            return
         # DeepSpeed's engine replaces state_dict() on the instance.
         arranged = self._can_be_saved or every is not None or "state_dict" in self.__dict__
         if not (alone or arranged):

@@ -12,10 +12,19 @@ from typing import Any
 
 from torch import Tensor
 
+from shardfuse.agreement import gather_checksums
+from shardfuse.comm import Communicator
 from shardfuse.config import ShardConfig
 from shardfuse.engine import dtensor_state
 from shardfuse.engine.dtensor_state import DTensorStates
-from shardfuse.engine.dtensors import DTensorShards, is_dtensor, mesh_of, placements_of, shard_dim
+from shardfuse.engine.dtensors import (
+    DTensorShards,
+    fingerprint_of_copies,
+    is_dtensor,
+    mesh_of,
+    placements_of,
+    shard_dim,
+)
 from shardfuse.engine.torch_state import OptimizerState
 
 Named = Sequence[tuple[str, Tensor]]
@@ -60,9 +69,6 @@ _METHODS: dict[str, str] = {
     "Job": f"{_STATE_DICT} A Job needs an optimizer over a model that is not sharded.",
     "torch.distributed.algorithms.Join": "FSDP2 has no support for uneven inputs: give every rank "
     "the same number of batches.",
-    "no_sync()": "Call model.set_requires_gradient_sync(False) of FSDP2 for all backwards of a "
-    "step except the last.",
-    "accumulates_while()": "Call model.set_requires_gradient_sync() of FSDP2.",
     "get_combined_params()": _COMBINED,
     "get_combined_grads()": _COMBINED,
     "torch_npu's GradScaler": "Use shardfuse.ShardedGradScaler or torch.amp.GradScaler.",
@@ -156,6 +162,28 @@ def describe(params: Named) -> list[str]:
         f"{name} is placed as {placements_of(param)} over {tuple(mesh_of(param).shape)}"
         for name, param in params
     ]
+
+
+def check_copies(shards: DTensorShards, main: Any, comm: Communicator) -> None:
+    """Check that parameters on a sub-mesh of ``main`` are copies on the other ranks. Collective.
+
+    Raises:
+        ValueError: they have other values there: these are other parameters, such as experts.
+    """
+    if all(shard.mesh == main for shard in shards.shards):
+        return
+    place, values = fingerprint_of_copies(shards.shards, main)
+    places = gather_checksums(comm, shards.device, place)
+    found: dict[int, int] = {}
+    for at, value in zip(places, gather_checksums(comm, shards.device, values), strict=True):
+        if found.setdefault(at, value) != value:
+            shard = next(shard for shard in shards.shards if shard.mesh != main)
+            raise ValueError(
+                f"Parameter {shard.spec.name} is on {shard.mesh}, others are on {main}. Its values "
+                "differ on ranks that would have copies of it, or those of another such parameter "
+                "do: the ranks hold parts of other tensors, as of other experts. Give the "
+                "parameters of each mesh an optimizer of their own."
+            )
 
 
 class DTensorLayout:

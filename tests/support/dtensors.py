@@ -60,13 +60,13 @@ Placed = Mapping[str, tuple[str, tuple[Any, ...]]]
 
 _S0, _S1, _R = Shard(0), Shard(1), Replicate()
 
-LINE: Placed = {name: ("all", (_S0,)) for name in SHAPES} | {
+LINE: Placed = dict.fromkeys(SHAPES, ("all", (_S0,))) | {
     "wide": ("all", (_S1,)),
     "cube": ("all", (_S1,)),
     "norm": ("all", (_R,)),
 }
 
-HYBRID: Placed = {name: ("all", (_R, _S0)) for name in SHAPES} | {
+HYBRID: Placed = dict.fromkeys(SHAPES, ("all", (_R, _S0))) | {
     "odd": ("all", (_R, _R)),
     "wide": ("all", (_R, _S1)),
 }
@@ -167,11 +167,11 @@ def train_plain(build: Callable[..., Any], steps: int, without: Sequence[str] = 
 
 
 class Net(nn.Module):
-    """The parameters of SHAPES that FSDP2 can shard, in layers; the gradient of the loss is given."""
+    """The parameters of SHAPES that FSDP2 can shard, in layers; the loss's gradient is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str] = tuple(n for n in SHAPES if n != "empty")) -> None:
         super().__init__()
-        self.names = [name for name in SHAPES if name != "empty"]
+        self.names = names
         self.layers = nn.ModuleList(_Layer(name) for name in self.names)
 
     def forward(self, grads: Mapping[str, Tensor]) -> Tensor:
@@ -199,9 +199,9 @@ def rank_grads(step: int, rank: int, world_size: int) -> dict[str, Tensor]:
     }
 
 
-def fsdp_net(mesh: DeviceMesh | None = None, **options: Any) -> Net:
-    """Return the model, each of its layers sharded by FSDP2."""
-    net = Net()
+def fsdp_net(mesh: DeviceMesh | None = None, names: Sequence[str] = (), **options: Any) -> Net:
+    """Return the model, each of its layers sharded by FSDP2; of some parameters, or of all."""
+    net = Net(names) if names else Net()
     if mesh is None:
         mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
     for layer in net.layers:
