@@ -42,7 +42,11 @@ from shardfuse.rules import UpdateRule
 STAGED_NUMEL = {"cpu": 16 << 10}
 """Local shards of fewer elements are staged, by type of device. Others have 1 Mi elements.
 
-[Note: staged shards] TODO
+[Note: staged shards] A shard that is updated where it lies costs some ten kernel calls, a staged
+one three copies. 300 shards of 2,048 elements, two ranks on a busy host on 2026-11-26, least of 8
+steps: AdamW 107 ms in place and 55 staged (torch's foreach 81), LAMB 336 and 77 (tensor by tensor
+3,848). The bounds themselves are estimates: on an accelerator of 1.5 TB/s the copies of 1 Mi
+elements take less time than ten launches of 5 us. (Not run on hardware.)
 """
 
 _NUM_SAMPLES = 64
@@ -118,10 +122,12 @@ def _is_counted(placements: Sequence[Any], mesh: Any, first_rank: int) -> bool:
     return is_first and bool((mesh.mesh == first_rank).any())
 
 
-@torch.no_grad()
 def local_of(tensor: Any) -> Tensor:
     """Return the local shard of a DTensor: the tensor itself, to be changed in place."""
-    local = tensor.to_local()
+    local = getattr(tensor, "_local_tensor", None)  # to_local() would make a view
+    if local is None:
+        with torch.no_grad():
+            local = tensor.to_local()
     wait = getattr(local, "wait", None)  # of a collective in flight
     return local if wait is None else wait()  # type: ignore[no-any-return]
 
@@ -246,7 +252,9 @@ class DTensorGrads(ExternalGrads):
         super().__init__()
         self.shards: list[LocalShard] = []
         self.present: list[Tensor | None] = []
-        """By parameter, its gradient (numel,) at the last freeze(); None without one."""
+        """By trained parameter, its gradient (numel,) at the last freeze(); None without one."""
+        self.absent: set[int] = set()
+        """The numbers of those without one."""
 
     @property
     def nbytes(self) -> int:
@@ -261,6 +269,8 @@ class DTensorGrads(ExternalGrads):
             None if grad is None else shard.flat(grad)
             for shard, grad in zip(self.shards, grads, strict=True)
         ]
+        pairs = zip(self.shards, self.present, strict=True)
+        self.absent = {shard.number for shard, grad in pairs if grad is None}
 
     def keep_reduced(self) -> None:
         if self.phase is not GradPhase.REDUCED:
@@ -286,8 +296,7 @@ class DTensorGrads(ExternalGrads):
 
     def missing(self) -> list[str]:
         """Return the names of trained parameters that had no gradient at the last freeze()."""
-        pairs = zip(self.shards, self.present, strict=True)
-        return [shard.spec.name for shard, grad in pairs if grad is None]
+        return [shard.spec.name for shard in self.shards if shard.number in self.absent]
 
 
 # States and units
@@ -305,6 +314,13 @@ class _UnitPlan(NamedTuple):
     ranges: tuple[UpdateRange, ...]  # of all fragments
 
 
+class _Staging(NamedTuple):
+    """A buffer in which small shards are updated together."""
+
+    buffer: Tensor  # (numel,) as the states of the unit
+    slots: list[Tensor]  # of each fragment, a view
+
+
 @dataclass
 class _Flat:
     """States on this rank: of one large shard, or of all small ones of a dtype added together."""
@@ -315,18 +331,21 @@ class _Flat:
     units: list[_UnitPlan]
     states: dict[str, Tensor] = field(default_factory=dict)  # each (numel,) fp32
     holders: dict[str, set[int]] = field(default_factory=dict)  # groups that have the state
-    staged: dict[str, Tensor] = field(default_factory=dict)  # gradients, parameters
+    staged: dict[str, _Staging] = field(default_factory=dict)  # gradients, parameters
 
     @property
     def is_low(self) -> bool:
         """Whether parameters are of lower precision, and have masters."""
         return next(iter(self.shards.values())).spec.dtype != "float32"
 
-    def buffer(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a staging buffer (numel,), zeros at first."""
-        if name not in self.staged or self.staged[name].dtype != dtype:
+    def staging(self, name: str, dtype: torch.dtype) -> _Staging:
+        """Return the staging buffer of a name, zeros at first."""
+        if name not in self.staged or self.staged[name].buffer.dtype != dtype:
             device = next(iter(self.shards.values())).tensor.device
-            self.staged[name] = torch.zeros(self.numel, dtype=dtype, device=device)
+            buffer = torch.zeros(self.numel, dtype=dtype, device=device)
+            parts = self.units[0].fragments
+            slots = [buffer[f.shard_start : f.shard_start + f.numel] for f in parts]
+            self.staged[name] = _Staging(buffer, slots)
         return self.staged[name]
 
     def slot(self, name: str, number: int) -> Tensor:
@@ -374,6 +393,7 @@ class DTensorShards(ShardProvider):
         self._small: set[int] = set()
         self._units: list[tuple[_Flat, _UnitPlan]] = []
         self._counted: dict[str, Tensor] = {}
+        self._checked_out: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # staged units
         self.has_updated = False  # any parameter on this rank in the last step
 
     # Members
@@ -510,8 +530,9 @@ class DTensorShards(ShardProvider):
     @property
     def state_nbytes(self) -> int:
         """Bytes of states, masters and staging buffers."""
-        tensors = [[*flat.states.values(), *flat.staged.values()] for flat in self._flats]
-        return sum(tensor.nbytes for own in tensors for tensor in own)
+        states = [state for flat in self._flats for state in flat.states.values()]
+        staged = [own.buffer for flat in self._flats for own in flat.staged.values()]
+        return sum(tensor.nbytes for tensor in (*states, *staged))
 
     def state_of(self, number: int) -> dict[str, Tensor]:
         """Return {name: state in the shape of the local shard}; empty if it is frozen."""
@@ -578,61 +599,42 @@ class DTensorShards(ShardProvider):
     def _stage_gradients(
         self, flat: _Flat, unit: _UnitPlan, grads: Mapping[int, Tensor | None]
     ) -> Tensor:
-        own = [(part, grads[part.param]) for part in unit.fragments]
-        dtypes = {grad.dtype for _, grad in own if grad is not None}
-        buffer = flat.buffer("grad", dtypes.pop() if len(dtypes) == 1 else MASTER_DTYPE)
-        slots = [buffer[p.shard_start : p.shard_start + p.numel] for p, _ in own]
-        absent = [slot for slot, (_, grad) in zip(slots, own, strict=True) if grad is None]
-        pairs = [(slot, g) for slot, (_, g) in zip(slots, own, strict=True) if g is not None]
+        own = [grads[part.param] for part in unit.fragments]
+        dtypes = {grad.dtype for grad in own if grad is not None}
+        staging = flat.staging("grad", dtypes.pop() if len(dtypes) == 1 else MASTER_DTYPE)
+        pairs = list(zip(staging.slots, own, strict=True))
+        absent = [slot for slot, grad in pairs if grad is None]
         if absent:
             torch._foreach_zero_(absent)
-        if pairs:
-            torch._foreach_copy_([slot for slot, _ in pairs], [grad for _, grad in pairs])
-        return buffer
+        present = [(slot, grad) for slot, grad in pairs if grad is not None]
+        if present:
+            torch._foreach_copy_([slot for slot, _ in present], [grad for _, grad in present])
+        return staging.buffer
 
     def checkout(self, unit: UpdateUnit) -> None:
         flat, own = self._units[unit.index]
         window = slice(own.start, own.start + own.numel)
         unit.states = {n: state[window] for n, state in flat.states.items() if n != MASTER}
-        values = self._values(flat, own)
+        values = _values(flat, own)
+        unit.p, unit.low = values[0], None
         if own.is_staged:
-            dtype = values[0].dtype
-            staged = flat.buffer("param", dtype)
-            torch._foreach_copy_(self._slots(own, staged), values)
-        else:
-            staged = values[0]
-        unit.p, unit.low = staged, None
+            staging = flat.staging("param", values[0].dtype)
+            torch._foreach_copy_(staging.slots, values)
+            unit.p = staging.buffer
+            self._checked_out[own.number] = staging.slots, values
         if flat.is_low:
-            unit.p, unit.low = flat.states[MASTER][window], staged
+            unit.p, unit.low = flat.states[MASTER][window], unit.p
         unit.ranges = self._step_ranges(flat, own)
 
     def commit(self, unit: UpdateUnit) -> None:
         """Copy a staged unit back to the local shards."""
-        flat, own = self._units[unit.index]
-        if own.is_staged:
-            staged = unit.p if unit.low is None else unit.low
-            assert staged is not None
-            torch._foreach_copy_(self._values(flat, own), self._slots(own, staged))
-
-    def _values(self, flat: _Flat, unit: _UnitPlan) -> list[Tensor]:
-        """Return the parts of the local shards that a unit has."""
-        found = []
-        for part in unit.fragments:
-            shard = flat.shards[part.param]
-            whole = shard.tensor
-            if whole.stride() != shard.stride or tuple(whole.shape) != shard.shape:
-                shard.flat(whole.new_empty(0))  # raises
-            start = whole.storage_offset() + part.param_start
-            found.append(whole.as_strided((part.numel,), (1,), start))
-        return found
-
-    @staticmethod
-    def _slots(unit: _UnitPlan, staged: Tensor) -> list[Tensor]:
-        return [staged[p.shard_start : p.shard_start + p.numel] for p in unit.fragments]
+        if unit.index in self._checked_out:
+            slots, values = self._checked_out.pop(unit.index)
+            torch._foreach_copy_(values, slots)
 
     def _step_ranges(self, flat: _Flat, unit: _UnitPlan) -> list[UpdateRange]:
         """Return the ranges to update: runs of parameters with gradients, at the same step."""
-        absent = self._absent()
+        absent = self._grads.absent
         ranges: list[UpdateRange] = []
         for part, whole in zip(unit.fragments, unit.ranges, strict=True):
             if part.param in absent:
@@ -643,14 +645,9 @@ class DTensorShards(ShardProvider):
             ranges.append(own)
         return ranges
 
-    def _absent(self) -> set[int]:
-        pairs = zip(self._grads.shards, self._grads.present, strict=True)
-        return {shard.number for shard, grad in pairs if grad is None}
-
     def increment_step(self) -> None:
         """Count an update of every parameter that had a gradient on this rank."""
-        absent = self._absent()
-        updated = [shard for shard in self._grads.shards if shard.number not in absent]
+        updated = [s for s in self._grads.shards if s.number not in self._grads.absent]
         for shard in updated:
             shard.step += 1
         self.has_updated = bool(updated)
@@ -695,6 +692,19 @@ class DTensorShards(ShardProvider):
 
     def rows(self, param: int) -> ParamRows:
         return self._all[param].rows
+
+
+def _values(flat: _Flat, unit: _UnitPlan) -> list[Tensor]:
+    """Return the parts of the local shards that a unit has."""
+    found = []
+    for part in unit.fragments:
+        shard = flat.shards[part.param]
+        whole = shard.tensor
+        if whole.stride() != shard.stride or tuple(whole.shape) != shard.shape:
+            shard.flat(whole.new_empty(0))  # raises
+        start = whole.storage_offset() + part.param_start
+        found.append(whole.as_strided((part.numel,), (1,), start))
+    return found
 
 
 def _is_trained(param: Tensor) -> bool:

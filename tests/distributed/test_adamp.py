@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardfuse.engine.step import _add_rows, _row_stride
+from shardfuse.engine.step import _add_rows
+from shardfuse.engine.units import ParamRows
 from shardfuse.layout import ParamSpec
 from shardfuse.optim.npu import NpuFusedAdamP
 from tests.support.counting import counted
@@ -123,7 +124,7 @@ def test_row_sums(seed: int) -> None:
     sums = torch.zeros(2, shape[0])
     for start, stop in itertools.pairwise(cuts):
         part = torch.stack([storage[start:stop], 2 * storage[start:stop]])
-        _add_rows(sums, part, start, _row_stride(spec))
+        _add_rows(sums, part, start, ParamRows.whole(spec).stride)
     expected = values.reshape(shape[0], -1).sum(1)
     assert torch.equal(sums, torch.stack([expected, 2 * expected]))
 
