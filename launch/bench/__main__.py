@@ -15,6 +15,7 @@ from pathlib import Path
 
 from launch.bench import (
     bench_comm,
+    bench_fsdp,
     bench_links,
     bench_scaling,
     bench_step,
@@ -35,6 +36,7 @@ PARTS: dict[str, tuple[Callable[[Options], Iterator[Row]], Callable[..., report.
     "links": (bench_links.run, summaries.links),
     "accelerator": (bench_links.run_free, summaries.free_links),
     "trace": (trace.run, summaries.trace),
+    "fsdp": (bench_fsdp.run, summaries.fsdp),
 }
 
 

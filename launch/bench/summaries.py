@@ -42,6 +42,9 @@ FEW_BITS_LIMIT = 1 / 3
 EXPOSED_LIMIT = 0.5
 _MILLION = 1e6
 
+FSDP_LIMIT = 0.6
+"""The most that a step over DTensors may take, in steps of the other optimizer."""
+
 
 def _own(rows: Sequence[Row], method: str) -> list[Row]:
     return [row for row in measured(rows) if row["method"] == method]
@@ -398,3 +401,42 @@ def trace(rows: Sequence[Row]) -> Summary:
     tables = [Table("Ranges", ["lane", "ranges", "ms together"], lines)]
     panel = Panel(names, "ms", spans=spans)
     return Summary("One step over time", method, tables, panels=[panel])
+
+
+def fsdp(rows: Sequence[Row]) -> Summary:
+    """Return the table of steps over DTensors: one line per method and number of tensors."""
+    good = measured(rows)
+    found = groups(good, "tensors", "method")
+    lines = [
+        [
+            str(key[1]),
+            str(key[0]),
+            spread(found[key], "step_ms"),
+            spread(found[key], "thread_ms"),
+            f"{middle(found[key], 'thread_us_per_tensor'):.0f}",
+            str(len(found[key])),
+        ]
+        for key in sorted(found, key=lambda key: (key[0], middle(found[key], "step_ms")))
+    ]
+    header = ["step", "tensors", "ms", "ms of the thread", "us of the thread by tensor", "launches"]
+    targets = []
+    pairs = (("ShardedAdamW", "torch AdamW, foreach"), ("ShardedLamb", "LAMB by tensors"))
+    most = max((key[0] for key in found), default=0)
+    for ours, theirs in pairs:
+        if (most, ours) in found and (most, theirs) in found:
+            ratio = middle(found[most, ours], "step_ms") / middle(found[most, theirs], "step_ms")
+            text = f"{ours}: a step of {most} tensors in those of {theirs} <= {FSDP_LIMIT}"
+            targets.append(Target(text, f"{ratio:.2f}", ratio <= FSDP_LIMIT))
+    method = (
+        "Two ranks over gloo, one thread each; local shards of DTensors and gradients alone, all "
+        "optimizers in turn in the same processes. Median (min-max) of launches; each is the "
+        "median of its steps on the first rank."
+    )
+    panel = Panel(
+        "steps over DTensors",
+        "ms",
+        bars={f"{key[1]}, {key[0]}": values(found[key], "step_ms") for key in found},
+    )
+    return Summary(
+        "Steps over FSDP2's DTensors", method, [Table("Steps", header, lines)], targets, [panel]
+    )
