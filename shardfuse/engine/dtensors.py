@@ -314,7 +314,7 @@ class _UnitPlan(NamedTuple):
     ranges: tuple[UpdateRange, ...]  # of all fragments
 
 
-class _Staging(NamedTuple):
+class _StagedCopies(NamedTuple):
     """A buffer in which small shards are updated together."""
 
     buffer: Tensor  # (numel,) as the states of the unit
@@ -331,21 +331,21 @@ class _Flat:
     units: list[_UnitPlan]
     states: dict[str, Tensor] = field(default_factory=dict)  # each (numel,) fp32
     holders: dict[str, set[int]] = field(default_factory=dict)  # groups that have the state
-    staged: dict[str, _Staging] = field(default_factory=dict)  # gradients, parameters
+    staged: dict[str, _StagedCopies] = field(default_factory=dict)  # gradients, parameters
 
     @property
     def is_low(self) -> bool:
         """Whether parameters are of lower precision, and have masters."""
         return next(iter(self.shards.values())).spec.dtype != "float32"
 
-    def staging(self, name: str, dtype: torch.dtype) -> _Staging:
+    def staging(self, name: str, dtype: torch.dtype) -> _StagedCopies:
         """Return the staging buffer of a name, zeros at first."""
         if name not in self.staged or self.staged[name].buffer.dtype != dtype:
             device = next(iter(self.shards.values())).tensor.device
             buffer = torch.zeros(self.numel, dtype=dtype, device=device)
             parts = self.units[0].fragments
             slots = [buffer[f.shard_start : f.shard_start + f.numel] for f in parts]
-            self.staged[name] = _Staging(buffer, slots)
+            self.staged[name] = _StagedCopies(buffer, slots)
         return self.staged[name]
 
     def slot(self, name: str, number: int) -> Tensor:
