@@ -410,7 +410,7 @@ def fsdp(rows: Sequence[Row]) -> Summary:
     lines = [
         [
             str(key[1]),
-            str(key[0]),
+            f"{key[0]:.0f}",
             spread(found[key], "step_ms"),
             spread(found[key], "thread_ms"),
             f"{middle(found[key], 'thread_us_per_tensor'):.0f}",
@@ -425,7 +425,7 @@ def fsdp(rows: Sequence[Row]) -> Summary:
     for ours, theirs in pairs:
         if (most, ours) in found and (most, theirs) in found:
             ratio = middle(found[most, ours], "step_ms") / middle(found[most, theirs], "step_ms")
-            text = f"{ours}: a step of {most} tensors in those of {theirs} <= {FSDP_LIMIT}"
+            text = f"{ours}: a step of {most:.0f} tensors in those of {theirs} <= {FSDP_LIMIT}"
             targets.append(Target(text, f"{ratio:.2f}", ratio <= FSDP_LIMIT))
     method = (
         "Two ranks over gloo, one thread each; local shards of DTensors and gradients alone, all "
@@ -435,7 +435,7 @@ def fsdp(rows: Sequence[Row]) -> Summary:
     panel = Panel(
         "steps over DTensors",
         "ms",
-        bars={f"{key[1]}, {key[0]}": values(found[key], "step_ms") for key in found},
+        bars={f"{key[1]}, {key[0]:.0f}": values(found[key], "step_ms") for key in found},
     )
     return Summary(
         "Steps over FSDP2's DTensors", method, [Table("Steps", header, lines)], targets, [panel]
