@@ -40,6 +40,7 @@ class _Template(NamedTuple):
 def write_small(tensor: Tensor) -> bytes | None:
     """Return the archive of a CPU tensor; None if torch.save() must write it."""
     is_small = 0 < tensor.nbytes <= SMALL_NBYTES and tensor.is_contiguous()
+    is_small = is_small and not (tensor.is_conj() or tensor.is_neg())  # bytes of other values
     template = _lazy_template(tensor.dtype, tuple(tensor.shape)).template() if is_small else None
     return None if template is None else _filled(template, _bytes_of(tensor))
 

@@ -196,7 +196,7 @@ class _LoadOperation:
         except ValueError as error:
             raise CheckpointError(f"{source.path} does not fit: {error}") from error
         self._check_order(source.path)
-        read = set(objects.shapes)
+        read = set(objects.shapes) | objects.master_keys()
         self._check_extra(source.path, read.union(*(reader.keys for reader in self._readers)))
 
     @property

@@ -284,6 +284,12 @@ class TrainingState:
                     result.setdefault(other, {})[name] = master.place
         return result
 
+    def master_keys(self) -> set[str]:
+        """Return the keys of masters that any rank reads into a parameter that is fp32 here."""
+        return {
+            f"{key}.{name}" for key, parts in self.parts.items() for name in parts.master_keys()
+        }
+
     def fill_missing_masters(self, saved: Collection[str]) -> None:
         """Copy params into masters that are not saved; set rounding errors that are not to 0."""
         for key, parts in self.parts.items():

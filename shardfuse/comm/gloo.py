@@ -618,7 +618,7 @@ class MessageRing:
             RuntimeError(f"rank {name} {verdict}"),
             suspects=[name],
             verdict=verdict,
-            have_ended=has_ended,
+            have_ended=has_ended or None,
         )
 
     def _index(self, sender: int, receiver: int, kind: int, number: int) -> int:

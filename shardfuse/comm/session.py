@@ -589,7 +589,7 @@ class GroupState:
         failed: str = "the connection to another rank",
         verdict: str | None = None,
         remedy: str = "",
-        have_ended: bool = False,
+        have_ended: bool | None = False,
     ) -> PeerError:
         """Return the PeerError for an ``error`` of a transport.
 
@@ -602,7 +602,8 @@ class GroupState:
             failed: the part that has failed, if no rank is absent.
             verdict: what to say of absent ranks, after their names.
             remedy: to add to the error.
-            have_ended: the suspects have ended for certain.
+            have_ended: the suspects have ended for certain; None: they are late, and learn of the
+                roll call by their next poll, as no connection has failed.
         """
         if self._closed is not None and self.current.is_over:
             # Between two regions: gradients are sent under backward.
@@ -626,7 +627,7 @@ class GroupState:
         return PeerError(f"[rank {self.rank}] {self.current.name}: {text}")
 
     def _find_cause_or_absent(
-        self, suspects: Sequence[int] | None, have_ended: bool
+        self, suspects: Sequence[int] | None, have_ended: bool | None
     ) -> tuple[str | None, Sequence[int]]:
         """Return what a peer has reported, or else which ranks do not answer a roll call."""
         for ranks, patience_s in self._roll_call_rounds(suspects, have_ended):
@@ -646,7 +647,7 @@ class GroupState:
         return None, ()
 
     def _roll_call_rounds(
-        self, suspects: Sequence[int] | None, have_ended: bool
+        self, suspects: Sequence[int] | None, have_ended: bool | None
     ) -> list[tuple[Sequence[int], float]]:
         """Return which ranks have to answer, in order, and in how many seconds."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
@@ -658,7 +659,7 @@ class GroupState:
         has_lost_all = suspects is not None and 1 < len(others) == len(suspects)
         if suspects is None or len(suspects) > _MAX_SUSPECTS or has_lost_all:
             return [all_others]
-        return [(suspects, _SUSPECTS_S), all_others]
+        return [(suspects, all_others[1] if have_ended is None else _SUSPECTS_S), all_others]
 
     def _find_cause(self, patience_s: float) -> str | None:
         """Return a reported failure, or how a peer's regions differ, as soon as there is either."""
@@ -712,7 +713,7 @@ class GroupState:
             timeout_s = self.store.timeout.total_seconds()
             if not self._wait_for([f"{key}/{before}"], timeout_s, self.poll_peers, PATIENCE_S):
                 late = TimeoutError("it did not come within the timeout of the group's store.")
-                raise self.attribute_error(late, suspects=[before])
+                raise self.attribute_error(late, suspects=[before], have_ended=None)
             theirs = as_text(self.store.get(f"{key}/{before}"))
             self.store.delete_key(f"confirm/{region.number - 2}/1/{self.rank}")
         except PeerError:

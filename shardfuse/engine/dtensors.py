@@ -172,6 +172,11 @@ class LocalShard:
                 f"The gradient of {self.spec.name} is a plain tensor, the parameter a DTensor. Set "
                 "p.grad to a DTensor of the parameter's mesh and placements."
             )
+        if mesh_of(grad) != self.mesh:
+            raise RuntimeError(
+                f"The gradient of {self.spec.name} is on {mesh_of(grad)}, the parameter on "
+                f"{self.mesh}. Set p.grad to a DTensor of the parameter's mesh."
+            )
         if placements_of(grad) != self.placements:
             with torch.no_grad():
                 grad = self.param.grad = grad.redistribute(placements=self.placements)
@@ -181,7 +186,9 @@ class LocalShard:
     def copies(self) -> str:
         """Which ranks have copies, the same text on all ranks."""
         replicated = [at for at, each in enumerate(self.placements) if shard_dim(each) is None]
-        return f"{tuple(self.mesh.shape)} {replicated}"
+        # Slices of one mesh along different dimensions may have one shape.
+        ranks = self.mesh.mesh.flatten()
+        return f"{(ranks - ranks[0]).tolist()} {tuple(self.mesh.shape)} {replicated}"
 
     @property
     def rows(self) -> ParamRows:
@@ -250,7 +257,8 @@ class DTensorGrads(ExternalGrads):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shards: list[LocalShard] = []
+        self.shards: list[LocalShard] = []  # of trained parameters
+        self.all_shards: Sequence[LocalShard] = ()  # those of frozen ones, too
         self.present: list[Tensor | None] = []
         """By trained parameter, its gradient (numel,) at the last freeze(); None without one."""
         self.absent: set[int] = set()
@@ -288,7 +296,7 @@ class DTensorGrads(ExternalGrads):
     def zero(self, set_to_none: bool, *, absent: bool = False) -> None:
         """Clear the gradients, to None or to zero; ``absent`` has no effect, as for others'."""
         self.release()
-        for shard in self.shards:
+        for shard in self.all_shards:
             if set_to_none:
                 shard.param.grad = None
             elif shard.param.grad is not None:
@@ -429,6 +437,7 @@ class DTensorShards(ShardProvider):
         for group in {shard.spec.group for shard in new}:
             self.allocate(group)
         self._grads.shards = [s for s in self._all if s.number in self._flat_of]
+        self._grads.all_shards = self._all
         self._grads.release()
         self._counted.clear()
         return True
@@ -517,7 +526,8 @@ class DTensorShards(ShardProvider):
     def entries(self) -> list[str]:
         """Return further lines that must be equal on all ranks in a step."""
         missing = self._grads.missing()
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        digest = zlib.crc32(repr(missing).encode())
+        more = f" and {len(missing) - 3} more ({digest:08x})" if len(missing) > 3 else ""
         names = ", ".join(missing[:3]) or "none"
         count = f"{len(self._grads.shards)} of {len(self._all)} parameters train"
         return [f"{count}; without a gradient: {names}{more}"]

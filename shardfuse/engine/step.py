@@ -108,7 +108,7 @@ class StepDriver:
         """
         self._shards.keep_reduced()
         largest = norm_type == math.inf
-        num_sets = len(self._shards.param_sets)
+        num_sets = max(1, len(self._shards.param_sets))  # without any, a norm of 0
         total = torch.zeros(num_sets, 2, dtype=torch.float32, device=self._shards.device)
         for unit in self._shards.gradients():
             (grad,) = unit.grad
@@ -694,8 +694,8 @@ class RowReduction:
                 rows, number = self._rows_of[f.param], self._set_of[f.param]
                 stop = f.param_start + f.numel
                 index = torch.arange(f.param_start, stop, device=broadcast.device)
-                index = index // rows.stride % rows.num_own + rows.first
-                index += self._starts[f.param] - self._rows[number][0].start
+                index = index // rows.stride % rows.num_own
+                index += self._starts[f.param] - self._rows[number][0].start + rows.first
                 own = broadcast[:, f.shard_start : f.shard_start + f.numel]
                 own.copy_(self._factors[number][:, index])
         return broadcast

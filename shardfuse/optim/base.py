@@ -470,6 +470,8 @@ class ShardedOptimizer(TorchCompat):
         except Exception as failure:
             error = failure
         agree(self.communicator, self._device, entries, error)
+        if self._mesh is not None:
+            dtensors.check_copies(added, self._mesh, self.communicator, self._device)
         num_old = len(self._flats)
         self.layout = layout
         first_param = len(self._params)
@@ -537,7 +539,6 @@ class ShardedOptimizer(TorchCompat):
             self._external = dtensors.DTensorLayout(self._shards, self._optimizer_state)
         assert isinstance(self._shards, DTensorShards)
         self._shards.add(added)
-        dtensors.check_copies(self._shards, self._mesh, self.communicator)
         self._drive()
 
     def _drive(self) -> None:

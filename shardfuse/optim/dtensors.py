@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardfuse.agreement import gather_checksums
@@ -19,13 +20,16 @@ from shardfuse.engine import dtensor_state
 from shardfuse.engine.dtensor_state import DTensorStates
 from shardfuse.engine.dtensors import (
     DTensorShards,
+    LocalShard,
     fingerprint_of_copies,
     is_dtensor,
+    local_of,
     mesh_of,
     placements_of,
     shard_dim,
 )
 from shardfuse.engine.torch_state import OptimizerState
+from shardfuse.layout import ParamSpec, dense_stride
 
 Named = Sequence[tuple[str, Tensor]]
 
@@ -94,7 +98,8 @@ def are_sharded_by_torch(params: Named) -> bool:
             f"Parameter {plain[0]}{more} is a plain tensor, and {sharded[0][0]} a DTensor (FSDP2, "
             "or tensor parallelism). Shard it, too, as by fully_shard() of the root module or by "
             "distribute_tensor() with Replicate(); or give the plain parameters an optimizer of "
-            "their own, which averages their gradients."
+            "their own, which averages their gradients. If fully_shard() did shard it, it is "
+            "unsharded now, as after a forward without a backward: call model.reshard() first."
         )
     for name, param in sharded:
         _check(name, param)
@@ -124,6 +129,16 @@ def _check(name: str, param: Tensor) -> None:
                 f"Parameter {name} is placed as {placement}: ranks hold different values that are "
                 "still to be added up. Redistribute it to Shard() or Replicate()."
             ) from None
+    local = local_of(param)
+    dense = dense_stride(tuple(local.shape), local.stride())
+    if local.numel() and any(
+        size > 1 and stride != whole
+        for size, stride, whole in zip(local.shape, local.stride(), dense, strict=True)
+    ):
+        raise TypeError(
+            f"Parameter {name} has a local tensor with gaps: {tuple(local.shape)} with strides "
+            f"{local.stride()}. Give DTensor.from_local() a contiguous tensor."
+        )
     if param.device.type != mesh.device_type:
         raise ValueError(
             f"Parameter {name} is on {param.device.type}, its mesh on {mesh.device_type}. "
@@ -164,20 +179,24 @@ def describe(params: Named) -> list[str]:
     ]
 
 
-def check_copies(shards: DTensorShards, main: Any, comm: Communicator) -> None:
+def check_copies(
+    added: Sequence[tuple[Tensor, ParamSpec]], main: Any, comm: Communicator, device: torch.device
+) -> None:
     """Check that parameters on a sub-mesh of ``main`` are copies on the other ranks. Collective.
 
     Raises:
         ValueError: they have other values there: these are other parameters, such as experts.
     """
-    if all(shard.mesh == main for shard in shards.shards):
+    first_rank = int(main.mesh.flatten()[0])
+    shards = [LocalShard(i, param, spec, first_rank) for i, (param, spec) in enumerate(added)]
+    if all(shard.mesh == main for shard in shards):
         return
-    place, values = fingerprint_of_copies(shards.shards, main)
-    places = gather_checksums(comm, shards.device, place)
+    place, values = fingerprint_of_copies(shards, main)
+    places = gather_checksums(comm, device, place)
     found: dict[int, int] = {}
-    for at, value in zip(places, gather_checksums(comm, shards.device, values), strict=True):
+    for at, value in zip(places, gather_checksums(comm, device, values), strict=True):
         if found.setdefault(at, value) != value:
-            shard = next(shard for shard in shards.shards if shard.mesh != main)
+            shard = next(shard for shard in shards if shard.mesh != main)
             raise ValueError(
                 f"Parameter {shard.spec.name} is on {shard.mesh}, others are on {main}. Its values "
                 "differ on ranks that would have copies of it, or those of another such parameter "
