@@ -345,7 +345,7 @@ class LocalCheckpointState:
         return found
 
     def master_keys(self) -> list[str]:
-        """Return the keys that masters of parameters kept in fp32 would have, on any rank. Local."""
+        """Return the keys of masters of parameters that are kept in fp32, on any rank. Local."""
         return [f"state.{s.name}.{MASTER}" for s in self.specs if s.dtype == "float32"]
 
     def geometry(self) -> list[dict[str, Any]]:
