@@ -82,6 +82,7 @@ EXHAUSTIVE = re.compile(
     "|".join(
         [
             r"test_told_causes\.py::test_(saving_on_one_rank\[(?!plain)|cast_after_building)",
+            r"test_fsdp\.py::test_(collectives_do_not_grow|table_of_methods)",
             r"test_dead_ranks\.py::.*\[(8|16)-",
             # Long ones, of which the default has a shorter one of the same kind.
             r"test_bert_command\.py::test_a_killed_rank_ends_the_job",
