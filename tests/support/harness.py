@@ -43,8 +43,8 @@ from tests.support import contract, contract_stream, lateness, placing
 
 _ROOT = Path(__file__).parents[2]
 
-# How long the other ranks may go on after one failed, so that their own errors are reported too. They
-# need less than a second alone, and several beside another test.
+# How long the other ranks may go on after one failed, so that their own errors are reported too.
+# They need less than a second alone, and several beside another test.
 GRACE_S = 8.0
 
 # torch.optim.Optimizer imports torch._dynamo at its first use, which takes two seconds.
