@@ -813,7 +813,7 @@ class Watchdog:
             self._state.poll_peers(lambda: self._host_waits and self._since == since)
             self._read_result()
             if self._state.has_lost_store:
-                self._find_who_held_store()
+                self._name_store_host()
         except PeerError as error:
             if not self._host_waits:
                 logger.error("%s", error)
@@ -824,7 +824,7 @@ class Watchdog:
             return True
         return False
 
-    def _find_who_held_store(self) -> None:
+    def _name_store_host(self) -> None:
         """Raise PeerError if a rank has ended, and with it the store: no peer can report it."""
         self._num_probes += 1
         if self._num_probes <= _MAX_PROBES:

@@ -9,24 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardfuse.engine import torch_state
 from shardfuse.engine.dtensors import DTensorShards, LocalShard, is_dtensor, local_of, local_part
-from shardfuse.engine.torch_state import Groups, OptimizerState, ParamState
-
-_REPLACED = (
-    "States lie in flat buffers, and what optimizer.state holds only shows them: nothing can be "
-    'put in its place. Use load_state_dict() on all ranks (with "state": {} it starts afresh), or '
-    "change its tensors in place."
-)
-
-
-def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
-    raise RuntimeError(_REPLACED)
+from shardfuse.engine.torch_state import Groups, OptimizerState, ParamState, refuse_replacement
 
 
 class DTensorStates(Mapping[Tensor, ParamState]):
@@ -69,7 +59,7 @@ class DTensorStates(Mapping[Tensor, ParamState]):
             values[name] = made
         return ParamState(values)
 
-    __setitem__ = __delitem__ = clear = _refuse
+    __setitem__ = __delitem__ = clear = refuse_replacement
 
     def __iter__(self) -> Iterator[Tensor]:
         trained = (s for s in self._shards.shards if self._shards.is_trained(s.number))

@@ -472,7 +472,7 @@ _REMEDY = (
 )
 
 
-def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
+def refuse_replacement(*args: Any, **kwargs: Any) -> NoReturn:
     """Raise RuntimeError with the remedy: replaces the methods that would change the mapping."""
     raise RuntimeError(_REMEDY)
 
@@ -491,9 +491,9 @@ class ParamState(dict[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key not in self or value is not self[key]:
-            _refuse()
+            refuse_replacement()
 
-    __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+    __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = refuse_replacement
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (dict(self),)  # so that a copy is a plain dict
@@ -535,7 +535,7 @@ class StateView(Mapping[Tensor, ParamState]):
                 values[name] = _shown(state, arena, position)
         return ParamState(values)
 
-    __setitem__ = __delitem__ = clear = _refuse
+    __setitem__ = __delitem__ = clear = refuse_replacement
 
     def __iter__(self) -> Iterator[Tensor]:
         for state in self._flats:
