@@ -82,10 +82,10 @@ def test_bf16_autocast(ranks: list[dict[str, Any]]) -> None:
     """bf16=True: what a plain loop under autocast gives, and not what fp32 gives."""
     result = ranks[0]["bf16"]
     expected, norms = runs.reference_bf16(JOBS["bf16"], runs.rates())
-    assert result["norms"][:4] == pytest.approx(norms[:4], rel=1e-5)
-    # Where a sum of two ranks is rounded otherwise, so may be a bf16 product of a later step: these
-    # differ by a fraction of the 4e-3 that one such rounding is.
-    assert result["norms"][4:] == pytest.approx(norms[4:], rel=1e-3)
+    assert result["norms"][:1] == pytest.approx(norms[:1], rel=1e-5)
+    # Where a sum of two ranks is rounded otherwise, so may be a bf16 product of any later step (of
+    # which one, depends on the CPU): these differ by a fraction of the 4e-3 of one such rounding.
+    assert result["norms"][1:] == pytest.approx(norms[1:], rel=1e-3)
     error = runs.error(result["params"], expected)
     assert error < 2e-3
     assert runs.error(result["params"], ranks[0]["instance"]["params"]) > 5 * error
