@@ -1,7 +1,8 @@
 """Whole training steps between hosts whose links are slow, all methods in the same processes.
 
 One launch per table. Its methods take turns: a warm-up step, then steps that follow each other
-without a barrier, with the wait for whatever the last one left in flight inside the clock. Peak
+without a barrier. The clock runs from the end of the warm-up's step() to the end of the last: what
+the former left in flight is inside, what the latter leaves is not, as in any long run. Peak
 memory comes from short launches of one method each, for in shared processes it has no owner.
 """
 
@@ -97,7 +98,6 @@ def _turn(training: Training, size: Size, first: int, num_steps: int) -> Row:
 
     def run() -> None:
         losses.extend(training.step(batch) for batch in batches)
-        training.finish()
 
     dist.barrier()
     before = sent_nbytes()
@@ -106,6 +106,7 @@ def _turn(training: Training, size: Size, first: int, num_steps: int) -> Row:
     core_before = time.process_time()
     step_s = time_ms(run) / 1e3 / num_steps
     core_s = (time.process_time() - core_before) / num_steps
+    training.finish()
     dist.barrier()  # what this rank sent has left it, for the others have it
     sent = (sent_nbytes() - before) / (WARM_UP + num_steps)
     return {"step_s": step_s, "core_s": core_s, "sent_nbytes": sent, "loss": losses[-1].item()}

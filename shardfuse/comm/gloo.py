@@ -99,6 +99,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         self._destinations = [(self.rank + k) % self.world_size for k in distances]
         sockets = SocketExchange(self._launch, self._watchdog)
         self._sockets = sockets
+        self._gathered: dict[int, torch.Tensor] = {}  # by mark, of all-reduces posted ahead
         self._chosen: Exchange | None = None if reads_memory else sockets
         self.session.at_region_end(self._flush)
         self.session.on_restart(self._forget_posted)
@@ -113,6 +114,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
 
     def _forget_posted(self) -> None:
         self._sockets.forget_posted()
+        self._gathered.clear()
         if isinstance(self._chosen, SharedMemoryExchange):
             self._chosen.restart(self.session.generation)
 
@@ -164,16 +166,25 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
     def post_receive(
         self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0
     ) -> None:
-        if self._exchange is not self._sockets:
+        if self._exchange is not self._sockets or (
+            kind == "all_reduce" and not self._is_small(tensor)
+        ):
             return
+        mark = self._mark(kind, tensor, label)
         parts: Sequence[torch.Tensor]
-        if kind == "all_gather":
+        if kind == "all_reduce":
+            gathered = self._gathered[mark] = tensor.new_empty(self.world_size, tensor.numel())
+            parts = [gathered[rank] for rank in self._sources]
+        elif kind == "all_gather":
             chunks = tensor.chunk(self.world_size)
             parts = [chunks[rank] for rank in self._sources]
         else:
             parts = self._receive_buffers(slot, tensor)
         receives = list(zip(self._sources, parts, strict=True))
-        self._sockets.post_receive(self._mark(kind, tensor, label), receives)
+        self._sockets.post_receive(mark, receives)
+
+    def _is_small(self, tensor: torch.Tensor) -> bool:
+        return tensor.nbytes * (self.world_size - 1) <= _SMALL_NBYTES
 
     def _mark(self, kind: Labelled, tensor: torch.Tensor, label: str) -> int:
         """Return the digest of the messages of a labelled collective."""
@@ -201,17 +212,24 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
             parts[self.rank].copy_(input)
         return completion
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Completion[None]:
+    def all_reduce(
+        self, tensor: torch.Tensor, op: ReduceOp = "sum", *, label: str | None = None
+    ) -> Completion[None]:
         """Reduce ``tensor`` (n,) over ranks, in place; the sums are equal on all ranks.
 
         Small ones, which nearly all of shardfuse's are, go from rank to rank: that needs no thread
         of gloo's, and a message of another collective is detected.
         """
-        if tensor.nbytes * (self.world_size - 1) > _SMALL_NBYTES:
+        if not self._is_small(tensor):
             return super().all_reduce(tensor, op)
-        gathered = tensor.new_empty(self.world_size, tensor.numel())
+        if label is None:
+            mark = self._state.current.note(f"all_reduce by {op}", tensor.numel(), tensor.dtype)
+        else:
+            mark = self._mark("all_reduce", tensor, label)
+        gathered = self._gathered.pop(mark, None)
+        if gathered is None:
+            gathered = tensor.new_empty(self.world_size, tensor.numel())
         gathered[self.rank] = tensor
-        mark = self._state.current.note(f"all_reduce by {op}", tensor.numel(), tensor.dtype)
         receives = [(rank, gathered[rank]) for rank in self._sources]
         sends = [(rank, gathered[self.rank]) for rank in self._destinations]
         # Not keeps_input: it may be the last message that an optimizer sends.
@@ -227,7 +245,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Completion[None]:
         """Overwrite ``tensor`` (n,) by group rank ``src``'s; small ones as in all_reduce()."""
-        if tensor.nbytes * (self.world_size - 1) > _SMALL_NBYTES:
+        if not self._is_small(tensor):
             return super().broadcast(tensor, src)
         mark = self._state.current.note(f"broadcast from {src}", tensor.numel(), tensor.dtype)
         if self.rank != src:

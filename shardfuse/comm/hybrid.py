@@ -108,8 +108,10 @@ class HybridCommunicator:
     ) -> Completion[None]:
         return self._shard.all_gather(output, input, label=label)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Completion[None]:
-        return self._shard.all_reduce(tensor, op)
+    def all_reduce(
+        self, tensor: torch.Tensor, op: ReduceOp = "sum", *, label: str | None = None
+    ) -> Completion[None]:
+        return self._shard.all_reduce(tensor, op, label=label)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Completion[None]:
         """Overwrite ``tensor`` (n,) on all ranks by that of rank ``src`` of them."""

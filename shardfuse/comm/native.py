@@ -418,7 +418,9 @@ class ProcessGroupCommunicator:
         work = all_gather_single(output, part, group=self._live_group(), async_op=True)
         return self._completion(work, output)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Completion[None]:
+    def all_reduce(
+        self, tensor: torch.Tensor, op: ReduceOp = "sum", *, label: str | None = None
+    ) -> Completion[None]:
         self._note(f"all_reduce by {op}", tensor)
         reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         work = self._launch(dist.all_reduce, tensor, reduce_op, async_op=True)

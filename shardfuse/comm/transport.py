@@ -17,7 +17,7 @@ U = TypeVar("U")
 
 ReduceOp = Literal["sum", "max"]
 
-Labelled = Literal["reduce_scatter", "all_gather"]
+Labelled = Literal["reduce_scatter", "all_gather", "all_reduce"]
 """Collectives that may have a label."""
 
 PartialSums = tuple[torch.Tensor, ...]
@@ -254,12 +254,17 @@ class Communicator(Protocol):
         """Post the receives of a collective of this label ahead. Local; never needed.
 
         ``tensor`` is the output of an all-gather, of which the peers' parts may be written from now
-        on; of a reduce-scatter's input it has the size, dtype and device, and its values are not
+        on; of the input of the others it has the size, dtype and device, and its values are not
         read. See [Note: posted receives] in gloo.py.
         """
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Completion[None]:
-        """Reduce ``tensor`` (n,) over ranks, in place."""
+    def all_reduce(
+        self, tensor: torch.Tensor, op: ReduceOp = "sum", *, label: str | None = None
+    ) -> Completion[None]:
+        """Reduce ``tensor`` (n,) over ranks, in place.
+
+        ``label`` tells it from every other one that this communicator makes.
+        """
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Completion[None]:
         """Overwrite ``tensor`` (n,) by that of group rank ``src``, in place."""
@@ -301,7 +306,9 @@ class SingleRank:
             output.copy_(input)
         return completed(None)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Completion[None]:
+    def all_reduce(
+        self, tensor: torch.Tensor, op: ReduceOp = "sum", *, label: str | None = None
+    ) -> Completion[None]:
         return completed(None)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Completion[None]:

@@ -110,13 +110,22 @@ class ShardedGrads(GradSource):
         comm: the ranks to sum over.
         codec: how gradients are encoded.
         waits: wait for each reduce-scatter at once, to find out whether overlap causes a fault.
+        in_forward_order: yield buckets in the order in which forward reads the parameters.
     """
 
     how_summed = "summed during backward (stage=2)"
 
-    def __init__(self, comm: Communicator, codec: GradCodecChoice, *, waits: bool = False) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        codec: GradCodecChoice,
+        *,
+        waits: bool = False,
+        in_forward_order: bool = False,
+    ) -> None:
         super().__init__()
         self._comm = comm
+        self._in_forward_order = in_forward_order
         self._sender = comm  # of buckets
         self._agreement: HostAllReduceMax | None = None
         self._codec = codec
@@ -340,11 +349,14 @@ class ShardedGrads(GradSource):
         return any(state.shard.has_gradients(state.bucket) for state in self._states)
 
     def reduced(self) -> Iterator[tuple[Bucket, PartialSums]]:
-        """Yield (bucket, this rank's shard of the sum), in the order in which buckets were sent."""
+        """Yield (bucket, this rank's shard of the sum).
+
+        In the order in which buckets were sent, or the reverse (in_forward_order).
+        """
         assert self.phase is not GradPhase.ACCUMULATING, "freeze() comes before reduced()"
         if self.phase is GradPhase.FROZEN:
             self._complete()
-        for state in self._states:
+        for state in reversed(self._states) if self._in_forward_order else self._states:
             while state.num_in_flight:
                 with torch.no_grad():
                     self._receive()

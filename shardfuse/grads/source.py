@@ -370,12 +370,17 @@ class HostAllReduceMax:
         self._sent = torch.empty(0)  # the same numbers, on the device
         self._result: tuple[Tensor, Completion[None]] | None = None
 
-    def launch(self, numbers: list[float]) -> None:
+    def post_receive(self, count: int, label: str) -> None:
+        """Post the receives of the all-reduce of ``count`` numbers ahead."""
+        like = torch.empty(1, dtype=torch.float32, device=self._device).expand(count)
+        self._comm.post_receive("all_reduce", like, label=label)
+
+    def launch(self, numbers: list[float], label: str | None = None) -> None:
         """Launch the all-reduce of as many ``numbers`` on each rank."""
         with on_stream(self._stream):
             self._write(numbers)
             result = self._sent.clone()
-            self._result = result, self._comm.all_reduce(result, "max")
+            self._result = result, self._comm.all_reduce(result, "max", label=label)
 
     def _write(self, numbers: list[float]) -> None:
         """Write ``numbers`` to the device, by kernels if few differ from the last ones."""
@@ -409,6 +414,10 @@ class MessageNames:
     def label(self, iteration: int, index: int, resend: int = 0) -> str:
         """Return the label of bucket ``index`` of an iteration."""
         return f"sender {self._number}, round {iteration}, bucket {index}, attempt {resend}"
+
+    def agreement(self, iteration: int) -> str:
+        """Return the label of the all-reduce over what hosts must know in an iteration."""
+        return f"sender {self._number}, round {iteration}, agreement"
 
 
 def is_nested_backward() -> bool:

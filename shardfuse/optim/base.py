@@ -243,14 +243,19 @@ class ShardedOptimizer(TorchCompat):
         wire = GradCodecChoice(self._config.grad_sync_dtype)
         if self.communicator.world_size > 1:
             wire = GradCodecChoice(self._config.grad_sync_dtype, self._config.grad_sync_bits)
+        # A rule of two passes reads all gradients before any parameter is updated.
+        in_forward_order = self._rule.granularity == "element"
         if self._are_partitioned:
             waits = self._config.debug_sync or self._config.overlap_grad_sync is False
-            return ShardedGrads(self.communicator, wire, waits=waits)
+            return ShardedGrads(
+                self.communicator, wire, waits=waits, in_forward_order=in_forward_order
+            )
         grads = FullGrads(
             self.communicator,
             wire,
             overlaps=self._overlapped(self._config.overlap_grad_sync),
             waits=self._config.debug_sync,
+            in_forward_order=in_forward_order,
         )
         grads.before_first = weakref.WeakMethod(self._before_first_gradient)
         return grads

@@ -58,7 +58,9 @@ class CountingCommunicator(SingleRank):
     ) -> Completion[None]:
         return completed(None)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Completion[None]:
+    def all_reduce(
+        self, tensor: torch.Tensor, op: ReduceOp = "sum", *, label: str | None = None
+    ) -> Completion[None]:
         self.all_reduces.append(tensor.numel())
         return completed(None)
 

@@ -79,7 +79,7 @@ def patch_all_reduce(change: Callable[[Any, Tensor, str], Any]) -> None:
     """Have all_reduce() be ``change(native, tensor, op)``."""
     native = Communicator.all_reduce
 
-    def all_reduce(self: Any, tensor: Tensor, op: Any = "sum") -> Any:
+    def all_reduce(self: Any, tensor: Tensor, op: Any = "sum", **_: Any) -> Any:
         return change(lambda *args: native(self, *args), tensor, op)
 
     Communicator.all_reduce = all_reduce  # type: ignore[method-assign]

@@ -75,10 +75,10 @@ class CountingCommunicator:
         """Pass on: it is no collective."""
         self.inner.post_receive(kind, tensor, **options)
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
+    def all_reduce(self, tensor: Tensor, op: str = "sum", **options: Any) -> Any:
         """Record and pass on."""
         self.calls.append(Call("all_reduce", tensor.numel(), tensor.dtype))
-        return self.inner.all_reduce(tensor, op)
+        return self.inner.all_reduce(tensor, op, **options)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Any:
         """Record and pass on."""

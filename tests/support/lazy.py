@@ -146,9 +146,9 @@ class LazyCommunicator:
 
         return self._late(deliver, key)
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
+    def all_reduce(self, tensor: Tensor, op: str = "sum", *, label: str | None = None) -> Any:
         """Reduce in the order of ranks."""
-        key = self._send(f"all_reduce by {op}", tensor, None)
+        key = self._send(f"all_reduce by {op}", tensor, label)
 
         def deliver() -> PartialSums:
             stacked = torch.stack([self._post.fetch(key, r) for r in range(self.world_size)])

@@ -201,7 +201,7 @@ def test_usual_loops_copy_nothing_out(
     def refuse(grad: Tensor) -> None:
         raise AssertionError(f"{tuple(grad.shape)} is held")
 
-    monkeypatch.setattr("shardfuse.grads.full.detach_copy", refuse)
+    monkeypatch.setattr("shardfuse.grads.buffer.detach_copy", refuse)
     everywhere(loop_as_usual, build, zero, clips)
     with pytest.raises(AssertionError, match="is held"):
         handle_gradients(swap_gradients, (3000,))

@@ -220,8 +220,8 @@ def test_zeroing_in_the_usual_loop_is_one_fill_a_flat(monkeypatch: pytest.Monkey
         raise AssertionError("looked at one gradient")
 
     with monkeypatch.context() as patch:
-        patch.setattr("shardfuse.grads.full.GradBuffer.holds", refuse)
-        patch.setattr("shardfuse.grads.full.clear_grad", refuse)
+        patch.setattr("shardfuse.grads.buffer.GradBuffer.holds", refuse)
+        patch.setattr("shardfuse.grads.buffer.clear_grad", refuse)
         optimizer.zero_grad()
     assert all(p.grad is not None and not p.grad.any() for p in params)
     before = [p.detach().clone() for p in params]
