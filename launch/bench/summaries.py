@@ -316,7 +316,7 @@ def links(rows: Sequence[Row]) -> Summary:
         f"A transformer of {numel} fp32 parameters; one rank and one thread per host; hosts are "
         "namespaces of one machine, and what each sends is limited to the rate. All methods of a "
         "table took turns in the same processes: a warm-up step, then steps without a barrier "
-        "between them, from the end of the warm-up's step() to the end of the last one. The slowest "
+        "between them, from the end of the warm-up's step() to that of the last one. The slowest "
         "rank counts. Exposed: step less compute alone, ratio: step over that of DDP with fused "
         "Adam, both of the same round; median (min-max) of rounds. Core: seconds that all threads "
         "of a rank's process run on a core; with a core per host no step can be shorter, whatever "
