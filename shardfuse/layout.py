@@ -31,6 +31,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 BLOCK = 512
 """Elements per block; at 2 bytes or more this keeps every shard 512-byte aligned (Ascend)."""
@@ -84,6 +85,8 @@ class ParamSpec:
     frozen: bool = False
     math: str = ""
     """Names the code that updates it: parameters of equal ones are neighbours in a flat."""
+    storage: str = ""
+    """Names its states: only parameters of equal ones share a flat, whose states all have."""
 
     @property
     def numel(self) -> int:
@@ -96,9 +99,9 @@ class ParamSpec:
         return self.device.partition(":")[0]
 
     @property
-    def key(self) -> tuple[str, str, tuple[int, str] | None]:
+    def key(self) -> tuple[str, str, str, tuple[int, str] | None]:
         """Parameters with equal keys share a flat."""
-        return (self.dtype, self.device, self.kind if self.frozen else None)
+        return (self.dtype, self.device, self.storage, self.kind if self.frozen else None)
 
     @property
     def kind(self) -> tuple[int, str]:
@@ -239,7 +242,7 @@ class FlatLayout:
 
     def extended(self, specs: Sequence[ParamSpec]) -> FlatLayout:
         """Return this layout with flats for ``specs`` appended; existing flats do not move."""
-        by_key: dict[tuple[str, str, tuple[int, str] | None], list[int]] = {}
+        by_key: dict[tuple[Any, ...], list[int]] = {}
         for index, spec in enumerate(specs, start=len(self.specs)):
             if spec.dtype not in ITEMSIZE:
                 raise TypeError(
@@ -304,7 +307,8 @@ class FlatLayout:
         """All slots start at multiples of so many elements, a power of two."""
         return min((flat.align for flat in self.flats), default=BLOCK)
 
-    def fragments(self, flat: Flat, rank: int) -> Iterator[Fragment]:
+    @staticmethod
+    def fragments(flat: Flat, rank: int) -> Iterator[Fragment]:
         """Yield ``rank``'s fragments of ``flat`` in buffer order; empty parameters have none."""
         first = 0
         for bucket in flat.buckets:

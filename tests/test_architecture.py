@@ -66,6 +66,7 @@ LONG_SIGNATURES = {
     "ShardedBertAdam.__init__",
     "ShardedLamb.__init__",
     "ShardedAdamP.__init__",
+    "ShardedMuon.__init__",
     "Lamb.__init__",
     "ShardedRMSpropTF.__init__",
     "ShardedGradScaler.__init__",

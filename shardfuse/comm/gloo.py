@@ -243,6 +243,23 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
 
         return completion.then(reduce)
 
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_numels: Sequence[int],
+        input_numels: Sequence[int],
+    ) -> Completion[None]:
+        """Send each rank its part of ``input``, from rank to rank; empty parts are not sent."""
+        mark = self._state.current.note("all_to_all", 0, input.dtype)
+        theirs = torch.split(output, list(output_numels))
+        ours = torch.split(input, list(input_numels))
+        receives = [(rank, theirs[rank]) for rank in self._sources if theirs[rank].numel()]
+        sends = [(rank, ours[rank]) for rank in self._destinations if ours[rank].numel()]
+        completion = self._exchange.move(mark, receives, sends, keeps_input=False)
+        theirs[self.rank].copy_(ours[self.rank])
+        return completion
+
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Completion[None]:
         """Overwrite ``tensor`` (n,) by group rank ``src``'s; small ones as in all_reduce()."""
         if not self._is_small(tensor):

@@ -16,7 +16,7 @@ backward ends: otherwise its peers block between backward and step().
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -112,6 +112,15 @@ class HybridCommunicator:
         self, tensor: torch.Tensor, op: ReduceOp = "sum", *, label: str | None = None
     ) -> Completion[None]:
         return self._shard.all_reduce(tensor, op, label=label)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_numels: Sequence[int],
+        input_numels: Sequence[int],
+    ) -> Completion[None]:
+        return self._shard.all_to_all(output, input, output_numels, input_numels)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Completion[None]:
         """Overwrite ``tensor`` (n,) on all ranks by that of rank ``src`` of them."""

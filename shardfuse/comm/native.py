@@ -24,13 +24,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from shardfuse.comm.regions import digest
-from shardfuse.comm.session import (
-    LATE_S,
-    PATIENCE_S,
-    GroupSession,
-    GroupState,
-    PeerError,
-)
+from shardfuse.comm.session import LATE_S, PATIENCE_S, GroupSession, GroupState, PeerError
 from shardfuse.comm.transport import (
     AsyncModel,
     BufferPool,
@@ -425,6 +419,18 @@ class ProcessGroupCommunicator:
         reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         work = self._launch(dist.all_reduce, tensor, reduce_op, async_op=True)
         return self._completion(work, tensor)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_numels: Sequence[int],
+        input_numels: Sequence[int],
+    ) -> Completion[None]:
+        self._note("all_to_all", input[:0])  # sizes differ between ranks
+        sizes = list(output_numels), list(input_numels)
+        work = self._launch(dist.all_to_all_single, output, input, *sizes, async_op=True)
+        return self._completion(work, output, input)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Completion[None]:
         self._note("broadcast", tensor)

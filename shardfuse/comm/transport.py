@@ -266,6 +266,19 @@ class Communicator(Protocol):
         ``label`` tells it from every other one that this communicator makes.
         """
 
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_numels: Sequence[int],
+        input_numels: Sequence[int],
+    ) -> Completion[None]:
+        """Send each rank its part of ``input`` (n,); write theirs into ``output`` (m,), by rank.
+
+        Parts may differ in size: ``input_numels`` has those to each rank, and ``output_numels``
+        those from each. Do not write ``input`` before wait() returns.
+        """
+
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Completion[None]:
         """Overwrite ``tensor`` (n,) by that of group rank ``src``, in place."""
 
@@ -309,6 +322,16 @@ class SingleRank:
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp = "sum", *, label: str | None = None
     ) -> Completion[None]:
+        return completed(None)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_numels: Sequence[int],
+        input_numels: Sequence[int],
+    ) -> Completion[None]:
+        output.copy_(input)
         return completed(None)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Completion[None]:

@@ -49,7 +49,7 @@ class DTensorStates(Mapping[Tensor, ParamState]):
     def of(self, shard: LocalShard) -> ParamState:
         """Return the states of a parameter by its shard."""
         values: dict[str, Any] = {}
-        if self._shards.is_trained(shard.number) and self._shards.counts_steps:
+        if self._shards.is_trained(shard.number) and self._shards.has_step(shard):
             values["step"] = torch.tensor(float(shard.step))
         for name, local in self._shards.state_of(shard.number).items():
             memory, made = self._made.get((shard.number, name), (None, None))
@@ -135,14 +135,14 @@ def prepared(
     for shard in shards.shards:
         spec, entry = shard.spec, entries[shard.number]
         own = saved[spec.group]
-        if entry and "step" not in entry and "step" in own and rule.counts_steps:
+        group = merged[spec.group]
+        if entry and "step" not in entry and "step" in own and rule.has_step(group):
             entry["step"] = own["step"]  # apex counts there
         for name, value in entry.items():
             if name != "step" and isinstance(value, Tensor):
                 entry[name] = _local(shard, name, value)
-        names = rule.state_names(merged[spec.group])
         local_spec = replace(spec, shape=shard.shape)
-        counts[shard.number] = torch_state.checked_step(local_spec, entry, rule, names)
+        counts[shard.number] = torch_state.checked_step(local_spec, entry, rule, group)
     return functools.partial(_load, shards, opt, merged, saved, entries, counts)
 
 

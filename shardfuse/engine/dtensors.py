@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -87,14 +87,18 @@ def shard_dim(placement: Any) -> int | None:
     return None
 
 
-def local_indices(shape: Sequence[int], placements: Sequence[Any], mesh: Any) -> dict[int, Tensor]:
-    """Return {sharded dimension: the indices (n,) along it that this rank's local shard has}.
+def local_indices(
+    shape: Sequence[int], placements: Sequence[Any], mesh: Any, place: Sequence[int] | None = None
+) -> dict[int, Tensor]:
+    """Return {sharded dimension: the indices (n,) along it that the local shard has}.
 
+    Of the rank with the coordinates ``place`` in the mesh, by default this one.
     Placements apply from left to right. Shard() gives each rank one chunk as torch.chunk() does;
     _StridedShard() a chunk of each of its ``split_factor`` parts.
     """
     found: dict[int, Tensor] = {}
-    for size, at, placement in zip(mesh.shape, mesh.get_coordinate(), placements, strict=True):
+    place = mesh.get_coordinate() if place is None else place
+    for size, at, placement in zip(mesh.shape, place, placements, strict=True):
         dim = shard_dim(placement)
         if dim is None:
             continue
@@ -247,6 +251,36 @@ def fingerprint_of_copies(shards: Sequence[LocalShard], main: Any) -> tuple[int,
     return (zlib.crc32(place) & 0xFFFFFF, zlib.crc32(values) & 0xFFFFFF) if place else (0, 0)
 
 
+def _global_rank(rank: int, mesh: Any) -> int:
+    """Return the global rank of ``rank`` in the group of all ranks of ``mesh``, in their order."""
+    return int(sorted(mesh.mesh.flatten().tolist())[rank])
+
+
+def _elements_on(rank: int, shard: LocalShard, mesh_size: int) -> tuple[int, int]:
+    """Return (start, number) of the elements of a whole parameter that ``rank`` has.
+
+    Raises:
+        TypeError: they are no whole, adjacent rows, or the parameter is not on all ranks.
+    """
+    spec, mesh = shard.spec, shard.mesh
+    indices: dict[int, Tensor] = {}
+    if mesh.size() == mesh_size:
+        place = (mesh.mesh == _global_rank(rank, mesh)).nonzero()[0].tolist()
+        indices = local_indices(spec.shape, shard.placements, mesh, place)
+    rows = indices.get(0, torch.arange(spec.shape[0]))
+    first, count = (int(rows[0]), len(rows)) if len(rows) else (0, 0)
+    is_adjacent = count == 0 or int(rows[-1]) - first == count - 1
+    is_by_rows = mesh.size() == mesh_size and indices.keys() <= {0} and is_adjacent
+    if not is_by_rows or shard.stride[-1] != 1:
+        raise TypeError(
+            f"{spec.name} is sharded by {shard.placements} on {mesh}, and Muon takes matrices that "
+            "are sharded by rows, Shard(0), over the mesh of all parameters. Give it to a group "
+            'with "use_muon": False, which follows AdamW.'
+        )
+    row = spec.numel // max(1, spec.shape[0])
+    return first * row, count * row
+
+
 # Gradients
 
 
@@ -376,7 +410,7 @@ class DTensorShards(ShardProvider):
         rule: names the states.
         groups: the optimizer's own ``param_groups``; may be set anew.
         grads: of the trained parameters, which this object attaches.
-        first_rank: the first of the ranks that share the optimizer.
+        first_rank, mesh_size: the first of the ranks that share the optimizer, and their number.
         device: where the local shards are.
     """
 
@@ -386,12 +420,14 @@ class DTensorShards(ShardProvider):
         groups: Sequence[dict[str, Any]],
         grads: DTensorGrads,
         first_rank: int,
+        mesh_size: int,
         device: torch.device,
     ) -> None:
         self._rule = rule
         self.groups = groups
         self._grads = grads
         self._first_rank = first_rank
+        self._mesh_size = mesh_size
         self._device = device
         self._flats: list[_Flat] = []
         self._flat_of: dict[int, _Flat] = {}
@@ -426,10 +462,10 @@ class DTensorShards(ShardProvider):
         self._small = small_sets(sizes)
         number_of = {s.number: i for i, own in enumerate(self._sets.values()) for s in own}
         new.sort(key=lambda shard: number_of[shard.number])
-        staged: dict[str, list[LocalShard]] = {}
+        staged: dict[tuple[str, str], list[LocalShard]] = {}
         for shard in new:
             if not shard.numel or self._is_staged(shard):
-                staged.setdefault(shard.spec.dtype, []).append(shard)
+                staged.setdefault((shard.spec.dtype, shard.spec.storage), []).append(shard)
             else:
                 self._add_flat(_in_place(shard, number_of[shard.number], len(self._units)))
         for members in staged.values():
@@ -484,10 +520,9 @@ class DTensorShards(ShardProvider):
         """Those of all parameters, also of frozen ones."""
         return self._all
 
-    @property
-    def counts_steps(self) -> bool:
-        """Whether states have a ``step``."""
-        return self._rule.counts_steps
+    def has_step(self, shard: LocalShard) -> bool:
+        """Return whether the states of a parameter have a ``step``."""
+        return self._rule.has_step(self.groups[shard.spec.group])
 
     @property
     def masters(self) -> frozenset[str]:
@@ -575,6 +610,20 @@ class DTensorShards(ShardProvider):
                 ParamSet(number, self.groups[group], policy, dtype, shares_calls=shares, step=step)
             )
         return found
+
+    def parts_of(self, rank: int, params: Collection[int]) -> Sequence[Fragment]:
+        """Return the parts that ``rank`` has, also where they are copies of another rank's.
+
+        Raises:
+            TypeError: a parameter is cut otherwise than by rows, or is on a sub-mesh.
+        """
+        members = [self._all[number] for number in sorted(params)]
+        ranges = {shard.number: _elements_on(rank, shard, self._mesh_size) for shard in members}
+        if members and members[0].mesh.get_rank() != _global_rank(rank, members[0].mesh):
+            return [Fragment(n, -1, start, 0, numel) for n, (start, numel) in ranges.items()]
+        own = [f for _, unit in self._units for f in unit.fragments if f.param in ranges]
+        own.sort(key=lambda fragment: (fragment.param, fragment.param_start))
+        return [replace(f, param_start=ranges[f.param][0] + f.param_start) for f in own]
 
     def counted(self, columns: str) -> Tensor | None:
         if not self._all or all(shard.is_counted for shard in self._all):

@@ -7,7 +7,7 @@ one shorter row, its tail.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from shardfuse.engine.units import (
     UpdateRange,
     UpdateUnit,
 )
-from shardfuse.layout import BLOCK, ParamSpec
+from shardfuse.layout import BLOCK, Fragment, ParamSpec
 from shardfuse.rules import UpdateRule
 
 
@@ -124,6 +124,10 @@ class PartitionShards(ShardProvider):
 
     def keep_all_reduced(self) -> None:
         """Do nothing: the gradients stay in ``flat.grad``."""
+
+    def parts_of(self, rank: int, params: Collection[int]) -> Sequence[Fragment]:
+        """Raise NotImplementedError: a partition does not know those of other ranks."""
+        raise NotImplementedError
 
     def global_square(self) -> Tensor | None:
         """Return the squared norm () of all groups' gradients: more than this partition has."""

@@ -24,7 +24,14 @@ import torch
 from torch import Tensor
 
 from shardfuse.buffers import return_freed_memory
-from shardfuse.rules import ElementwiseRule, NormRule, ReducingRule, Settings, UpdateRule
+from shardfuse.rules import (
+    ElementwiseRule,
+    MatrixRule,
+    NormRule,
+    ReducingRule,
+    Settings,
+    UpdateRule,
+)
 from shardfuse.rules.base import Fused, Group
 from shardfuse.runtime import compiling_kernels
 
@@ -162,6 +169,27 @@ def second_pass(rule: ReducingRule, flags: Any, h: Any, scale: Scale, tile: Tile
     if factors is not None and factors.dim() == 2:
         factors = factors[:, :, None]
     rule.move(flags, h, p, g, factors, *tile.states)
+    if tile.low is not None:
+        tile.low.copy_(p)
+
+
+def matrix_first_pass(rule: MatrixRule, flags: Any, h: Any, scale: Scale, tile: Tile) -> None:
+    """Update the states of a tile, and write its part of the direction to ``aux`` (1, rows, n)."""
+    p, out = tile.p, tile.aux
+    assert p is not None
+    assert out is not None
+    if tile.low is not None:
+        refresh_master(p, tile.low)
+    u = rule.direction(flags, h, p, _mean(tile.grad, scale, p.dtype), *tile.states)
+    out[0].copy_(u.view_as(out[0]))
+
+
+def matrix_second_pass(rule: MatrixRule, flags: Any, h: Any, scale: Scale, tile: Tile) -> None:
+    """Update the parameters of a tile along the transformed direction, ``aux`` (1, rows, n)."""
+    p, u = tile.p, tile.aux
+    assert p is not None
+    assert u is not None
+    rule.apply(flags, h, p, u[0].view_as(p))
     if tile.low is not None:
         tile.low.copy_(p)
 

@@ -6,7 +6,7 @@ import itertools
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from shardfuse.engine.units import (
     small_sets,
 )
 from shardfuse.grads.source import GradSource
-from shardfuse.layout import BLOCK, Bucket, Fragment, ParamSpec, round_up
+from shardfuse.layout import BLOCK, Bucket, FlatLayout, Fragment, ParamSpec, round_up
 from shardfuse.rules import UpdateRule
 
 _REMEDY = (
@@ -672,6 +672,11 @@ class OwnShards(ShardProvider):
 
     def rows(self, param: int) -> ParamRows:
         return ParamRows.whole(self._specs[param])
+
+    def parts_of(self, rank: int, params: Collection[int]) -> Sequence[Fragment]:
+        flats = [state.flat for state in self._active]
+        parts = [f for flat in flats for f in FlatLayout.fragments(flat, rank)]
+        return [fragment for fragment in parts if fragment.param in params]
 
     def counted(self, columns: str) -> Tensor | None:
         return None

@@ -144,7 +144,7 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
                     "names: prefix the names of each model."
                 )
             names.add(name)
-            policy = rule.policy(name, "param_names" in group, group)
+            policy = rule.policy(name, "param_names" in group, tuple(param.shape), group)
             if policy not in maths:
                 maths[policy] = str(rule.settings(group, policy, 1).flags)
             spec = ParamSpec(
@@ -157,6 +157,7 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
                 policy=policy,
                 frozen=not param.requires_grad and param.grad is None,
                 math=maths[policy],
+                storage=rule.storage(group),
             )
             added.append((param, spec))
     _check_no_overlap([pair for pair in added if pair[1].stride == pair[0].stride()])

@@ -37,13 +37,25 @@ from shardfuse.engine.kernels import (
     Tile,
     ascending,
     first_pass,
+    matrix_first_pass,
+    matrix_second_pass,
     only_pass,
     second_pass,
     square_sum_pass,
 )
+from shardfuse.engine.matrices import MatrixExchange
 from shardfuse.engine.units import ParamRows, ParamSet, ShardProvider, UpdateRange, UpdateUnit
 from shardfuse.layout import BLOCK
-from shardfuse.rules import Clip, NormRule, ReducingRule, RowRule, Rows, Settings, UpdateRule
+from shardfuse.rules import (
+    Clip,
+    MatrixRule,
+    NormRule,
+    ReducingRule,
+    RowRule,
+    Rows,
+    Settings,
+    UpdateRule,
+)
 
 
 class StepDriver:
@@ -72,6 +84,9 @@ class StepDriver:
         self._comm_device = comm_device
         self._kernels = kernels
         self._reduction = reduction_for(rule, shards) if isinstance(rule, ReducingRule) else None
+        self._matrices: MatrixExchange | None = None
+        if isinstance(rule, MatrixRule):
+            self._matrices = MatrixExchange(rule, shards, comm)
         self._param_sets: dict[int, ParamSet] = {}  # as the present step has them
         self._settings: dict[
             tuple[int, int], Settings
@@ -146,15 +161,15 @@ class StepDriver:
         self._calls.clear()
         self._equal.clear()
         scales = self._scales(coefficient, max_norm)
-        if self._reduction is None:
+        if self._reduction is not None:
+            self._two_passes(scales, self._reduction)
+        elif self._matrices is not None:
+            self._matrix_passes(scales, self._matrices)
+        else:
             for unit in self._shards.gradients():
                 self._shards.checkout(unit)
                 self._note_gradient(unit)
-                with self._noting(unit):
-                    self._pass(only_pass, unit, scales)
-                self._shards.commit(unit)
-        else:
-            self._two_passes(scales, self._reduction)
+                self._only_pass(unit, scales)
         self._shards.increment_step()
         if watch is not None:
             watch.ratio = self.ratio
@@ -168,6 +183,29 @@ class StepDriver:
 
     def _noting(self, unit: UpdateUnit) -> AbstractContextManager[None]:
         return nullcontext() if self._watch is None else self._watch.noting(unit)
+
+    def _only_pass(self, unit: UpdateUnit, scales: Mapping[int, Scale]) -> None:
+        with self._noting(unit):
+            self._pass(only_pass, unit, scales)
+        self._shards.commit(unit)
+
+    def _matrix_passes(self, scales: Mapping[int, Scale], matrices: MatrixExchange) -> None:
+        units = []
+        for unit in self._shards.gradients():
+            self._shards.checkout(unit)
+            self._note_gradient(unit)
+            out = matrices.out(unit)
+            if out is None:
+                self._only_pass(unit, scales)
+                continue
+            self._pass(matrix_first_pass, unit, scales, out)
+            unit.grad = ()
+            units.append(unit)
+        matrices.run()
+        for unit in reversed(units):
+            with self._noting(unit):
+                self._pass(matrix_second_pass, unit, scales, matrices.value(unit))
+            self._shards.commit(unit)
 
     def _two_passes(self, scales: Mapping[int, Scale], sums: Reduction) -> None:
         keeps = {number for number in self._param_sets if self._settings_of(number).keeps_gradient}
@@ -209,7 +247,8 @@ class StepDriver:
             if call.batch is not None:
                 row, h = self._numbers_by_row(unit, parts)
                 settings = settings._replace(h=h, fused=None)
-            has_grad = function is not second_pass or call.settings.keeps_gradient
+            is_first = function not in (second_pass, matrix_second_pass)
+            has_grad = is_first or call.settings.keeps_gradient
             own_aux = aux if call.sums else None
             self._kernels.run(
                 function,
@@ -261,7 +300,8 @@ class StepDriver:
         key = (part.param_set, part.step)
         if key not in self._calls:
             settings, group = self._settings_of(*key), self._param_sets[part.param_set].group
-            sums = self._reduction is not None and self._reduction.takes(part.param_set)
+            between = self._reduction or self._matrices
+            sums = between is not None and between.takes(part.param_set)
             scale, states = scales[part.param_set], self._rule.state_names(group)
             mark = id(scale) if isinstance(scale, Tensor) else scale
             batch = (settings.flags, settings.clip, settings.keeps_gradient, states, sums, mark)

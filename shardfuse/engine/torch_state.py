@@ -169,9 +169,10 @@ def consolidate(opt: OptimizerState, to: int | None) -> dict[int, dict[str, Any]
         # A count of 0 does not exclude a master that differs from the parameter. A rule that counts
         # no steps may have updated it before the user set a momentum. The master of an fp32
         # parameter has more digits than the parameter even before the first update.
-        is_fp32 = opt.layout.specs[param].dtype == "float32"
-        if steps[param] > 0 or (name == MASTER and (is_fp32 or not rule.counts_steps)):
-            entry = state.setdefault(param, {"step": steps[param]} if rule.counts_steps else {})
+        spec = opt.layout.specs[param]
+        has_step = rule.has_step(opt.groups[spec.group])
+        if steps[param] > 0 or (name == MASTER and (spec.dtype == "float32" or not has_step)):
+            entry = state.setdefault(param, {"step": steps[param]} if has_step else {})
             entry[name] = tensor
     return dict(sorted(state.items())) if keep else None
 
@@ -258,6 +259,12 @@ def merged_groups(groups: Groups, saved: Sequence[Mapping[str, Any]], rule: Upda
         }
         merged.append({**group, **options})
         check_saved_options(rule, merged[-1], index)
+        for key in rule.fixed_keys:
+            if key in other and other[key] != group[key]:
+                raise ValueError(
+                    f"loaded state dict has {key}={other[key]!r} in group {index}, the optimizer "
+                    f"{group[key]!r}. Build it with the saved value."
+                )
         if reason := rule.mismatch(other, merged[-1]):
             raise ValueError(f"loaded state dict is of another optimizer: {reason}")
     return merged
@@ -290,10 +297,10 @@ def prepared(opt: OptimizerState, state_dict: Mapping[str, Any]) -> Callable[[],
     counts = {}
     for param, spec in enumerate(layout.specs):
         entry, own = entries[param], saved[spec.group]
-        if entry and "step" not in entry and "step" in own and rule.counts_steps:
+        group = merged[spec.group]
+        if entry and "step" not in entry and "step" in own and rule.has_step(group):
             entry["step"] = own["step"]  # apex counts there
-        names = rule.state_names(merged[spec.group])
-        counts[param] = checked_step(spec, entry, rule, names)
+        counts[param] = checked_step(spec, entry, rule, group)
     for state in opt.flats:
         _check_parts(state, entries)
     _warn_of_masters(opt, entries)
@@ -401,24 +408,25 @@ def _check_parts(state: FlatState, entries: Mapping[int, Mapping[str, Any]]) -> 
 
 
 def checked_step(
-    spec: ParamSpec, entry: Mapping[str, Any], rule: UpdateRule, names: Sequence[str]
+    spec: ParamSpec, entry: Mapping[str, Any], rule: UpdateRule, group: Mapping[str, Any]
 ) -> int:
-    """Return the update count of a parameter's saved state.
+    """Return the update count of the saved state of a parameter of ``group``.
 
     Raises unless the state is complete, of its shape, and of this rule.
     """
+    names, has_step = rule.state_names(group), rule.has_step(group)
     check_known(rule, spec.name, entry, {*names, *_AUXILIARY})
     for name, value in entry.items():
         if name != "step" and value is not None:
             check_tensor(name, value, spec.name, spec.shape, rule)
     lacking = [name for name in names if entry.get(name) is None]
-    num_steps = _step_in(entry, rule, names, spec.name)
+    num_steps = _step_in(entry, names, spec.name, has_step=has_step)
     if lacking and num_steps > 0:
         raise ValueError(
             f"loaded state dict has no {lacking[0]} for {spec.name}; it is of another optimizer or "
             "of other options."
         )
-    if len(lacking) < len(names) and "step" not in entry and rule.counts_steps:
+    if len(lacking) < len(names) and "step" not in entry and has_step:
         raise ValueError(
             f"loaded state dict has no step for {spec.name}, neither with its states nor in its "
             "group, so the number of its updates is unknown. Add it to the dict."
@@ -451,7 +459,7 @@ def set_groups(
                 del group["step"]
 
 
-def _step_in(entry: Mapping[str, Any], rule: UpdateRule, names: Sequence[str], owner: str) -> int:
+def _step_in(entry: Mapping[str, Any], names: Sequence[str], owner: str, *, has_step: bool) -> int:
     """Return the update count of the saved state of the parameter ``owner``."""
     if "step" in entry:
         return as_count(entry["step"], f"step of {owner}")
@@ -459,7 +467,7 @@ def _step_in(entry: Mapping[str, Any], rule: UpdateRule, names: Sequence[str], o
     # have had no update yet.
     present = [name for name, value in entry.items() if value is not None]
     is_updated = not set(present) <= _AUXILIARY if names else bool(present)
-    return int(is_updated and bool(present) and not rule.counts_steps)
+    return int(is_updated and bool(present) and not has_step)
 
 
 # The state attribute

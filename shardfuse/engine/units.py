@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -168,6 +168,13 @@ class ShardProvider(Protocol):
 
     def rows(self, param: int) -> ParamRows:
         """Return the rows of a parameter that has elements and a dimension."""
+
+    def parts_of(self, rank: int, params: Collection[int]) -> Sequence[Fragment]:
+        """Return the parts of trained parameters of these numbers that ``rank`` has.
+
+        ``param_start`` counts elements of the whole parameter, and ``bucket`` is the index of a
+        unit, or -1 for units of that rank alone. Every rank has them in one order.
+        """
 
     def counted(self, columns: Literal["sets", "params"]) -> Tensor | None:
         """Return whether sums over ranks count this rank's part, by param_set or param; (n,) bool.

@@ -13,6 +13,7 @@ from shardfuse.optim.algorithms import (
 from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.optim.compat import MemorySummary
 from shardfuse.optim.lamb import LambComparison, LambStepSize, ShardedLamb, compare_lamb_variants
+from shardfuse.optim.muon import ShardedMuon
 
 __all__ = [
     "LambComparison",
@@ -24,6 +25,7 @@ __all__ = [
     "ShardedAdamW",
     "ShardedBertAdam",
     "ShardedLamb",
+    "ShardedMuon",
     "ShardedOptimizer",
     "ShardedRMSprop",
     "ShardedRMSpropTF",

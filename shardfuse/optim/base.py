@@ -128,7 +128,9 @@ class ShardedOptimizer(TorchCompat):
         try:
             self._config, is_known = ShardConfig.of(sharding), True
             self._rule = make_rule()
-            super().__init__(setup.as_list(params), checked(torch_options, type(self), defaults))
+            super().__init__(
+                self._read_params(params), checked(torch_options, type(self), defaults)
+            )
             self._device = setup.common_device(self.param_groups)
             if dtensors.are_sharded_by_torch(setup.named(self.param_groups)):
                 self._config = dtensors.config_for(self._config)
@@ -167,6 +169,8 @@ class ShardedOptimizer(TorchCompat):
             # Nothing is sent, and no temporary is as large as a bucket: fewer, larger calls.
             nbytes = sys.maxsize
         granularity = "element" if error else self._rule.granularity
+        # A rule of two passes reads all gradients before any parameter is updated.
+        self._in_forward_order = granularity == "element"
         if not alone and self._config.grad_sync_bits is not None:
             granularity = "block"  # of one scale: of one parameter
         self.layout = FlatLayout(world_size, nbytes, granularity)
@@ -243,19 +247,17 @@ class ShardedOptimizer(TorchCompat):
         wire = GradCodecChoice(self._config.grad_sync_dtype)
         if self.communicator.world_size > 1:
             wire = GradCodecChoice(self._config.grad_sync_dtype, self._config.grad_sync_bits)
-        # A rule of two passes reads all gradients before any parameter is updated.
-        in_forward_order = self._rule.granularity == "element"
         if self._are_partitioned:
             waits = self._config.debug_sync or self._config.overlap_grad_sync is False
             return ShardedGrads(
-                self.communicator, wire, waits=waits, in_forward_order=in_forward_order
+                self.communicator, wire, waits=waits, in_forward_order=self._in_forward_order
             )
         grads = FullGrads(
             self.communicator,
             wire,
             overlaps=self._overlapped(self._config.overlap_grad_sync),
             waits=self._config.debug_sync,
-            in_forward_order=in_forward_order,
+            in_forward_order=self._in_forward_order,
         )
         grads.before_first = weakref.WeakMethod(self._before_first_gradient)
         return grads
@@ -444,6 +446,10 @@ class ShardedOptimizer(TorchCompat):
                 del self.param_groups[first_group:]
                 raise
 
+    def _read_params(self, params: Any) -> list[Any]:
+        """Return parameters or groups. Errors are raised on all ranks."""
+        return setup.as_list(params)
+
     def _read_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return a group with torch's and the rule's keys. Errors are raised on all ranks."""
         return group
@@ -539,6 +545,7 @@ class ShardedOptimizer(TorchCompat):
                 self.param_groups,
                 self._grads,
                 first_rank=int(self._mesh.mesh.flatten()[0]),
+                mesh_size=self._mesh.size(),
                 device=self._device,
             )
             self._external = dtensors.DTensorLayout(self._shards, self._optimizer_state)

@@ -4,6 +4,7 @@ from shardfuse.rules.adamp import AdamPRule
 from shardfuse.rules.base import (
     Clip,
     ElementwiseRule,
+    MatrixRule,
     Member,
     NormRule,
     ReducingRule,
@@ -22,6 +23,7 @@ from shardfuse.rules.elementwise import (
     SGDRule,
 )
 from shardfuse.rules.lamb import LambRule, PaddleLambRule
+from shardfuse.rules.muon import MuonRule
 
 __all__ = [
     "AdadeltaRule",
@@ -32,7 +34,9 @@ __all__ = [
     "Clip",
     "ElementwiseRule",
     "LambRule",
+    "MatrixRule",
     "Member",
+    "MuonRule",
     "NormRule",
     "PaddleLambRule",
     "RMSpropRule",

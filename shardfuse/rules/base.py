@@ -92,10 +92,10 @@ class UpdateRule(ABC):
     """Hyper-parameters, states and settings; subclassed by ElementwiseRule and ReducingRule."""
 
     granularity: ClassVar[str]
-    """The unit that an update depends on: "element", or sums over "block" (so tensor) or "row".
+    """The unit that an update depends on: "element", "tensor", or sums over "block" or "row".
 
-    The driver makes one pass over the shards for elements. Otherwise it makes two, and all-reduces
-    the sums between them.
+    The driver makes one pass over the shards for elements. Otherwise it makes two, and between them
+    all-reduces the sums, by tensor where they are over blocks, or moves whole tensors.
     """
 
     counts_steps: ClassVar[bool] = True
@@ -103,6 +103,13 @@ class UpdateRule(ABC):
 
     Otherwise the step only distinguishes the first update of the states from later ones.
     """
+
+    fixed_keys: ClassVar[frozenset[str]] = frozenset()
+    """Keys of groups on which the states depend, so that a loaded value must be the present one."""
+
+    def has_step(self, group: Group) -> bool:
+        """Return whether the states of ``group`` have a ``step``; see counts_steps."""
+        return self.counts_steps
 
     counts_in_groups: ClassVar[bool] = False
     """Whether a group has a ``step``, the number of steps that were not skipped, as in apex.
@@ -162,11 +169,18 @@ class UpdateRule(ABC):
     def settings(self, group: Group, policy: str, step: int) -> Settings:
         """Return the settings of the ``step``-th update (from 1) of parameters of a policy."""
 
-    def policy(self, name: str, named: bool, group: Group) -> str:
+    def policy(self, name: str, named: bool, shape: tuple[int, ...], group: Group) -> str:
         """Return the policy of a parameter; parameters of one group and policy are updated alike.
 
         ``named`` is False if the user passed no names, so that ``name`` is generated.
+
+        Raises:
+            ValueError: the rule does not apply to a parameter of this shape.
         """
+        return ""
+
+    def storage(self, group: Group) -> str:
+        """Return a name of the states of ``group``: only groups of equal ones share a flat."""
         return ""
 
     def warnings(self, members: Sequence[Member]) -> dict[str, str]:
@@ -193,6 +207,43 @@ class ElementwiseRule(UpdateRule):
         ``scale`` is plus or minus a power of two, so that factors round as the gradient would.
         """
         return None
+
+
+class MatrixRule(ElementwiseRule):
+    """A rule that maps whole matrices to whole matrices, and updates other groups elementwise.
+
+    First pass: ``direction``, this rank's part of it, in ``wire_dtype``. The parts of a matrix are
+    then sent to the rank that owns it for the step, which calls ``transform``; the results return.
+    Second pass: ``apply``. A parameter is a matrix of some shape, or several of one shape, which
+    its policy tells.
+    """
+
+    granularity = "tensor"
+
+    wire_dtype: ClassVar[torch.dtype] = torch.bfloat16
+
+    @abstractmethod
+    def takes_matrices(self, group: Group) -> bool:
+        """Return whether the parameters of ``group`` are matrices; else update() is called."""
+
+    @abstractmethod
+    def matrix_shape(self, policy: str) -> tuple[int, int]:
+        """Return the shape of one matrix of a parameter of this policy."""
+
+    @abstractmethod
+    def direction(self, flags: Any, h: Any, p: Tensor, g: Tensor, *state: Tensor) -> Tensor:
+        """Update ``state`` in place from the mean gradient ``g``, all (rows, n); return (rows, n).
+
+        The result is the part of the matrix to be transformed.
+        """
+
+    @abstractmethod
+    def transform(self, group: Group, matrices: Tensor) -> Tensor:
+        """Return the transformed ``matrices`` (k, m, n) of ``wire_dtype``, each on its own."""
+
+    @abstractmethod
+    def apply(self, flags: Any, h: Any, p: Tensor, u: Tensor) -> None:
+        """Update ``p`` (rows, n) in place along the transformed direction ``u``, ``wire_dtype``."""
 
 
 class ReducingRule(UpdateRule):

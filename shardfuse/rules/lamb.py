@@ -235,7 +235,7 @@ class LambRule(NormRule):
     def state_names(self, group: Group) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
-    def policy(self, name: str, named: bool, group: Group) -> str:
+    def policy(self, name: str, named: bool, shape: tuple[int, ...], group: Group) -> str:
         undecayed = self.switches.exclude_from_weight_decay
         unadapted = self.switches.exclude_from_layer_adaptation
         if not named and (undecayed or unadapted):
@@ -420,7 +420,7 @@ class PaddleLambRule(LambRule):
         check_number(group, "l2", "Invalid weight_decay value: {}")
         _check_clip(group["grad_clip"])
 
-    def policy(self, name: str, named: bool, group: Group) -> str:
+    def policy(self, name: str, named: bool, shape: tuple[int, ...], group: Group) -> str:
         return NO_DECAY if name in self.undecayed else ""
 
     def _adapts(self, group: Group, policy: str) -> bool:

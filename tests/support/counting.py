@@ -80,6 +80,11 @@ class CountingCommunicator:
         self.calls.append(Call("all_reduce", tensor.numel(), tensor.dtype))
         return self.inner.all_reduce(tensor, op, **options)
 
+    def all_to_all(self, output: Tensor, input: Tensor, *numels: Any) -> Any:
+        """Record and pass on."""
+        self.calls.append(Call("all_to_all", input.numel(), input.dtype))
+        return self.inner.all_to_all(output, input, *numels)
+
     def broadcast(self, tensor: Tensor, src: int = 0) -> Any:
         """Record and pass on."""
         self.calls.append(Call("broadcast", tensor.numel(), tensor.dtype))

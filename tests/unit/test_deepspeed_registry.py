@@ -15,7 +15,7 @@ import shardfuse
 from shardfuse.deepspeed import lamb, peer, registry
 
 KINDS = ("SGD", "Adam", "AdamW", "BertAdam", "Lamb", "RMSprop", "RMSpropTF", "Adadelta", "AdamP")
-NAMES = tuple(f"Sharded{kind}" for kind in KINDS)
+NAMES = (*(f"Sharded{kind}" for kind in KINDS), "ShardedMuon")
 
 
 class FakeEngine:

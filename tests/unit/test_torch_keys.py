@@ -78,7 +78,8 @@ def test_maximize_is_the_step_on_the_negative_gradient(cls: Any, place: str) -> 
         group = {"params": params} | ({"maximize": True} if place == "group" else {})
         optimizer = cls([group], **options)
         if place == "later":
-            optimizer.param_groups[0]["maximize"] = True
+            for own in optimizer.param_groups:
+                own["maximize"] = True
         return optimizer
 
     def plain(params: Any) -> Any:

@@ -22,6 +22,7 @@ from shardfuse import (
     ShardedAdamW,
     ShardedBertAdam,
     ShardedLamb,
+    ShardedMuon,
     ShardedRMSprop,
     ShardedRMSpropTF,
     ShardedSGD,
@@ -35,7 +36,7 @@ OptimizerClass = Callable[..., torch.optim.Optimizer]
 ADAMS: list[OptimizerClass] = [ShardedAdam, ShardedAdamW]
 RMSPROPS: list[OptimizerClass] = [ShardedRMSprop, ShardedRMSpropTF]
 WITH_L2: list[OptimizerClass] = [ShardedSGD, *ADAMS, *RMSPROPS, ShardedAdadelta]
-ALL: list[OptimizerClass] = [*WITH_L2, ShardedBertAdam, ShardedLamb, ShardedAdamP]
+ALL: list[OptimizerClass] = [*WITH_L2, ShardedBertAdam, ShardedLamb, ShardedAdamP, ShardedMuon]
 WITH_BETAS: list[OptimizerClass] = [*ADAMS, ShardedLamb, ShardedAdamP]
 
 NAN = math.nan
