@@ -33,6 +33,7 @@ from shardfuse.engine.units import (
     ShardProvider,
     UpdateRange,
     UpdateUnit,
+    narrowed,
     small_sets,
 )
 from shardfuse.grads.source import ExternalGrads, GradPhase, GradSnapshot, memory_of
@@ -573,6 +574,11 @@ class DTensorShards(ShardProvider):
         return sum(flat.numel for flat in self._flats)
 
     @property
+    def num_units(self) -> int:
+        """Units that this rank updates, at least 1."""
+        return max(1, len(self._units))
+
+    @property
     def state_nbytes(self) -> int:
         """Bytes of states, masters and staging buffers."""
         states = [state for flat in self._flats for state in flat.states.values()]
@@ -645,7 +651,7 @@ class DTensorShards(ShardProvider):
                 whole, part = grads[unit.fragments[0].param], unit.fragments[0]
                 if whole is None:
                     continue
-                grad = whole[part.param_start : part.param_start + part.numel]
+                grad = narrowed(whole, part.param_start, part.numel)
             yield UpdateUnit(
                 unit.number,
                 unit.numel,
@@ -672,8 +678,9 @@ class DTensorShards(ShardProvider):
 
     def checkout(self, unit: UpdateUnit) -> None:
         flat, own = self._units[unit.index]
-        window = slice(own.start, own.start + own.numel)
-        unit.states = {n: state[window] for n, state in flat.states.items() if n != MASTER}
+        states = {n: narrowed(state, own.start, own.numel) for n, state in flat.states.items()}
+        master = states.pop(MASTER, None)
+        unit.states = states
         values = _values(flat, own)
         unit.p, unit.low = values[0], None
         if own.is_staged:
@@ -681,8 +688,8 @@ class DTensorShards(ShardProvider):
             torch._foreach_copy_(staging.slots, values)
             unit.p = staging.buffer
             self._checked_out[own.number] = staging.slots, values
-        if flat.is_low:
-            unit.p, unit.low = flat.states[MASTER][window], unit.p
+        if master is not None:
+            unit.p, unit.low = master, unit.p
         unit.ranges = self._step_ranges(flat, own)
 
     def commit(self, unit: UpdateUnit) -> None:

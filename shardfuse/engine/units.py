@@ -81,7 +81,7 @@ class UpdateUnit:
         """
 
         def rows(tensor: Tensor) -> Tensor:
-            return tensor[part.start : part.stop].view(-1, row)
+            return narrowed(tensor, part.start, part.stop - part.start).view(-1, row)
 
         if aux is not None and aux.shape[1] == self.num_blocks:
             aux = aux[:, self.blocks(part)]
@@ -98,6 +98,11 @@ class UpdateUnit:
     def blocks(self, part: UpdateRange) -> slice:
         """Return which of the unit's blocks are in ``part``."""
         return slice(part.start // self.row, part.stop // self.row)
+
+
+def narrowed(tensor: Tensor, start: int, numel: int) -> Tensor:
+    """Return elements of a tensor (n,); the tensor itself for all, as a view takes time."""
+    return tensor if numel == len(tensor) else tensor[start : start + numel]
 
 
 class BlockMap(NamedTuple):

@@ -558,7 +558,8 @@ class ShardedOptimizer(TorchCompat):
         self._driver = StepDriver(
             self._rule, self._shards, comm=self.communicator, kernels=self._kernels
         )
-        self._kernels.choose(self._shards.local_numel)
+        num_units = self._shards.num_units if isinstance(self._shards, DTensorShards) else 1
+        self._kernels.choose(self._shards.local_numel, num_units=num_units)
 
     def _checksums(self, first: int) -> list[int]:
         """Return a checksum of each flat's parameters from ``first`` on, on rank 1 alone."""

@@ -223,6 +223,20 @@ def test_results_do_not_depend_on_the_place(name: str) -> None:
             assert torch.equal(updated(whole[:, :, part].contiguous()), expected[:, :, part])
 
 
+@NOT_TRACED
+def test_small_units_take_an_operator() -> None:
+    """A call of it costs the host less than a compiled one; a rule without one is compiled."""
+    found = {}
+    for name, build in (("adamw", ShardedAdamW), ("lamb", ShardedLamb)):
+        rule = build([nn.Parameter(torch.ones(5))], lr=0.1)._rule
+        kernels = Kernels(rule, "auto", torch.device("cpu"))
+        for num_units in (1, 4, 5):
+            kernels.choose(8 << 20, num_units=num_units)
+            found[name, num_units] = kernels.choice
+    expected = {("adamw", 5): "fused"}
+    assert found == {key: expected.get(key, "compile") for key in found}
+
+
 @pytest.mark.parametrize("scale", [0.125, -0.25, 1 / 3])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_absorbed_scales_change_no_bit(scale: float, momentum: float) -> None:
