@@ -41,7 +41,7 @@ from shardfuse.layout import BLOCK, Fragment, ParamSpec, round_up
 from shardfuse.rules import UpdateRule
 
 STAGED_NUMEL = {"cpu": 16 << 10}
-"""Local shards of fewer elements are staged, by type of device. Others have 1 Mi elements.
+"""See staged_numel(). Accelerators have 1 Mi elements.
 
 [Note: staged shards] A shard that is updated where it lies costs some ten kernel calls, a staged
 one three copies. 300 shards of 2,048 elements, two ranks on a busy host on 2026-11-26, least of 8
@@ -480,7 +480,7 @@ class DTensorShards(ShardProvider):
         return True
 
     def _is_staged(self, shard: LocalShard) -> bool:
-        least = STAGED_NUMEL.get(self._device.type, 1 << 20)
+        least = staged_numel(self._device.type)
         # A tail has no whole blocks, and rules with sums over rows take units of these alone.
         has_tail = shard.numel % BLOCK > 0 and self._rule.granularity == "row"
         return shard.numel < least or has_tail
@@ -758,6 +758,11 @@ class DTensorShards(ShardProvider):
 
     def rows(self, param: int) -> ParamRows:
         return self._all[param].rows
+
+
+def staged_numel(device_type: str) -> int:
+    """Return the elements below which a local shard is staged."""
+    return STAGED_NUMEL.get(device_type, 1 << 20)
 
 
 def _values(flat: _Flat, unit: _UnitPlan) -> list[Tensor]:

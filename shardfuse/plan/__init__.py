@@ -1,7 +1,8 @@
 """Memory, traffic and times of a training run, computed without a device."""
 
 from shardfuse.plan.budget import Budget, Collective, plan
+from shardfuse.plan.fsdp import plan_fsdp
 from shardfuse.plan.models import shapes_of
 from shardfuse.plan.timing import Speeds, Times, predict
 
-__all__ = ["Budget", "Collective", "Speeds", "Times", "plan", "predict", "shapes_of"]
+__all__ = ["Budget", "Collective", "Speeds", "Times", "plan", "plan_fsdp", "predict", "shapes_of"]

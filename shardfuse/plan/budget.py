@@ -269,16 +269,34 @@ def plan(
         ValueError: ``world_size`` is no multiple of ``num_replicas``, or less than 1; or gradients
             are reduced elsewhere.
     """
-    if world_size < 1 or num_replicas < 1 or world_size % num_replicas:
-        raise ValueError(
-            f"Invalid world_size: {world_size} ranks in {num_replicas} rows. Give a multiple."
-        )
+    check_world(world_size, num_replicas)
     config = _effective_config(sharding or ShardConfig(), world_size, num_replicas)
     if progress is None:
         progress = AsyncModel.UNORDERED if device == "cpu" else AsyncModel.ORDERED
     how = AsyncModel(progress)
     costs = _Costs(shapes, build, world_size // num_replicas, num_replicas, dtype, config, how)
     return costs.budget(device)
+
+
+def check_world(world_size: int, num_replicas: int) -> None:
+    """Raise ValueError if ranks do not form rows of equal length."""
+    if world_size < 1 or num_replicas < 1 or world_size % num_replicas:
+        raise ValueError(
+            f"Invalid world_size: {world_size} ranks in {num_replicas} rows. Give a multiple."
+        )
+
+
+def formulas(numel: int, num_ranks: int, item: int, k: float) -> dict[str, int]:
+    """Return the ZeRO paper's bytes: parameters, gradients, and K for states and masters.
+
+    ``item`` and ``k`` are bytes per element.
+    """
+    return {
+        "replicated (DDP)": round(numel * (2 * item + k)),
+        "ZeRO-1": round(numel * (2 * item + k / num_ranks)),
+        "ZeRO-2": round(numel * (item + (item + k) / num_ranks)),
+        "ZeRO-3": round(numel * (2 * item + k) / num_ranks),
+    }
 
 
 def _effective_config(config: ShardConfig, world_size: int, num_replicas: int) -> ShardConfig:
@@ -349,7 +367,9 @@ class _Costs:
             memory=self._memory(padded),
             for_a_time=self._for_a_time(padded),
             building_nbytes=self._building(padded, device),
-            published=self._published(numel),
+            published=formulas(
+                numel, self.shards * self.replicas, self.dtype.itemsize, self.traits.state_itemsize
+            ),
             collectives=tuple(self._collectives()),
             buckets=tuple(self._bucket(bucket.numel, padded) for bucket in layout.buckets),
             overlaps=(self.overlaps_grads, self.overlaps_params),
@@ -539,14 +559,3 @@ class _Costs:
             every = self.shards * self.replicas
             add("small all-reduces", "all", len(small), total, 2 * total * (every - 1) / every)
         return found
-
-    def _published(self, numel: int) -> dict[str, int]:
-        """Return the ZeRO paper's bytes: parameters, gradients, and K for states and masters."""
-        item, ranks = self.dtype.itemsize, self.shards * self.replicas
-        k = self.traits.state_itemsize
-        return {
-            "replicated (DDP)": round(numel * (2 * item + k)),
-            "ZeRO-1": round(numel * (2 * item + k / ranks)),
-            "ZeRO-2": round(numel * (item + (item + k) / ranks)),
-            "ZeRO-3": round(numel * (2 * item + k) / ranks),
-        }

@@ -17,6 +17,7 @@ from shardfuse import optim
 from shardfuse.config import ShardConfig
 from shardfuse.optim import LambComparison, compare_lamb_variants
 from shardfuse.plan.budget import Budget, plan
+from shardfuse.plan.fsdp import plan_fsdp
 from shardfuse.plan.models import count_elements, params_of, shapes_of
 from shardfuse.plan.timing import Speeds, Times, predict
 from shardfuse.rules.lamb import PRESETS
@@ -55,8 +56,9 @@ def _head_lines(budget: Budget) -> Iterator[str]:
         ranks += f", {budget.num_replicas:,} rows of {budget.num_shards:,} shards"
     yield f"{budget.numel:,} elements in {budget.num_params:,} parameters on {ranks}"
     padding = budget.padded_numel - budget.numel
+    what = "buckets" if budget.buckets else "layers of FSDP2"
     yield (
-        f"{budget.num_buckets:,} buckets of at most {budget.bucket_nbytes / _MIB:,.1f} MiB; "
+        f"{budget.num_buckets:,} {what} of at most {budget.bucket_nbytes / _MIB:,.1f} MiB; "
         f"padding {padding:,} elements ({padding / budget.numel:.2%})"
     )
 
@@ -182,6 +184,14 @@ def add_options(command: argparse.ArgumentParser) -> None:
         command.add_argument(
             name, choices=choices, default=default, help=f"{text} (default: %(default)s)"
         )
+    command.add_argument(
+        "--fsdp",
+        nargs="?",
+        choices=sorted(_DTYPES),
+        const=True,
+        help="under FSDP2, which shards parameters, too: fully_shard() of each layer and the root; "
+        "with a dtype, MixedPrecisionPolicy(param_dtype=)",
+    )
     for name, text in (("--options", "of the optimizer"), ("--sharding", "as in ShardConfig")):
         command.add_argument(
             name,
@@ -226,15 +236,17 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("Invalid --options: sharding has an option of its own, --sharding.")
     shapes = shapes_of(arguments.model)
     build = functools.partial(_OPTIMIZERS[arguments.optimizer], **arguments.options)
-    budget = plan(
-        shapes,
-        build,
-        world_size=arguments.world_size,
-        num_replicas=arguments.replicas,
-        dtype=_DTYPES[arguments.dtype],
-        device=arguments.device,
-        sharding=ShardConfig.of(arguments.sharding),
-    )
+    common: dict[str, Any] = {
+        "world_size": arguments.world_size,
+        "num_replicas": arguments.replicas,
+        "dtype": _DTYPES[arguments.dtype],
+        "device": arguments.device,
+        "sharding": ShardConfig.of(arguments.sharding),
+    }
+    if arguments.fsdp is None:
+        budget = plan(shapes, build, **common)
+    else:
+        budget = plan_fsdp(shapes, build, travels_as=_DTYPES.get(arguments.fsdp), **common)
     times = _predict_times(arguments, budget, count_elements(shapes))
     if arguments.png is not None:
         draw(budget, arguments.png)
@@ -260,6 +272,8 @@ def _predict_times(arguments: argparse.Namespace, budget: Budget, numel: int) ->
         backward_ms = 2 * forward_ms
     if forward_ms is None or backward_ms is None:
         return None
+    if arguments.fsdp is not None:
+        raise ValueError("Times under --fsdp are not modelled: leave out those of the compute.")
     speeds = Speeds(
         link=arguments.link_gbit * 1e9 / 8,
         latency_s=arguments.latency_us * 1e-6,

@@ -75,6 +75,20 @@ def test_published_formulas(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
+def test_fsdp(capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers are found by their numbers; parameters in bf16 travel in half the bytes."""
+    options = ("--model", "bert-large", "--world-size", "64", "--fsdp")
+    found, half = planned(capsys, *options), planned(capsys, *options, "bf16")
+    assert found["num_buckets"] == 25  # 24 layers and the root
+    for own, other in zip(found["collectives"], half["collectives"], strict=True):
+        assert own["payload_nbytes"] == 2 * other["payload_nbytes"]
+    assert found["memory"] == half["memory"]
+    assert main(["plan", *options]) == 0
+    assert "25 layers of FSDP2 of at most 129.9 MiB" in capsys.readouterr().out
+    assert main(["plan", *options, "--forward-ms", "1", "--backward-ms", "2"]) != 0
+    assert "Times under --fsdp are not modelled" in capsys.readouterr().err
+
+
 def test_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--model", "bert-tiny", "--world-size", "8", "--optimizer", "lamb"]
     times = ["--forward-ms", "10", "--backward-ms", "20"]
