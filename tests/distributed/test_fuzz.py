@@ -12,6 +12,7 @@ import torch
 
 from tests.fuzz.actor import Outcome
 from tests.fuzz.features import FEATURES
+from tests.fuzz.fsdp import generate_fsdp
 from tests.fuzz.generate import generate
 from tests.fuzz.program import Group, Op, Program, Spec
 from tests.fuzz.shrink import shrink
@@ -20,6 +21,7 @@ from tests.fuzz.worlds import Worlds, judge
 pytestmark = pytest.mark.timeout(280)
 
 NUM_PROGRAMS = 36
+NUM_FSDP_PROGRAMS = 5
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +50,19 @@ def test_random_programs(world: int, worlds: Worlds) -> None:
         assert verdict.status != "failed", f"{program}\n{verdict.text}"
         counts[verdict.status] += 1
     assert counts["passed"] >= NUM_PROGRAMS // 4
+
+
+@pytest.mark.parametrize(
+    "world", [1, *(pytest.param(world, marks=_ENDS_IN_A_DEADLOCK) for world in (2, 3, 4))]
+)
+@pytest.mark.cpu_only("programs make their tensors by themselves")
+@pytest.mark.gloo_only("torch's own collectives")
+def test_programs_over_fsdp(world: int, worlds: Worlds) -> None:
+    """Models that FSDP2 has sharded: every program ends as the references say."""
+    for seed in range(NUM_FSDP_PROGRAMS):
+        program = generate_fsdp(seed, (world,))
+        verdict = worlds.run(program)
+        assert verdict.status == "passed", f"{program}\n{verdict.text}"
 
 
 def test_a_seed_is_a_program() -> None:

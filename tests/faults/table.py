@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.faults import ends, programs
+from tests.faults import ends, fsdp, programs
 from tests.faults.programs import GROUP_TIMEOUT_S, Job
 
 
@@ -101,5 +101,14 @@ FAULTS = {
         Fault(programs.destroyed_group, ("process group was destroyed",)),
         # It waits half a minute for the others to come back.
         Fault(programs.goes_on_after_an_error, ("layer0.weight is sparse",), ended="killed"),
+        Fault(fsdp.absent_gradient, ("without a gradient: 1.weight",)),
+        Fault(fsdp.lr_differs, ("lr = 0.01 in group 0", "lr = 0.005 in group 0")),
+        Fault(fsdp.bad_lr, ("Invalid learning rate: -1.0",)),
+        Fault(fsdp.clip_bound_differs, ("max_norm = 1.0", "max_norm = 2.0")),
+        Fault(fsdp.replaced_param, ("param_groups hold other parameters",)),
+        Fault(fsdp.state_loaded_on_one, ("load_state_dict()", "clip_grad_norm()")),
+        Fault(fsdp.edited_state, ("has no exp_avg",)),
+        Fault(fsdp.build_another_class, ("Ranks disagree about the optimizer",)),
+        Fault(fsdp.killed, (), _ENDED, ended="killed"),
     )
 }

@@ -11,11 +11,13 @@ Modules:
     ranks: the gradients of all ranks in one process, and their mean.
     reference: interprets a program for all ranks; imports nothing of shardfuse.
     job: one rank's model, sharded optimizer, scaler and hooks.
-    actor: interprets a program as one rank; with job, the only side that imports shardfuse.
+    actor: interprets a program as one rank; with job and fsdp, all that imports shardfuse.
+    fsdp: programs over models that FSDP2 has sharded, and one rank that does them.
     compare: where the two differ, in words.
     worlds: processes joined by gloo that run many programs one after another.
     shrink: drops operations while a program still fails.
 
     python -m tests.fuzz --programs 1000 --first-seed 0 --worlds 1,2,3
     python -m tests.fuzz --seed 17
+    python -m tests.fuzz --fsdp --programs 300 --worlds 1,2,3,4
 """

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tests.fuzz.features import FEATURES
+from tests.fuzz.fsdp import generate_fsdp
 from tests.fuzz.generate import generate
 from tests.fuzz.program import Program
 from tests.fuzz.shrink import shrink
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--without", default="", help=f"features to leave out: {', '.join(FEATURES)}"
     )
     parser.add_argument("--with", dest="having", default="", help="features to add")
+    parser.add_argument("--fsdp", action="store_true", help="programs over FSDP2 models")
     parser.add_argument("--shrink", action="store_true", help="make failing programs smaller")
     parser.add_argument("--max-failures", type=int, default=20, help="stop after so many")
     given = parser.parse_args(arguments)
@@ -39,7 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seeds = range(given.first_seed, given.first_seed + given.programs)
     if given.seed is not None:
         seeds = range(given.seed, given.seed + 1)
-    programs = (generate(seed, worlds, features) for seed in seeds)
+    if given.fsdp:
+        programs = (generate_fsdp(seed, worlds) for seed in seeds)
+    else:
+        programs = (generate(seed, worlds, features) for seed in seeds)
     with Worlds() as running:
         if given.seed is not None:
             program = next(programs)

@@ -47,7 +47,7 @@ def difference(actor: Any, got: Any, expected: Any) -> str:
     if actor.calls != [actor.expected_calls] * 2:
         return f"hooks were called {actor.calls} times, not {actor.expected_calls}"
     text = "" if actor.reference.is_spoiled or actor.is_broken else _gradients(actor.local, model)
-    return text or _values(actor.local, actor.reference) or _report(actor)
+    return text or value_difference(actor.local, actor.reference) or _report(actor)
 
 
 def _gradients(local: LocalModel, model: LocalModel) -> str:
@@ -63,7 +63,8 @@ def _gradients(local: LocalModel, model: LocalModel) -> str:
     return ""
 
 
-def _values(local: LocalModel, reference: Reference) -> str:
+def value_difference(local: Any, reference: Reference) -> str:
+    """Return where the parameters of a model differ from the reference's."""
     for index, (name, param) in enumerate(local.params.items()):
         expected, value = reference.visible(index), param.detach()
         if reference.exact is not None:

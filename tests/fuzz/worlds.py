@@ -118,6 +118,7 @@ def _serve(
 ) -> None:
     """Run the programs that come through ``pipe``, until it is closed."""
     from tests.fuzz.actor import run_program
+    from tests.fuzz.fsdp import run_fsdp_program
 
     torch.set_num_threads(1)
     if size > 1:
@@ -134,7 +135,8 @@ def _serve(
             program, folder = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        outcome = run_program(program, rank, folder)
+        run = run_fsdp_program if program.model.startswith("FSDP2") else run_program
+        outcome = run(program, rank, folder)
         pipe.send_bytes(pickle.dumps(outcome))
         count += 1
         if count % _COLLECT_EVERY == 0:
