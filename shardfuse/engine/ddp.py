@@ -123,6 +123,21 @@ class Owners:
         return list(found.values())
 
 
+def gathered_by_fsdp2(params: Sequence[Tensor]) -> int | None:
+    """Return the position of a parameter that is the copy FSDP2 gathers for a forward, or None."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if kind is None or not kind.__subclasses__():  # fully_shard() makes one
+        return None
+    gathered: set[int] = set()
+    for module in _instances(kind):
+        state = module._get_fsdp_state()
+        several = getattr(state, "_fsdp_param_groups", None)  # before torch 2.13 there was one
+        for group in [state._fsdp_param_group] if several is None else several:
+            shards = () if group is None else group.fsdp_params
+            gathered.update(id(getattr(shard, "_unsharded_param", None)) for shard in shards)
+    return next((i for i, param in enumerate(params) if id(param) in gathered), None)
+
+
 def _num_averaged(ddp: DistributedDataParallel) -> float:
     """Return the number of parameters that ``ddp`` averages: those that were trained at first."""
     look = getattr(ddp, "_get_ddp_logging_data", None)

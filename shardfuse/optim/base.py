@@ -466,10 +466,11 @@ class ShardedOptimizer(TorchCompat):
             if error is None:
                 added = setup.read(self.param_groups, first_group, self._rule)
                 specs = [spec for _, spec in added]
+                if first_group > 0 or self._mesh is not None:
+                    entries += self._check_dtensors(added)
                 if self._mesh is None:
                     layout = layout.extended(specs)
                 else:
-                    entries += self._check_dtensors(added)
                     layout = replace(layout, specs=(*layout.specs, *specs))
                 entries += setup.describe(
                     self.param_groups, first_group, self._rule, self._config, added
@@ -527,6 +528,13 @@ class ShardedOptimizer(TorchCompat):
     def _check_dtensors(self, added: Sequence[tuple[Tensor, Any]]) -> list[str]:
         """Check parameters that torch has sharded; return lines that ranks must share."""
         named = [(spec.name, param) for param, spec in added]
+        if self._mesh is None:
+            if dtensors.are_sharded_by_torch(named):
+                raise ValueError(
+                    f"Parameter {named[0][0]} is a DTensor, and those of the optimizer are not. "
+                    "Give the new group an optimizer of its own."
+                )
+            return []
         of_all = setup.named(self.param_groups)
         if not dtensors.are_sharded_by_torch(of_all) or dtensors.main_mesh(of_all) != self._mesh:
             raise ValueError(

@@ -17,6 +17,7 @@ from shardfuse.agreement import gather_checksums
 from shardfuse.comm import Communicator
 from shardfuse.config import ShardConfig
 from shardfuse.engine import dtensor_state
+from shardfuse.engine.ddp import gathered_by_fsdp2
 from shardfuse.engine.dtensor_state import DTensorStates
 from shardfuse.engine.dtensors import (
     DTensorShards,
@@ -90,6 +91,13 @@ def are_sharded_by_torch(params: Named) -> bool:
     """
     sharded = [(name, param) for name, param in params if is_dtensor(param)]
     if not sharded:
+        position = gathered_by_fsdp2([param for _, param in params])
+        if position is not None:
+            raise TypeError(
+                f"Parameter {params[position][0]} is a copy that FSDP2 has gathered for a forward, "
+                "and frees again: its updates would be lost. Call model.reshard() first, and pass "
+                "the parameters that the model has then."
+            )
         return False
     plain = [name for name, param in params if not is_dtensor(param)]
     if plain:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
@@ -572,6 +572,63 @@ def refuse_options() -> None:
         module.unshard()
     with pytest.raises(ValueError, match=r"Call model.reshard\(\) first"):
         ShardedAdamW(unsharded)
+    with pytest.raises(
+        TypeError, match=r"layers.0.weight is a copy that FSDP2 .*reshard\(\) first"
+    ):
+        ShardedAdamW(named(unsharded))  # all of them plain: an ordinary optimizer else
+    ordinary = ShardedAdamW([("bias", plain.bias)])
+    with pytest.raises(ValueError, match=r"layers.0.weight is a DTensor.* its own"):
+        ordinary.add_param_group({"params": named(model)})
+    with pytest.raises(TypeError, match=r"layers.1.weight is a copy that FSDP2"):
+        ordinary.add_param_group({"params": named(unsharded)[1:]})
+    for module in unsharded.layers:
+        module.reshard()
+    ShardedAdamW(named(unsharded))
+
+
+def leave_root_gathered() -> None:
+    """The root stays gathered from forward to backward: its parameters are plain, others not."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[1])
+    fully_shard(model)
+    place = device_type()
+    with torch.no_grad():
+        model(torch.ones(2, 4, device=place))
+    with pytest.raises(
+        TypeError, match=r"0.weight and 1 more is a plain tensor.*reshard\(\) first"
+    ):
+        ShardedAdamW(named(model))
+    model.reshard()
+    optimizer = ShardedAdamW(named(model), sharding=EAGER)
+    model(torch.ones(2, 4, device=place)).sum().backward()
+    optimizer.step()
+
+
+def offload(policy: Any) -> list[Tensor]:
+    model = Net()
+    for layer in model.layers:
+        fully_shard(layer, offload_policy=policy)
+    fully_shard(model, offload_policy=policy)
+    if policy is not None and device_type() != "cpu":
+        with pytest.raises(
+            ValueError, match=r"layers.0.weight is on cpu.*without it, or use torch"
+        ):
+            ShardedAdamW(named(model))
+        return []
+    optimizer = ShardedAdamW(named(model), lr=0.05, sharding=EAGER)
+    run_steps(model, optimizer, range(2))
+    return values(model)
+
+
+def refuse_gathered_and_offloaded() -> None:
+    leave_root_gathered()
+    kept, found = offload(None), offload(CPUOffloadPolicy(pin_memory=False))
+    assert all(torch.equal(a, b) for a, b in zip(kept, found, strict=False))
+
+
+def test_gathered_root_and_cpu_offload() -> None:
+    """Refused by name; offload from the CPU to the CPU is none, and trains."""
+    run_procs(2, refuse_gathered_and_offloaded)
 
 
 def test_refused_options() -> None:
