@@ -41,7 +41,10 @@ from tests.support.dtensors import BUILD, REDUCING, Net, fsdp_net, full, rank_gr
 from tests.support.harness import run_procs
 from tests.support.placing import device_type
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.cpu_only("DTensors gather by coalesced collectives; see test_fsdp_device.py"),
+]
 
 EAGER = {"kernel": "eager"}
 ALONE = {"process_group": "alone", **EAGER}

@@ -76,11 +76,14 @@ def refuse(what: str, terms: Terms, *tensors: Tensor) -> None:
 def is_theirs() -> bool:
     """Return whether a framework calls that is known to run on HCCL with what is slow or doubtful.
 
-    DeepSpeed gathers in place, and has no 512 bytes in its layout.
+    DeepSpeed and FSDP2 gather in place, and have no 512 bytes in their layout.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:
-        root = str(frame.f_globals.get("__name__")).partition(".")[0]
+        name = str(frame.f_globals.get("__name__"))
+        if name.startswith("torch.distributed.fsdp"):
+            return True
+        root = name.partition(".")[0]
         if root in ("shardfuse", "deepspeed"):
             return root == "deepspeed"
         frame = frame.f_back
