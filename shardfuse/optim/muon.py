@@ -39,8 +39,8 @@ class ShardedMuon(ShardedOptimizer):
     its own lr, weight_decay, betas, eps and amsgrad; one with True must hold matrices. Parameters
     without such a group are divided: matrices follow Muon, and all others AdamW, in a group behind.
     If a model is passed, the weights of its embeddings, and of output layers, which have as many
-    rows as an embedding, follow AdamW, too. An attribute ``use_muon`` of a parameter, which users of
-    DeepSpeed set, counts more than both.
+    rows as an embedding, follow AdamW, too. An attribute ``use_muon`` of a parameter, as DeepSpeed
+    has it, counts more than both.
 
     Args:
         params: a module; or parameters, (name, parameter) pairs, or group dicts holding either.
