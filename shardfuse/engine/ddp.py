@@ -3,8 +3,10 @@
 [Note: search for modules] A parameter does not refer to its module, nor to a wrapper of that. A
 script that passes parameters may still have the model in DistributedDataParallel, which averages
 the gradients; the model may have buffers that nothing keeps equal; and the parameters may be parts
-of sharded ones. Owners finds the modules among the objects that Python's garbage collector tracks,
-twice per optimizer: when it is built, and when it gets its first gradient.
+of sharded ones. When an optimizer is built, Owners finds the modules among the objects that
+Python's garbage collector tracks, which takes time for each object of the process. From then to the
+first gradient, torch reports each module that gets a child or a parameter, as a wrapper does when
+it is built (ModuleWatch). So the first step looks at modules alone.
 
 [Note: buffers] DistributedDataParallel broadcasts the first rank's buffers before a forward in
 training, if a gradient was reduced since the last one. Here step() broadcasts them for the next
@@ -14,6 +16,7 @@ inside no_sync(). No forward communicates, so one rank alone may run the model f
 
 from __future__ import annotations
 
+import functools
 import gc
 import operator
 import sys
@@ -37,23 +40,27 @@ class Owners:
 
     Args:
         params: parameters of an optimizer.
+        modules: search these alone; None: all objects of the process.
     """
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
+    def __init__(
+        self, params: Sequence[Tensor], modules: Sequence[nn.Module] | None = None
+    ) -> None:
         self._params = params
         fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
         dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-        found = _instances(nn.Module, *([] if dtensor is None else [dtensor]))
+        found: Sequence[Any] = modules or ()
+        if modules is None:
+            found = _instances(nn.Module, *([] if dtensor is None else [dtensor]))
         self._dtensors = [one for one in found if dtensor is not None and isinstance(one, dtensor)]
         # Before its constructor has finished, a module may lack these attributes.
-        modules: list[nn.Module] = [
+        self.modules: list[nn.Module] = [
             one
             for one in found
             if isinstance(one, nn.Module) and {"_modules", "_parameters"} <= vars(one).keys()
         ]
-        self._ddps = [m for m in modules if isinstance(m, DistributedDataParallel)]
-        self._fsdps = [m for m in modules if fsdp is not None and isinstance(m, fsdp)]
-        self._modules = modules
+        self._ddps = [m for m in self.modules if isinstance(m, DistributedDataParallel)]
+        self._fsdps = [m for m in self.modules if fsdp is not None and isinstance(m, fsdp)]
 
     def is_averaged(self) -> bool:
         """Return whether DistributedDataParallel averages the gradients of the parameters.
@@ -104,9 +111,9 @@ class Owners:
     def roots(self) -> list[nn.Module]:
         """Return the outermost modules that hold any of the parameters."""
         own = {id(param) for param in self._params}
-        holders = [m for m in self._modules if any(id(p) in own for p in m._parameters.values())]
+        holders = [m for m in self.modules if any(id(p) in own for p in m._parameters.values())]
         parents: dict[int, list[nn.Module]] = {}
-        for module in self._modules:
+        for module in self.modules:
             for child in module._modules.values():
                 if child is not None:
                     parents.setdefault(id(child), []).append(module)
@@ -136,6 +143,45 @@ def gathered_by_fsdp2(params: Sequence[Tensor]) -> int | None:
             shards = () if group is None else group.fsdp_params
             gathered.update(id(getattr(shard, "_unsharded_param", None)) for shard in shards)
     return next((i for i, param in enumerate(params) if id(param) in gathered), None)
+
+
+class ModuleWatch:
+    """Modules that are known, and those that get a child or a parameter from now on; held weakly.
+
+    Args:
+        modules: those that are known.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._refs = list(map(weakref.ref, modules))
+        _register_hooks()
+        _watches.append(weakref.ref(self, _watches.remove))
+
+    def modules(self) -> list[nn.Module]:
+        """Return those that are alive, each once."""
+        alive = [module for ref in tuple(self._refs) if (module := ref()) is not None]
+        return list({id(module): module for module in alive}.values())
+
+    def note(self, module: nn.Module) -> None:
+        """Add a module."""
+        self._refs.append(weakref.ref(module))
+
+
+_watches: list[weakref.ref[ModuleWatch]] = []
+
+
+def _note_module(module: nn.Module, name: str, member: Any) -> None:
+    for ref in tuple(_watches):
+        watch = ref()
+        if watch is not None:
+            watch.note(module)
+
+
+@functools.cache  # once
+def _register_hooks() -> None:
+    # Never removed: a watch may end inside torch's loop over these hooks.
+    nn.modules.module.register_module_module_registration_hook(_note_module)
+    nn.modules.module.register_module_parameter_registration_hook(_note_module)
 
 
 def _num_averaged(ddp: DistributedDataParallel) -> float:

@@ -45,6 +45,7 @@ from shardfuse.engine.consistency import (
 )
 from shardfuse.engine.ddp import (
     ModuleBuffers,
+    ModuleWatch,
     Owners,
     unwrapped,
 )
@@ -179,7 +180,7 @@ class ShardedOptimizer(TorchCompat):
         self._active: list[FlatState] = []  # flats that train
         if error is None and not alone and not is_external_layout() and self._mesh is None:
             try:
-                self._find_owners()
+                self._modules = ModuleWatch(self._find_owners().modules)
             except Exception as failure:
                 error = failure
         self._buffers = CombinedBuffers()
@@ -283,6 +284,7 @@ class ShardedOptimizer(TorchCompat):
     _had_modules = False  # whether any module held the parameters, as far as was looked
     _sees_gradients = False
     """Whether wrappers of the model were looked for since autograd has made gradients."""
+    _modules: ModuleWatch | None = None  # until then: the modules that may hold the parameters
 
     def _find_owners(self) -> Owners:
         """Find out whether DistributedDataParallel averages the gradients. Local.
@@ -296,7 +298,8 @@ class ShardedOptimizer(TorchCompat):
         named = list(zip(names, self._params, strict=False))  # groups may have been changed since
         if not named:
             named = setup.named(self.param_groups)
-        owners = Owners([param for _, param in named])
+        modules = None if self._modules is None else self._modules.modules()
+        owners = Owners([param for _, param in named], modules)
         self._had_modules = self._had_modules or len(owners.roots()) > 0
         sharded = owners.sharded_by()
         if sharded is not None:
@@ -339,7 +342,7 @@ class ShardedOptimizer(TorchCompat):
         self._sees_gradients = True
         if self.communicator.world_size == 1 or self._config.grads_are_reduced is True:
             return False
-        owners = self._find_owners()
+        owners, self._modules = self._find_owners(), None
         if self._are_reduced:
             self._leave_gradients_to_wrapper()
             return True

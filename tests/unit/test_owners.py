@@ -1,4 +1,4 @@
-"""Looking through all objects of a process does no harm to its other threads."""
+"""Looking through all objects of a process: no harm to its other threads, and none in a step."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from shardfuse.engine.ddp import Owners
+import shardfuse
+from shardfuse.engine import ddp
+from shardfuse.engine.ddp import ModuleWatch, Owners
+from tests.support.harness import run_procs
 
 
 @pytest.fixture
@@ -50,3 +55,61 @@ def test_a_thread_that_makes_tuples() -> None:
     assert made
     assert not errors
     assert all(found == [model] for found in roots)
+
+
+def step_without_scan(is_by_hand: bool) -> int:
+    """Return how often the first two steps looked through all objects."""
+    model = nn.Linear(4, 4)
+    optimizer = shardfuse.ShardedAdam(model.parameters(), lr=0.1)
+    wrapper = nn.Sequential(model)
+    counts = [0]
+
+    def scan(*bases: type) -> list[object]:
+        counts[0] += 1
+        return []
+
+    ddp._instances = scan
+    for _ in range(2):
+        if is_by_hand:
+            model.weight.grad, model.bias.grad = torch.ones(4, 4), torch.ones(4)
+        else:
+            wrapper(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return counts[0]
+
+
+@pytest.mark.parametrize("is_by_hand", [True, False])
+def test_the_first_step_does_not_scan_the_heap(is_by_hand: bool) -> None:
+    assert run_procs(2, step_without_scan, is_by_hand) == [0, 0]
+
+
+def late_wrapper() -> list[bool]:
+    model = nn.Linear(2, 2)
+    params = list(model.parameters())
+    watch = ModuleWatch([model])
+    inner = nn.Sequential(model)
+    found = [Owners(params, watch.modules()).roots() == [inner]]
+    wrapped = DistributedDataParallel(inner)
+    owners = Owners(params, watch.modules())
+    found += [owners.roots() == [wrapped], owners.is_averaged()]
+    other = nn.Module()
+    other.tied = model.weight
+    found.append(other in Owners(params, watch.modules()).roots())
+    return found
+
+
+def test_wrappers_of_later_are_seen() -> None:
+    assert run_procs(2, late_wrapper) == [[True] * 4] * 2
+
+
+def test_a_watch_keeps_nothing_alive() -> None:
+    model, num_before = nn.Linear(2, 2), len(ddp._watches)
+    watch = ModuleWatch([model])
+    parent = nn.Sequential(model)
+    assert watch.modules() == [model, parent]
+    del model, parent
+    gc.collect()
+    assert watch.modules() == []
+    del watch
+    assert len(ddp._watches) == num_before
