@@ -75,6 +75,45 @@ def _make_zero(memory: torch.Tensor) -> None:
     memory.zero_()
 
 
+_PIECE_NBYTES = 16 << 20
+
+
+def _count_owners(tensor: torch.Tensor) -> int:
+    """Return how many tensors have the storage of ``tensor``, and one more for this look."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return sys.maxsize if count is None else int(count(tensor.untyped_storage()._cdata))
+
+
+_SOLE_OWNER = _count_owners(torch.empty(1))
+
+
+def move(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy ``source`` into ``target``; the caller frees ``source`` then.
+
+    A large one on the CPU goes piece by piece, and on Linux the system gets the pages of each piece
+    back, so that it is not there twice. Not if other code could read them later: another tensor has
+    the storage, or torch did not allocate it, such as numpy's memory (storages that torch cannot
+    resize).
+    """
+    is_large = _madvise and source.device.type == "cpu" and source.nbytes > _PIECE_NBYTES
+    if (
+        not is_large
+        or source.stride() != target.stride()
+        or not source.untyped_storage().resizable()
+        or _count_owners(source) > _SOLE_OWNER
+    ):
+        target.copy_(source.detach())
+        return
+    step, page, numel = _PIECE_NBYTES // source.itemsize, mmap.PAGESIZE, source.numel()
+    old = source.detach().as_strided((numel,), (1,))
+    new = target.as_strided((numel,), (1,))
+    for piece, place in zip(torch.split(old, step), torch.split(new, step), strict=True):
+        place.copy_(piece)
+        start, stop = piece.data_ptr(), piece.data_ptr() + piece.nbytes
+        start, stop = -(-start // page) * page, stop // page * page
+        _madvise(start, stop - start, mmap.MADV_DONTNEED)
+
+
 def return_freed_memory(device: torch.device = _CPU) -> None:
     """Return all free memory of glibc, or of a device's allocator, to the system.
 
@@ -155,11 +194,12 @@ class FlatBuffer:
 
     def own_view(self, position: int, spec: ParamSpec) -> torch.Tensor:
         """Return view() as a tensor with a storage of its own, over the same memory."""
-        if not has_own_storage(self.data) or not spec.numel:
+        slot = self.flat.slots[position]
+        if not has_own_storage(self.data) or not slot.numel:
             return self.view(position, spec)
         itemsize = self.data.itemsize
-        start = (self.data.storage_offset() + self.flat.slots[position].start) * itemsize
-        storage = self.data.untyped_storage()[start : start + spec.numel * itemsize]
+        start = (self.data.storage_offset() + slot.start) * itemsize
+        storage = self.data.untyped_storage()[start : start + slot.numel * itemsize]
         return _with_own_storage(storage, spec, self.data)
 
     def join(self, first: int, tensors: Sequence[torch.Tensor]) -> None:

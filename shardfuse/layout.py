@@ -31,7 +31,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 BLOCK = 512
 """Elements per block; at 2 bytes or more this keeps every shard 512-byte aligned (Ascend)."""
@@ -118,8 +118,7 @@ class ParamSpec:
         return f"{text} stride {self.stride}"
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """A parameter's place in a flat: elements [start, start + numel), padding up to ``stop``."""
 
     param: int
@@ -143,8 +142,7 @@ class Bucket:
         return self.start + rank * self.shard_numel
 
 
-@dataclass(frozen=True, slots=True)
-class Fragment:
+class Fragment(NamedTuple):
     """Slot intersected with shard: the unit of checkpoints and of per-tensor norms.
 
     ``param_start`` counts elements of the parameter in its storage order and does not depend on the

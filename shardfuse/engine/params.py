@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from shardfuse.buffers import FlatBuffer, ShardArena, are_at, return_freed_memory
+from shardfuse.buffers import FlatBuffer, ShardArena, are_at, move, return_freed_memory
 from shardfuse.codecs import MASTER_DTYPE, ParamCodec
 from shardfuse.engine.gather import ParamGatherer
 from shardfuse.engine.units import (
@@ -88,11 +88,12 @@ class FlatState:
         for fragment in fragments:
             self.fragments[fragment.bucket].append(fragment)
         self.groups = Counter(spec.group for spec in specs)
-        self.kinds = list(dict.fromkeys(spec.kind for spec in specs))
+        members = [slot.param for slot in flat.slots]
+        kinds = [spec.kind for spec in specs]
+        self.kinds = list(dict.fromkeys(kinds))
         position = {kind: index for index, kind in enumerate(self.kinds)}
-        pairs = zip(flat.slots, specs, strict=True)
-        self.spec_of = {slot.param: spec for slot, spec in pairs}
-        self._kind_of = {param: position[spec.kind] for param, spec in self.spec_of.items()}
+        self.spec_of = dict(zip(members, specs, strict=True))
+        self._kind_of = {param: position[kind] for param, kind in zip(members, kinds, strict=True)}
         self.device = params[0].device
         self.params_buffer = params_buffer
         self._addresses: list[int] = []
@@ -123,7 +124,7 @@ class FlatState:
         for position, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
             view = self.params_buffer.own_view(position, spec)
             if param.data_ptr() != view.data_ptr() or param.stride() != view.stride():
-                view.copy_(param.detach())
+                move(param, view)
                 param.data = view  # frees its own memory, unless other code refers to that
                 nbytes += view.nbytes
                 if nbytes >= _TRIM_NBYTES and self.device.type == "cpu":

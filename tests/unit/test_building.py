@@ -29,11 +29,13 @@ def resident(field: str) -> int:
     return int(line.split()[1]) << 10
 
 
-def grown() -> float:
+def grown(is_one: bool) -> float:
     """Return by how much building lets the peak of this process grow above the model, in P."""
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 128 << 10)  # as of a process that has freed none
     ShardedSGD([nn.Parameter(torch.ones(5))], lr=0.1)  # what libraries load
-    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(32)))
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(1 if is_one else 32)))
+    if is_one:
+        model[0].weight = nn.Parameter(torch.ones(1 << 15, 1 << 10))
     gc.collect()
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
@@ -44,13 +46,28 @@ def grown() -> float:
 
 @pytest.mark.cpu_only("devices are below")
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the peak")
-def test_a_model_is_not_there_twice() -> None:
+@pytest.mark.parametrize("is_one", [False, True])
+def test_a_model_is_not_there_twice(is_one: bool) -> None:
     """Of 128 MiB in tensors of 4, no more than three are; gradients take nothing before backward.
 
-    Padding, huge pages and Python's own objects are in it.
+    Nor is one tensor of 128 MiB. Padding, huge pages and Python's own objects are in it.
     """
-    (found,) = run_procs(1, grown)
-    assert found <= 3 / 32
+    (found,) = run_procs(1, grown, is_one)
+    assert found <= (0.2 if is_one else 3 / 32)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_large_tensor_keeps_its_values(dim: int) -> None:
+    """It moves piece by piece; what else has its memory keeps the values, too."""
+    value = torch.arange(9 << 20, dtype=torch.float32).view(1 << 10, -1).movedim(0, dim)
+    lone = nn.Parameter(value.clone())
+    array = value.numpy().copy()
+    shared, foreign = nn.Parameter(value.clone()), nn.Parameter(torch.from_numpy(array))
+    kept = shared.detach()
+    ShardedSGD([lone, shared, foreign], lr=0.1)
+    assert all(torch.equal(param, value) for param in (lone, shared, foreign, kept))
+    assert torch.equal(torch.from_numpy(array), value)
+    assert len({tensor.data_ptr() for tensor in (shared, kept)}) == 2
 
 
 def lacking(monkeypatch: pytest.MonkeyPatch, num: int) -> None:
