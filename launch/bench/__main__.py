@@ -16,6 +16,7 @@ from pathlib import Path
 from launch.bench import (
     bench_comm,
     bench_fsdp,
+    bench_growth,
     bench_links,
     bench_scaling,
     bench_step,
@@ -37,6 +38,7 @@ PARTS: dict[str, tuple[Callable[[Options], Iterator[Row]], Callable[..., report.
     "accelerator": (bench_links.run_free, summaries.free_links),
     "trace": (trace.run, summaries.trace),
     "fsdp": (bench_fsdp.run, summaries.fsdp),
+    "growth": (bench_growth.run, bench_growth.summary),
 }
 
 

@@ -120,12 +120,19 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
 
     @property
     def _exchange(self) -> Exchange:
-        """Shared memory, if every rank can read the memory of every peer. Collective at first."""
+        """Shared memory, if every rank can read the memory of every peer. Collective at first.
+
+        Communicators of the same ranks share it: they make their calls in one order, in regions.
+        After an error, ranks may differ in what they have tried, so new communicators try anew.
+        """
         if self._chosen is None:
-            shared = self._try_memory()
-            self._chosen = shared or self._sockets
-            how = "through sockets" if shared is None else "by reading memory"
-            logger.info("parts of %d ranks move %s", self.world_size, how)
+            key, generation = (*self._state_ranks, self._timeout_s()), self.session.generation
+            known = self._state.exchanges.get(key)
+            if known is None or known[0] != generation:
+                known = self._state.exchanges[key] = generation, self._try_memory()
+                how = "through sockets" if known[1] is None else "by reading memory"
+                logger.info("parts of %d ranks move %s", self.world_size, how)
+            self._chosen = known[1] or self._sockets
         return self._chosen
 
     @property

@@ -331,6 +331,8 @@ class GroupState:
     _next_rank: tuple[float, int] = (0.0, 0)  # when this one has read its region, and which
     _read: tuple[tuple[str, int], list[str | None]] = ("", 0), []
     """The topic that read() has read last, how often ranks had published in it, and the texts."""
+    exchanges: dict[Any, tuple[int, Any]] = field(default_factory=dict)
+    """What communicators of the same ranks share to exchange parts, and since which generation."""
     _late_in: int = 0  # the region in which a late rank was last logged
 
     def __post_init__(self) -> None:

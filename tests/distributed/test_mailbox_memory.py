@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import resource
@@ -15,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+import shardfuse
 from shardfuse.comm import communicator_for, gloo
 from shardfuse.comm.gloo import MessageRing
 from shardfuse.comm.session import GroupState
@@ -131,3 +134,51 @@ def test_every_surprise_means_sockets_on_all_ranks(fault: str, text: str, struck
         assert values == [0.0, 0.0, 1.0, 1.0]
         assert not any("several hosts" in line for line in lines)
     assert any(text in line for line in results[struck][1])
+
+
+def train_in_turns(optimizers: list[Any], rank: float) -> list[Tensor]:
+    """Train three steps of each; return the params. ``rank`` adds to the gradients."""
+    params = [optimizer.param_groups[0]["params"][0] for optimizer in optimizers]
+    for step in range(3):
+        for index, param in enumerate(params):
+            param.grad = torch.full_like(param, rank + step + index)
+        for optimizer in optimizers:
+            optimizer.step()
+    return [param.detach().clone() for param in params]
+
+
+def adam(**sharding: Any) -> Any:
+    param = torch.nn.Parameter(torch.arange(4000.0) / 1000)
+    return shardfuse.ShardedAdam([param], lr=0.1, sharding={"bucket_cap_mb": 0.004, **sharding})
+
+
+def count_rings() -> tuple[list[int], list[Tensor], list[Tensor]]:
+    """Return numbers of rings, and params, of three optimizers, and of a fourth after an error."""
+    rings = []
+    original = MessageRing.__init__
+
+    def counted(self: MessageRing, *args: Any) -> None:
+        rings.append(self)
+        original(self, *args)
+
+    MessageRing.__init__ = counted  # type: ignore[method-assign]
+    rank = dist.get_rank()
+    optimizers = [adam() for _ in range(3)]
+    before, counts = train_in_turns(optimizers, rank), [len(rings)]
+    first = optimizers.pop(0)
+    with contextlib.suppress(RuntimeError):
+        gradient = torch.ones(4000)
+        first.param_groups[0]["params"][0].grad = gradient if rank else gradient.to_sparse()
+        first.step()
+    after = train_in_turns([*optimizers, adam()], rank)
+    return [*counts, len(rings)], before, after
+
+
+def test_optimizers_of_a_group_share_memory() -> None:
+    """One ring serves all of them; after an error a new one serves those that are built then."""
+    optimizers = [adam(process_group="alone") for _ in range(3)]
+    before = train_in_turns(optimizers, 0.5)
+    after = train_in_turns([*optimizers[1:], adam(process_group="alone")], 0.5)
+    for counts, *found in run_procs(2, count_rings, timeout=60):
+        assert counts == [1, 2]
+        assert all(map(torch.equal, [*found[0], *found[1]], [*before, *after]))
