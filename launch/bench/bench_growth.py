@@ -40,6 +40,7 @@ _SMALL = 16
 """Elements of a tensor where their number grows."""
 
 _FLAT_LIMIT, _LINEAR_LIMIT = 0.1, 1.0
+_MANY_RANKS = 16
 METHODS = ("shardfuse Adam", "shardfuse Adam, sockets", "DDP + torch foreach Adam")
 TIMED = ("construct_ms", "step_ms")
 COUNTED = ("messages", "sent_bytes", "memory_bytes", "store_requests_per_s")
@@ -238,6 +239,7 @@ def summary(rows: Sequence[Row]) -> Summary:
             for (method,), own in groups(same, "method").items()
         }
         panels.append(Panel(f"over {axis}", _UNITS[column], lines=curves, x_axis=str(axis)))
+    targets += _against_ddp([row for row in measured(rows) if row["axis"] == "ranks"])
     tables.append(Table("Exponents", ["axis", "method", "cost", "exponent"], fitted))
     method = (
         "Measured: 4 M elements in 200 tensors over ranks; tensors of 16 elements, and 600 tensors "
@@ -274,3 +276,16 @@ def _targets(axis: str, method: str, column: str, slope: float) -> list[Target]:
         limit = _LINEAR_LIMIT
     text = f"{axis}, {method}: exponent of {column} <= {limit}"
     return [Target(text, f"{slope:.3f}", round(slope, 2) <= limit)]
+
+
+def _against_ddp(rows: Sequence[Row]) -> list[Target]:
+    """Hold steps of many ranks against those of DDP in the same launch."""
+    targets = []
+    for (x,), same in groups(rows, "x").items():
+        by_method = groups(same, "method")
+        step_ms = {method: middle(own, "step_ms") for (method,), own in by_method.items()}
+        for method in METHODS[:-1] if x >= _MANY_RANKS else ():
+            ratio = step_ms[method] / step_ms[METHODS[-1]]
+            text = f"{method}, {int(x)} ranks: a step at most as long as {METHODS[-1]}'s"
+            targets.append(Target(text, f"{ratio:.2f}", ratio <= 1))
+    return targets

@@ -74,6 +74,7 @@ NIGHTLY = re.compile(
             r"test_bert_data\.py::test_(two_gigabytes|memory_does_not_grow)",
             r"test_acceptance\.py::test_(whole_on_two_ranks|quick_on_the_stand_in)",
             r"test_dead_ranks\.py::.*\b16\b",
+            r"test_sixteen_ranks\.py::test_an_error_reaches_all",
             r"test_overlap\.py::test_random_schedules\[[3-9][0-9]",
         ]
     )
@@ -85,6 +86,7 @@ EXHAUSTIVE = re.compile(
             r"test_told_causes\.py::test_(saving_on_one_rank\[(?!plain)|cast_after_building)",
             r"test_fsdp\.py::test_(collectives_do_not_grow|table_of_methods)",
             r"test_dead_ranks\.py::.*\[(8|16)-",
+            r"test_sixteen_ranks\.py::test_the_bits",
             # Long ones, of which the default has a shorter one of the same kind.
             r"test_bert_command\.py::test_a_killed_rank_ends_the_job",
             r"test_bert_config\.py::test_ranks_all_exit_with_code_2",
