@@ -44,7 +44,7 @@ _MANY_RANKS = 16
 METHODS = ("shardfuse Adam", "shardfuse Adam, sockets", "DDP + torch foreach Adam")
 TIMED = ("construct_ms", "step_ms")
 COUNTED = ("messages", "sent_bytes", "memory_bytes", "store_requests_per_s")
-_UNITS = {"step_ms": "step, ms", "construct_ms": "construction, ms", "messages": "messages a step"}
+_UNITS = {"step_ms": "step, ms", "messages": "messages a step"}
 
 # Measured
 
@@ -238,7 +238,8 @@ def summary(rows: Sequence[Row]) -> Summary:
             str(method): [(float(x), middle(f, column)) for (x,), f in groups(own, "x").items()]
             for (method,), own in groups(same, "method").items()
         }
-        panels.append(Panel(f"over {axis}", _UNITS[column], lines=curves, x_axis=str(axis)))
+        if not is_counted or axis == "ranks, counted":  # over the others nothing grows
+            panels.append(Panel(f"over {axis}", _UNITS[column], lines=curves, x_axis=str(axis)))
     targets += _against_ddp([row for row in measured(rows) if row["axis"] == "ranks"])
     tables.append(Table("Exponents", ["axis", "method", "cost", "exponent"], fitted))
     method = (
