@@ -56,6 +56,7 @@ def test_a_model_is_not_there_twice(is_one: bool) -> None:
     assert found <= (0.2 if is_one else 3 / 32)
 
 
+@pytest.mark.cpu_only("about the host's memory")
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_large_tensor_keeps_its_values(dim: int) -> None:
     """It moves piece by piece; what else has its memory keeps the values, too."""
