@@ -17,7 +17,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -629,7 +629,7 @@ class DTensorShards(ShardProvider):
             return [Fragment(n, -1, start, 0, numel) for n, (start, numel) in ranges.items()]
         own = [f for _, unit in self._units for f in unit.fragments if f.param in ranges]
         own.sort(key=lambda fragment: (fragment.param, fragment.param_start))
-        return [replace(f, param_start=ranges[f.param][0] + f.param_start) for f in own]
+        return [f._replace(param_start=ranges[f.param][0] + f.param_start) for f in own]
 
     def counted(self, columns: str) -> Tensor | None:
         if not self._all or all(shard.is_counted for shard in self._all):
