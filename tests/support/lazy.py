@@ -119,6 +119,7 @@ class LazyCommunicator:
         """Overwrite what was received in ``slot``, or others' parts of what is gathered."""
         if kind == "reduce_scatter":
             self._clear(slot)
+        if kind != "all_gather":
             return
         for rank, part in enumerate(tensor.detach().chunk(self.world_size)):
             if rank != self.rank:
@@ -157,6 +158,22 @@ class LazyCommunicator:
 
         return self._late(deliver, key)
 
+    def all_to_all(self, output: Tensor, input: Tensor, *numels: Any) -> Any:
+        """Write what others sent, not before it is delivered; until then it is NaN."""
+        own = list(numels[1])
+        key = self._send("all_to_all", input, None)
+        self._post.put(f"{key}, sizes", self.rank, torch.tensor(own))
+        _spoil(output.detach())
+        parts = torch.split(output.detach(), list(numels[0]))
+
+        def deliver() -> PartialSums:
+            for rank, part in enumerate(parts):
+                sizes = self._post.fetch(f"{key}, sizes", rank).tolist()
+                part.copy_(torch.split(self._post.fetch(key, rank), sizes)[self.rank])
+            return ()
+
+        return self._late(deliver, key)
+
     def broadcast(self, tensor: Tensor, src: int = 0) -> Any:
         """Overwrite by the values of ``src``."""
         key = self._send("broadcast", tensor, None)
@@ -166,7 +183,8 @@ class LazyCommunicator:
         if label is None:
             self._number += 1
             label = f"number {self._number}"
-        self.log.append(f"{kind} of {tensor.numel()}, {label}")
+        size = "" if kind == "all_to_all" else f" of {tensor.numel()}"  # which differs by rank
+        self.log.append(f"{kind}{size}, {label}")
         self._post.put(f"{kind}, {label}", self.rank, tensor)
         return f"{kind}, {label}"
 
