@@ -111,7 +111,7 @@ def collect(states: DTensorStates, shards: DTensorShards, opt: OptimizerState) -
 def _torch_defaults(name: str) -> dict[str, Any]:
     """Return the keys of a group of torch's optimizer of this name; none if there is none."""
     cls = getattr(torch.optim, name, None)
-    return {} if cls is None else dict(cls([torch.zeros(1)]).defaults)
+    return {} if cls is None else dict(cls([torch.zeros(1, 1)]).defaults)
 
 
 def prepared(

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -193,6 +195,43 @@ def test_fsdp_is_one_rank() -> None:
         world_size = torch.Size(shape).numel()
         for found in run_procs(world_size, train_fsdp, shape):
             assert_equal(found, expected)
+
+
+def save_fsdp(folder: Path) -> list[Tensor]:
+    """Save by torch's own functions after two steps; return the momentum of the first matrix."""
+    net, optimizer = stepped_fsdp(2)
+    model, states = get_state_dict(net, optimizer)
+    dcp.save({"model": model, "optimizer": states}, checkpoint_id=folder)
+    return [optimizer.state[next(net.parameters())]["momentum_buffer"].full_tensor()]
+
+
+def load_fsdp(folder: Path) -> list[Tensor]:
+    net, optimizer = stepped_fsdp(1)
+    model, states = get_state_dict(net, optimizer)
+    saved = {"model": model, "optimizer": states}
+    dcp.load(saved, checkpoint_id=folder)
+    set_state_dict(
+        net, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
+    )
+    return [optimizer.state[next(net.parameters())]["momentum_buffer"].full_tensor()]
+
+
+def stepped_fsdp(steps: int) -> tuple[nn.Module, ShardedMuon]:
+    net = build_net()
+    fully_shard(net)
+    optimizer = ShardedMuon(net, lr=0.02)
+    for _ in range(steps):
+        net(torch.ones(2, 40, device=device_type())).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net, optimizer
+
+
+def test_states_of_fsdp_are_saved_by_torch(tmp_path: Path) -> None:
+    """dcp.save() on two ranks and dcp.load() on three."""
+    (expected, _) = run_procs(2, save_fsdp, tmp_path)
+    for found in run_procs(3, load_fsdp, tmp_path):
+        assert_equal(found, expected)
 
 
 def sharded_by_columns() -> None:
