@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from shardfuse.config import ShardConfig
-from shardfuse.engine.setup import as_list
+from shardfuse.engine.setup import as_list, ordered
 from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.optim.compat import TorchOptions
 from shardfuse.rules import MuonRule
@@ -38,9 +39,10 @@ class ShardedMuon(ShardedOptimizer):
     Muon is for the matrices of hidden layers. A group with ``"use_muon": False`` follows AdamW with
     its own lr, weight_decay, betas, eps and amsgrad; one with True must hold matrices. Parameters
     without such a group are divided: matrices follow Muon, and all others AdamW, in a group behind.
-    If a model is passed, the weights of its embeddings, and of output layers, which have as many
-    rows as an embedding, follow AdamW, too. An attribute ``use_muon`` of a parameter, as DeepSpeed
-    has it, counts more than both.
+    If a model is passed, the weights of its embeddings follow AdamW, too, and that of its output
+    layer: the one linear layer whose weight has the shape of an embedding's. An attribute
+    ``use_muon`` of a parameter, as DeepSpeed has it, counts more than both; FSDP2 drops it, so set
+    it after fully_shard().
 
     Args:
         params: a module; or parameters, (name, parameter) pairs, or group dicts holding either.
@@ -91,6 +93,7 @@ class ShardedMuon(ShardedOptimizer):
             **{key: value for key, value in _ADAMW.items() if key != "eps"},
         }
         self._adamw = {**_ADAMW, **(adamw or {})}
+        self._split = split
         super().__init__(params, defaults, MuonRule, sharding, **torch_options)
 
     def _read_params(self, params: Any) -> list[Any]:
@@ -98,13 +101,13 @@ class ShardedMuon(ShardedOptimizer):
         members = as_list(params)
         if not isinstance(members[0], Mapping):
             members = [{"params": members}]
-        return [own for group in members for own in _divided(group, hidden)]
+        return [own for group in members for own in _divided(group, hidden, self._split)]
 
     def _read_group(self, group: dict[str, Any]) -> dict[str, Any]:
         if not group.get("use_muon", True):
             return {**self._adamw, **group}
         if "use_muon" not in group and self._built:
-            kinds = list(_divided(group, set()))
+            kinds = list(_divided(group, set(), self._split))
             if len(kinds) > 1:
                 raise ValueError(
                     "The new group has matrices and other parameters. Add two groups, of which the "
@@ -115,32 +118,44 @@ class ShardedMuon(ShardedOptimizer):
         return group
 
 
-def _divided(group: Mapping[str, Any], not_hidden: set[int]) -> Iterator[dict[str, Any]]:
+def _divided(
+    group: Mapping[str, Any], not_hidden: set[int], split: int
+) -> Iterator[dict[str, Any]]:
     """Yield ``group`` if it tells its kind; else its matrices and its other parameters apart.
 
-    ``not_hidden`` are the ids of parameters that are matrices, but not of hidden layers.
+    ``not_hidden`` are the ids of parameters that are matrices, but not of hidden layers. ``split``
+    is that of groups without one: unless 1, parameters of three dimensions are stacked matrices.
     """
     if "use_muon" in group or "params" not in group:
         yield dict(group)
         return
-    members = group["params"]
+    members = ordered(dict(group))["params"]
+    split = group.get("split", split)
     members = [members] if isinstance(members, Tensor) else list(members)
     kinds: tuple[list[Any], list[Any]] = [], []
     for member in members:
         param = member[1] if isinstance(member, Sequence) else member
-        is_matrix = isinstance(param, Tensor) and (param.dim() == 2 or group.get("split", 1) > 1)
+        num_dims = param.dim() if isinstance(param, Tensor) else 0
+        is_matrix = num_dims == 2 or (num_dims == 3 and split != 1)
         is_hidden = getattr(param, "use_muon", id(param) not in not_hidden)
         kinds[bool(is_matrix and is_hidden)].append(member)
     for use_muon in (True, False):
-        if kinds[use_muon]:
+        if kinds[use_muon] or (use_muon and not members):
             yield {**group, "params": kinds[use_muon], "use_muon": use_muon}
 
 
 def _not_hidden(model: nn.Module) -> set[int]:
-    """Return the ids of the weights of embeddings and of output layers."""
+    """Return the ids of the weights of embeddings, and of the output layer.
+
+    Tables of positions may have the shape of hidden layers, of which there are several.
+    """
     tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    sizes = {table.shape[0] for table in tables}
+    linear = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Linear)}
+    shapes = Counter(tuple(weight.shape) for weight in linear.values())
     heads = [
-        m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.out_features in sizes
+        weight
+        for shape in {tuple(table.shape) for table in tables}
+        for weight in linear.values()
+        if tuple(weight.shape) == shape and shapes[shape] == 1
     ]
     return {id(weight) for weight in (*tables, *heads)}

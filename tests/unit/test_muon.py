@@ -114,6 +114,25 @@ def test_a_model_gives_embeddings_and_heads_to_adamw(recwarn: pytest.WarningsRec
     assert not recwarn.list
 
 
+def test_hidden_layers_of_the_shape_of_a_table_stay_hidden() -> None:
+    """Position tables of as many rows as columns, as square projections; heads of another width."""
+    net = nn.ModuleDict(
+        {
+            "positions": nn.Embedding(8, 8),
+            "tokens": nn.Embedding(50, 8),
+            "q": nn.Linear(8, 8, bias=False),
+            "o": nn.Linear(8, 8, bias=False),
+            "up": nn.Linear(8, 50, bias=False),
+            "up2": nn.Linear(8, 50, bias=False),
+        }
+    )
+    optimizer = ShardedMuon(net)
+    assert kinds(optimizer)[True] == ["q.weight", "o.weight", "up.weight", "up2.weight"]
+    tied = Net()
+    tied.head.weight = tied.tokens.weight
+    assert kinds(ShardedMuon(tied))[True] == ["hidden.weight"]
+
+
 def test_names_of_embeddings_are_warned_of() -> None:
     """A list of parameters does not tell which matrix is an embedding; names may."""
     named = [("wte.weight", ones(50, 8)), ("hidden.weight", ones(8, 8))]
@@ -144,6 +163,30 @@ def test_groups_tell_their_kind() -> None:
         optimizer.add_param_group({"params": [ones(2), ones(2, 2)]})
 
 
+def test_the_default_split_counts_in_division() -> None:
+    """Stacked experts follow Muon, and vectors AdamW, whether the group or the class has split."""
+    experts, bias = ones(4, 8, 6), ones(6)
+    for optimizer in (
+        ShardedMuon([experts, bias], split=4),
+        ShardedMuon([{"params": [experts, bias], "split": 4}]),
+    ):
+        found = [
+            (g["use_muon"], [tuple(p.shape) for p in g["params"]]) for g in optimizer.param_groups
+        ]
+        assert found == [(True, [(4, 8, 6)]), (False, [(6,)])]
+        optimizer.add_param_group({"params": [ones(4, 2, 2)], "split": 4})
+        assert optimizer.param_groups[-1]["use_muon"]
+
+
+def test_sets_are_refused_and_empty_groups_kept() -> None:
+    """A set has another order on each rank; the number of groups is the caller's."""
+    with pytest.raises(TypeError, match="ordered collections"):
+        ShardedMuon([{"params": {ones(2, 2), ones(3, 3)}}])
+    optimizer = ShardedMuon([{"params": []}, {"params": [ones(2, 2)]}])
+    optimizer.add_param_group({"params": []})
+    assert [len(group["params"]) for group in optimizer.param_groups] == [0, 1, 0]
+
+
 BAD: list[tuple[Any, dict[str, Any], str]] = [
     ([{"params": [ones(3)], "use_muon": True}], {}, r"param_groups\[0\]\[0\] \(3,\).*use_muon"),
     ([{"params": [ones(2, 3, 3)], "use_muon": True}], {}, r'own with "split": 2'),
@@ -155,6 +198,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ([ones(2, 2)], {"split": 0}, "Invalid split: 0"),
     ([ones(2, 2)], {"lr": -1.0}, "Invalid learning rate: -1.0"),
     ([ones(2)], {"adamw": {"betas": (2.0, 0.9)}}, "Invalid beta parameter at index 0: 2.0"),
+    ([ones(2)], {"adamw": {"beta": (0.9, 0.9)}}, "AdamW has no beta"),
 ]
 
 
