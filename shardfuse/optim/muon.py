@@ -94,7 +94,17 @@ class ShardedMuon(ShardedOptimizer):
         }
         self._adamw = {**_ADAMW, **(adamw or {})}
         self._split = split
-        super().__init__(params, defaults, MuonRule, sharding, **torch_options)
+
+        def make_rule() -> MuonRule:
+            unknown = [key for key in adamw or {} if key not in (*defaults, *torch_options)]
+            if unknown:
+                raise ValueError(
+                    f"Invalid adamw: AdamW has no {unknown[0]}. Use lr, weight_decay, betas, eps "
+                    "or amsgrad."
+                )
+            return MuonRule()
+
+        super().__init__(params, defaults, make_rule, sharding, **torch_options)
 
     def _read_params(self, params: Any) -> list[Any]:
         hidden = _not_hidden(params) if isinstance(params, nn.Module) else set()
