@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -32,8 +32,10 @@ from shardfuse.comm.transport import (
 from shardfuse.config import ShardConfig
 from shardfuse.grads.full import IN_FLIGHT
 from shardfuse.grads.sharded import NUM_COUNTS, num_in_flight
-from shardfuse.layout import FlatLayout, ParamSpec, dense_stride, round_up
+from shardfuse.layout import Bucket, Flat, FlatLayout, ParamSpec, dense_stride, round_up
+from shardfuse.plan.matrices import Axis, Collective, ExchangeCost, GroupedShapes
 from shardfuse.plan.models import NamedShape, count_elements
+from shardfuse.rules import MatrixRule
 
 _NUMEL = 4096
 _WORLD_SIZE = 2
@@ -64,6 +66,11 @@ class CountingCommunicator(SingleRank):
         self.all_reduces.append(tensor.numel())
         return completed(None)
 
+    def all_to_all(
+        self, output: torch.Tensor, input: torch.Tensor, *numels: Sequence[int]
+    ) -> Completion[None]:
+        return completed(None)
+
 
 @dataclass(frozen=True)
 class OptimizerTraits:
@@ -84,19 +91,31 @@ class OptimizerTraits:
     all_reduces: tuple[tuple[float, float], ...]
     """Small all-reduces of a step: (elements, elements per parameter) of each."""
 
+    takes_matrices: bool
+    """Whether matrices have other states than these, and are exchanged; see plan/matrices.py."""
+
+
+_VECTOR, MATRIX = (_NUMEL,), (64, _NUMEL // 64)
+
 
 def probe_optimizer(
-    build: Callable[..., Any], dtype: torch.dtype, config: ShardConfig
+    build: Callable[..., Any],
+    dtype: torch.dtype,
+    config: ShardConfig,
+    shape: tuple[int, ...] = _VECTOR,
 ) -> OptimizerTraits:
-    """Return the traits of ``build(params, sharding=config)`` for parameters of ``dtype``."""
-    optimizer = _build_counted(build, dtype, config, 2)
+    """Return the traits of ``build(params, sharding=config)`` for parameters of ``dtype``.
+
+    ``shape`` is that of the parameters, of 4096 elements.
+    """
+    optimizer = _build_counted(build, dtype, config, [shape] * 2)
     summary = optimizer.memory_summary()
     padded = sum(flat.numel for flat in optimizer.layout.flats)
     plain = replace(config, grad_sync_dtype=None, param_sync_dtype=None, grad_sync_bits=None)
     plain = replace(plain, param_sync_bits=None, stage=1)
     calls = []
     for num_params in (2, 4):
-        stepped = _build_counted(build, dtype, plain, num_params)
+        stepped = _build_counted(build, dtype, plain, [shape] * num_params)
         for _ in range(2):
             stepped.communicator.all_reduces.clear()
             params = [param for group in stepped.param_groups for param in group["params"]]
@@ -113,28 +132,51 @@ def probe_optimizer(
         all_reduces=tuple(
             (fewer - 2 * slope, slope) for fewer, slope in zip(calls[0], slopes, strict=True)
         ),
+        takes_matrices=isinstance(optimizer._rule, MatrixRule),
     )
 
 
-def _build_counted(
-    build: Callable[..., Any], dtype: torch.dtype, config: ShardConfig, num_params: int
-) -> Any:
-    """Return an optimizer of ``num_params`` parameters, with a CountingCommunicator."""
-    params = [(f"p{i}", nn.Parameter(torch.ones(_NUMEL, dtype=dtype))) for i in range(num_params)]
-    own = replace(
+def group_shapes(
+    build: Callable[..., Any],
+    shapes: Sequence[NamedShape],
+    dtype: torch.dtype,
+    device: str,
+    config: ShardConfig,
+) -> GroupedShapes:
+    """Return parameters in the groups that an optimizer with a MatrixRule makes of them."""
+    own = _alone(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of names that the model itself does not need
+        return GroupedShapes(lambda params: build(params, sharding=own), shapes, dtype, device)
+
+
+def _alone(config: ShardConfig) -> ShardConfig:
+    return replace(
         config,
-        process_group="alone",  # built alone first, so that errors are those of a single rank
+        process_group="alone",
         mesh=None,
         kernel="eager",
         overlap_grad_sync=False,
         overlap_param_sync=False,
         consolidate_every=0,
     )
+
+
+def _build_counted(
+    build: Callable[..., Any],
+    dtype: torch.dtype,
+    config: ShardConfig,
+    shapes: Sequence[tuple[int, ...]],
+) -> Any:
+    """Return an optimizer of parameters of these shapes, with a CountingCommunicator."""
+    ones = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
+    params = [(f"p{i}", param) for i, param in enumerate(ones)]
+    own = _alone(config)
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", UserWarning
         )  # about names and shapes, which are made up here
-        build(params, sharding=own)
+        build(params, sharding=own)  # first, so that errors are those of a single rank
         return build(
             params,
             sharding=replace(
@@ -148,25 +190,7 @@ def _keeps_more_than_gradients(optimizer: Any, dtype: torch.dtype) -> bool:
     return bool(optimizer.memory_summary().grad_nbytes > padded * dtype.itemsize)
 
 
-Axis = Literal["shard", "replicate", "all"]
-
 _MASTER_NBYTES = 4
-
-
-@dataclass(frozen=True)
-class Collective:
-    """All collectives of one kind that a step makes on one axis.
-
-    Attributes:
-        payload_nbytes: bytes of the full tensors, with padding.
-        sent_nbytes: bytes that one rank sends; it receives as many.
-    """
-
-    kind: str
-    axis: Axis
-    number: int
-    payload_nbytes: int
-    sent_nbytes: int
 
 
 @dataclass(frozen=True)
@@ -338,6 +362,8 @@ class _Costs:
         self.shapes, self.dtype, self.config, self.progress = shapes, dtype, config, progress
         self.shards, self.replicas = num_shards, num_replicas
         self.traits: OptimizerTraits = probe_optimizer(build, dtype, config)
+        self._state_itemsizes: dict[str, float] = {}  # by storage, where matrices have their own
+        self._build, self._exchange = build, cast(ExchangeCost | None, None)
         # Over two axes a second reduction follows, so buckets complete in order.
         self.moves = AsyncModel.ORDERED if num_replicas > 1 else progress
         is_sent = num_shards > 1
@@ -351,8 +377,7 @@ class _Costs:
         return overlapped(choice, in_order=self.replicas == 1)
 
     def budget(self, device: str) -> Budget:
-        layout = self._layout(device)
-        self.layout = layout
+        layout = self.layout = self._layout(device)
         is_hccl = device == "npu" and self.progress is AsyncModel.ORDERED
         self._copies_gathered = is_hccl and not traits_of("hccl").in_place_all_gather
         numel, padded = count_elements(self.shapes), sum(flat.numel for flat in layout.flats)
@@ -368,20 +393,53 @@ class _Costs:
             for_a_time=self._for_a_time(padded),
             building_nbytes=self._building(padded, device),
             published=formulas(
-                numel, self.shards * self.replicas, self.dtype.itemsize, self.traits.state_itemsize
+                numel,
+                self.shards * self.replicas,
+                self.dtype.itemsize,
+                self._state_nbytes / padded,
             ),
             collectives=tuple(self._collectives()),
-            buckets=tuple(self._bucket(bucket.numel, padded) for bucket in layout.buckets),
+            buckets=tuple(self._bucket(bucket, padded) for bucket in layout.buckets),
             overlaps=(self.overlaps_grads, self.overlaps_params),
-            needs_all=len(self.traits.all_reduces) > 0,
+            needs_all=len(self.traits.all_reduces) > 0 or self._exchange is not None,
         )
 
     def _layout(self, device: str) -> FlatLayout:
+        grouped = self._grouped(device)
+        if grouped is None:
+            return self._lay_out(self._plain_specs(device), device)
+        layout = self._lay_out(grouped.specs, device)
+        of_matrices = probe_optimizer(self._build, self.dtype, self.config, MATRIX)
+        self._state_itemsizes = dict.fromkeys(grouped.storages, of_matrices.state_itemsize)
+        numel = sum(f.numel for f in layout.flats if self._storage(layout, f) in grouped.storages)
+        if self.shards > 1:
+            self._exchange = grouped.cost(self.shards, numel // self.shards)
+        return layout
+
+    def _grouped(self, device: str) -> GroupedShapes | None:
+        if not self.traits.takes_matrices:
+            return None
+        return group_shapes(self._build, self.shapes, self.dtype, device, self.config)
+
+    @staticmethod
+    def _storage(layout: FlatLayout, flat: Flat) -> str:
+        return layout.specs[flat.slots[0].param].storage
+
+    def _plain_specs(self, device: str) -> list[ParamSpec]:
         name = str(self.dtype).removeprefix("torch.")
         specs = []
         for param, shape in self.shapes:
             stride = dense_stride(shape, torch.empty(shape, device="meta").stride())
             specs.append(ParamSpec(param, shape, stride, name, device, 0))
+        return specs
+
+    def _state_itemsize(self, flat: Flat) -> float:
+        """Return the bytes of states and masters of an element of a shard."""
+        return self._state_itemsizes.get(
+            self._storage(self.layout, flat), self.traits.state_itemsize
+        )
+
+    def _lay_out(self, specs: Sequence[ParamSpec], device: str) -> FlatLayout:
         cap = bucket_nbytes(
             self.config.bucket_cap_mb,
             self.moves,
@@ -395,6 +453,11 @@ class _Costs:
         )
 
     # Memory
+
+    @property
+    def _state_nbytes(self) -> float:
+        """Bytes of states and masters of all ranks of a row."""
+        return sum(flat.numel * self._state_itemsize(flat) for flat in self.layout.flats)
 
     def _memory(self, padded: int) -> dict[str, int]:
         memory = self._without_staging(padded)
@@ -415,7 +478,7 @@ class _Costs:
             memory["gradients"] = padded * item
         if traits.keeps_reduced:
             memory["reduced gradients that a step keeps"] = shard * _MASTER_NBYTES
-        memory["optimizer states and masters"] = round(shard * traits.state_itemsize)
+        memory["optimizer states and masters"] = round(self._state_nbytes / self.shards)
         return memory
 
     def _for_a_time(self, padded: int) -> dict[str, int]:
@@ -428,7 +491,9 @@ class _Costs:
         if self.shards > 1 and self._copies_gathered:
             gathered = sum(self._param_nbytes(b.numel) for b in self.layout.buckets) // self.shards
         found["step: copies that HCCL gathers from"] = gathered
-        found["step, where clip_grad_norm() is called"] = gathered + kept
+        exchange = 0 if self._exchange is None else self._exchange.peak_nbytes
+        found["step: exchange of matrices"] = exchange
+        found["step, where clip_grad_norm() is called"] = max(gathered, exchange) + kept
         return {name: nbytes for name, nbytes in found.items() if nbytes}
 
     def _building(self, padded: int, device: str) -> int:
@@ -505,11 +570,12 @@ class _Costs:
             return self.shards * quantizer.part_nbytes(numel // self.shards, CHECK_NBYTES)
         return numel * (config.param_sync_dtype or self.dtype).itemsize
 
-    def _bucket(self, numel: int, padded: int) -> BucketCost:
-        outside = (self.shards - 1) / self.shards
+    def _bucket(self, bucket: Bucket, padded: int) -> BucketCost:
+        outside, numel = (self.shards - 1) / self.shards, bucket.numel
         reduce = self._grad_nbytes(numel) * outside
         reduce += self._along_columns(numel)
-        touched = 2 * self.traits.state_itemsize + 2 * self.traits.param_itemsize
+        states = self._state_itemsize(self.layout.flats[bucket.flat])
+        touched = 2 * states + 2 * self.traits.param_itemsize
         parts = (
             self.shards * self._grad_itemsize() if self._adds_up_parts() else self.dtype.itemsize
         )
@@ -543,6 +609,8 @@ class _Costs:
             sent = sum(map(self._along_columns, numels))
             payload = sent * self.replicas / (self.replicas - 1)
             add("sums over rows", "replicate", 2 * len(numels), payload, sent)
+        if self._exchange is not None:
+            found.append(self._exchange.collective(self.shards))
         if self.shards > 1:
             nbytes = sum(map(self._param_nbytes, numels))
             add("all-gather of parameters", "shard", len(numels), nbytes, nbytes * outside)

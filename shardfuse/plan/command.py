@@ -21,6 +21,7 @@ from shardfuse.plan.fsdp import plan_fsdp
 from shardfuse.plan.models import count_elements, params_of, shapes_of
 from shardfuse.plan.timing import Speeds, Times, predict
 from shardfuse.rules.lamb import PRESETS
+from shardfuse.rules.muon import looks_not_hidden
 
 _MIB = 1 << 20
 
@@ -139,6 +140,15 @@ def draw(budget: Budget, path: Path) -> None:
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+
+def _muon(params: Sequence[tuple[str, Any]], **options: Any) -> Any:
+    """Return a ShardedMuon as of the model itself, whose embeddings and heads names tell."""
+    for name, param in params:
+        if looks_not_hidden(name):
+            param.use_muon = False
+    return optim.ShardedMuon(params, **options)
+
+
 _OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adadelta": optim.ShardedAdadelta,
     "adam": optim.ShardedAdam,
@@ -146,6 +156,7 @@ _OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adamw": optim.ShardedAdamW,
     "bertadam": functools.partial(optim.ShardedBertAdam, lr=1e-4),
     "lamb": optim.ShardedLamb,
+    "muon": _muon,
     "rmsprop": optim.ShardedRMSprop,
     "rmsproptf": optim.ShardedRMSpropTF,
     "sgd": functools.partial(optim.ShardedSGD, lr=0.1),

@@ -13,7 +13,7 @@ is a model of its memory, which allocators exceed; no test has measured it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -24,13 +24,15 @@ from shardfuse.engine.dtensors import staged_numel
 from shardfuse.layout import BLOCK, round_up
 from shardfuse.optim.dtensors import config_for
 from shardfuse.plan.budget import (
+    MATRIX,
     Budget,
-    Collective,
     OptimizerTraits,
     check_world,
     formulas,
+    group_shapes,
     probe_optimizer,
 )
+from shardfuse.plan.matrices import Collective, ExchangeCost
 from shardfuse.plan.models import NamedShape, count_elements
 
 
@@ -76,7 +78,14 @@ def plan_fsdp(
     own = sum(layers.values())
     item, sent_item = dtype.itemsize, (travels_as or dtype).itemsize
     numel = count_elements(shapes)
-    states = _state_nbytes(shapes, shards, traits, dtype, device)
+    itemsizes, exchange = {}, None
+    if traits.takes_matrices:
+        grouped = group_shapes(build, shapes, dtype, device, config)
+        itemsize = probe_optimizer(build, dtype, config, MATRIX).state_itemsize
+        itemsizes = dict.fromkeys(grouped.matrices, itemsize)
+        own_numel = sum(_own_numel(shape, shards) for name, shape in shapes if name in itemsizes)
+        exchange = grouped.cost(shards, own_numel)
+    states = _state_nbytes(shapes, shards, traits, itemsizes, dtype, device)
     return Budget(
         num_params=len(shapes),
         numel=numel,
@@ -90,15 +99,15 @@ def plan_fsdp(
             "gradients": own * item,
             "optimizer states and masters": states,
         },
-        for_a_time=_for_a_time(layers, shards, sent_item),
+        for_a_time=_for_a_time(layers, shards, sent_item, exchange),
         building_nbytes=own * item + states,  # of a model that is made on the meta device
         published=formulas(numel, world_size, item, traits.state_itemsize),
         collectives=tuple(
-            _collectives(layers, shards, num_replicas, sent_item, traits, len(shapes))
+            _collectives(layers, shards, num_replicas, sent_item, traits, len(shapes), exchange)
         ),
         buckets=(),
         overlaps=(True, True),
-        needs_all=len(traits.all_reduces) > 0,
+        needs_all=len(traits.all_reduces) > 0 or exchange is not None,
     )
 
 
@@ -126,31 +135,40 @@ def _state_nbytes(
     shapes: Sequence[NamedShape],
     shards: int,
     traits: OptimizerTraits,
+    itemsizes: Mapping[str, float],
     dtype: torch.dtype,
     device: str,
 ) -> int:
-    """Return the bytes of states, masters and staging buffers on the first rank."""
+    """Return the bytes of states, masters and staging buffers on the first rank.
+
+    ``itemsizes`` are the bytes of an element's states of those that have others than ``traits``.
+    """
     nbytes = 0.0
-    for _, shape in shapes:
+    for name, shape in shapes:
         numel = _own_numel(shape, shards)
         has_tail = traits.granularity == "row" and numel % BLOCK > 0
         if numel < staged_numel(device) or has_tail:
             numel = round_up(numel, BLOCK)
             nbytes += numel * 2 * dtype.itemsize  # of parameters and of gradients
-        nbytes += numel * traits.state_itemsize
+        nbytes += numel * itemsizes.get(name, traits.state_itemsize)
     return round(nbytes)
 
 
-def _for_a_time(layers: dict[str, int], shards: int, item: int) -> dict[str, int]:
+def _for_a_time(
+    layers: dict[str, int], shards: int, item: int, exchange: ExchangeCost | None
+) -> dict[str, int]:
     """Return the bytes beside the shards for a time; see [Note: the most at once]."""
     root = layers.get("", 0)
     largest, next_one, *_ = [*sorted((n for k, n in layers.items() if k), reverse=True), 0, 0]
     gathered = (root + largest + 2 * next_one) * shards * item
     reduced = (root + largest + next_one) * shards * item
-    return {
+    found = {
         "forward: gathered layers": gathered,
         "backward: gathered layers, their gradients": gathered + reduced,
     }
+    if exchange is not None:
+        found["step: exchange of matrices"] = exchange.peak_nbytes
+    return found
 
 
 def _collectives(
@@ -160,6 +178,7 @@ def _collectives(
     item: int,
     traits: OptimizerTraits,
     num_params: int,
+    exchange: ExchangeCost | None,
 ) -> list[Collective]:
     part, num = sum(layers.values()) * item, len(layers)
     payload, sent = part * shards, part * (shards - 1)
@@ -170,6 +189,8 @@ def _collectives(
     twice = 2 * part - layers.get("", 0) * item  # the root is gathered once
     number, kind = 2 * num - ("" in layers), "all-gather of parameters"
     found.append(Collective(kind, "shard", number, twice * shards, twice * (shards - 1)))
+    if exchange is not None:
+        found.append(exchange.collective(shards))
     every = shards * replicas
     small = [fixed + slope * num_params for fixed, slope in traits.all_reduces]
     if small:

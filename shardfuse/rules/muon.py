@@ -178,8 +178,7 @@ class MuonRule(MatrixRule):
         found = [
             member.name
             for member in members
-            if self.takes_matrices(member.group)
-            and any(part in member.name.lower() for part in _NOT_HIDDEN)
+            if self.takes_matrices(member.group) and looks_not_hidden(member.name)
         ]
         if not found:
             return {}
@@ -190,6 +189,11 @@ class MuonRule(MatrixRule):
             "follows AdamW; or pass the model itself, whose nn.Embedding and output layer are "
             "found."
         }
+
+
+def looks_not_hidden(name: str) -> bool:
+    """Return whether a matrix of this name is usually an embedding or an output layer."""
+    return any(part in name.lower() for part in _NOT_HIDDEN)
 
 
 def orthogonalize(

@@ -13,6 +13,7 @@ from shardfuse import (
     ShardedAdamW,
     ShardedBertAdam,
     ShardedLamb,
+    ShardedMuon,
     ShardedSGD,
 )
 from shardfuse.comm import communicator_for
@@ -32,6 +33,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "lamb-global-norm": (ShardedLamb, {"use_global_grad_norm": True}),
     "bert": (ShardedBertAdam, {"lr": 0.1}),
     "sgd": (ShardedSGD, {"lr": 0.1}),
+    "muon": (ShardedMuon, {}),
 }
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -103,7 +105,9 @@ def check(name: str, dtype: torch.dtype, sharding: dict[str, Any], world_size: i
     memory = budget.memory
     params = memory["parameters"] + memory.get("what parameters travel in", 0)
     states = memory.get("optimizer states and masters", 0)
-    for found in run_procs(world_size, train, name, dtype, sharding):
+    ranks = run_procs(world_size, train, name, dtype, sharding)
+    check_exchange([found["calls"] for found in ranks], budget)
+    for found in ranks:
         assert found["num_buckets"] == budget.num_buckets
         assert found["parameters"] == params
         assert found["states"] == states
@@ -131,12 +135,26 @@ def check_calls(calls: list[tuple[str, int]], budget: Budget, *, is_native: bool
         assert (len(sizes), sum(sizes)) == expected.get(kind, (0, 0)), kind
 
 
+def check_exchange(calls: list[list[tuple[str, int]]], budget: Budget) -> None:
+    """Matrices are shared out unevenly: their bytes are those of all ranks together."""
+    sizes = [[nbytes for op, nbytes in own if op == "all_to_all"] for own in calls]
+    planned = [c for c in budget.collectives if c.kind == "all-to-all of matrices"]
+    assert {len(own) for own in sizes} == {sum(c.number for c in planned)}
+    assert sum(map(sum, sizes)) == sum(c.payload_nbytes for c in planned)
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
 def test_memory_and_traffic(name: str, config: str, world_size: int) -> None:
     """Memory in all within 3 %; parameters, states, calls and their bytes exactly."""
     check(name, torch.float32, CONFIGS[config], world_size)
+
+
+@pytest.mark.parametrize("config", ["stage 2", "native"])
+def test_matrices_on_four_ranks(config: str) -> None:
+    """States of two kinds, and the exchange."""
+    check("muon", torch.float32, CONFIGS[config], 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -183,7 +201,9 @@ def large_model() -> nn.Module:
 @pytest.mark.skipif(not placing.on_device(), reason="the CPU does not count its memory")
 @pytest.mark.parametrize("clips", [False, True], ids=["", "clips"])
 @pytest.mark.parametrize(
-    ("name", "sharding"), [("adamw", {}), ("sgd", {"stage": 2})], ids=["stage 1", "stage 2"]
+    ("name", "sharding"),
+    [("adamw", {}), ("sgd", {"stage": 2}), ("muon", {})],
+    ids=["stage 1", "stage 2", "muon"],
 )
 def test_peaks_of_a_device(name: str, sharding: dict[str, Any], clips: bool) -> None:
     """As the stand-in counts its memory, within 3 % of all that the plan has."""
@@ -204,4 +224,5 @@ def test_peaks_of_a_device(name: str, sharding: dict[str, Any], clips: bool) -> 
     for found in run_procs(2, measured, name, sharding, clips):
         assert found["building"] == pytest.approx(budget.building_nbytes, rel=0.03)
         assert found["backward"] == pytest.approx(backward, rel=0.03)
-        assert found["step"] == pytest.approx(held + extra[step if clips else copies], rel=0.03)
+        most = max(extra[copies], extra.get("step: exchange of matrices", 0))
+        assert found["step"] == pytest.approx(held + (extra[step] if clips else most), rel=0.03)

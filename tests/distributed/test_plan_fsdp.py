@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardfuse import ShardConfig, ShardedAdamP, ShardedAdamW, ShardedLamb
+from shardfuse import ShardConfig, ShardedAdamP, ShardedAdamW, ShardedLamb, ShardedMuon
 from shardfuse.plan import Budget, plan_fsdp
 from shardfuse.plan.models import shapes_of_module
 from tests.support.harness import run_procs
@@ -28,6 +28,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (ShardedAdamW, {}),
     "lamb": (ShardedLamb, {"use_global_grad_norm": True}),
     "adamp": (ShardedAdamP, {}),
+    "muon": (ShardedMuon, {}),
 }
 
 KINDS = {
@@ -116,6 +117,7 @@ CASES = [
     ("lamb", torch.float32, torch.bfloat16, 3, 1),
     ("adamp", torch.bfloat16, None, 2, 1),
     ("adamw", torch.float32, torch.bfloat16, 4, 2),
+    ("muon", torch.float32, None, 3, 1),
 ]
 
 
@@ -125,12 +127,16 @@ def test_real_ranks(name: str, dtype: Any, travels_as: Any, ranks: int, rows: in
     budget = planned(name, dtype, travels_as, ranks, rows)
     memory, (numbers, nbytes) = run_procs(ranks, train, name, dtype, travels_as, rows)[0]
     assert memory == budget.memory
-    calls = {call.kind: call for call in budget.collectives if call.axis != "all"}
+    calls = {call.kind: call for call in budget.collectives if call.kind in KINDS.values()}
     assert numbers == {kind: call.number for kind, call in calls.items()}
     assert nbytes == {kind: call.payload_nbytes for kind, call in calls.items()}
     small = [call.number for call in budget.collectives if call.axis == "all"]
     if name != "adamp":  # whose rows no plan counts: the optimizer is probed with vectors
-        assert small == {"adamw": [], "lamb": [2]}[name]
+        assert small == {"adamw": [], "lamb": [2], "muon": []}[name]
+    matrices = [call for call in budget.collectives if call.kind == "all-to-all of matrices"]
+    if name == "muon":
+        numel = 16 * 128 + 3 * 2 * (128 * 515)
+        assert [(call.number, call.payload_nbytes) for call in matrices] == [(2, 4 * numel)]
     layer = 2 * (128 * 515) + 515 + 128
     gathered = budget.for_a_time["forward: gathered layers"]
     item = (travels_as or dtype).itemsize
