@@ -60,10 +60,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "uneven gather": (lambda: all_gather_single(torch.ones(5), torch.ones(3)), "uneven sizes"),
     "uneven scatter": (lambda: reduce_scatter_single(torch.ones(2), torch.ones(5)), "uneven"),
-    "uneven all-to-all": (
-        lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 3], [1, 3]),
-        "uneven",
-    ),
+    "uneven all-to-all": (lambda: dist.all_to_all_single(torch.ones(5), torch.ones(5)), "uneven"),
     "dtypes of one": (
         lambda: all_gather_single(torch.ones(4), torch.ones(2).half()),
         "identical type",
@@ -183,14 +180,20 @@ def test_objects_messages_and_lists() -> None:
         dist.all_gather(parts, torch.full((2,), float(me)))
         swapped = torch.empty(4)
         dist.all_to_all_single(swapped, torch.arange(4.0) + 10 * me)
-        return objects, found, got.tolist(), torch.cat(parts).tolist(), swapped.tolist()
+        # One element from rank 0 to each, two from rank 1.
+        uneven = torch.empty(3)
+        mine = torch.arange(2.0 + 2 * me) + 10 * me
+        dist.all_to_all_single(uneven, mine, [1, 2], [1 + me, 1 + me])
+        swaps = swapped.tolist(), uneven.tolist()
+        return objects, found, got.tolist(), torch.cat(parts).tolist(), swaps
 
-    for me, (objects, found, got, parts, swapped) in enumerate(each(body)):
+    for me, (objects, found, got, parts, (swapped, uneven)) in enumerate(each(body)):
         assert objects == [{"rank": 0}, {"rank": 1}]
         assert found == [{"from": 1}]
         assert got == [1.0 - me] * 3
         assert parts == [0, 0, 1, 1]
         assert swapped == [2.0 * me, 2.0 * me + 1, 10 + 2.0 * me, 11 + 2.0 * me]
+        assert uneven == [me, 10 + 2.0 * me, 11 + 2.0 * me]
 
 
 def test_another_message_than_expected() -> None:

@@ -39,6 +39,7 @@ BUILDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "AdamP": (shardfuse.ShardedAdamP, {"lr": 1e-3}),
     "Lamb google": (shardfuse.ShardedLamb, {"lr": 1e-3, "variant": "google"}),
     "Lamb global norm": (shardfuse.ShardedLamb, {"lr": 1e-3, "use_global_grad_norm": True}),
+    "Muon": (shardfuse.ShardedMuon, {"lr": 1e-3}),
     "NpuFusedAdamW": (optim_npu.NpuFusedAdamW, {"lr": 1e-3}),
     "Paddle's Lamb": (paddle.Lamb, {"learning_rate": 1e-3}),
 }

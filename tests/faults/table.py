@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.faults import ends, fsdp, programs
+from tests.faults import ends, fsdp, muon, programs
 from tests.faults.programs import GROUP_TIMEOUT_S, Job
 
 
@@ -110,5 +110,9 @@ FAULTS = {
         Fault(fsdp.edited_state, ("has no exp_avg",)),
         Fault(fsdp.build_another_class, ("Ranks disagree about the optimizer",)),
         Fault(fsdp.killed, (), _ENDED, ended="killed"),
+        Fault(muon.fails_between, ("no memory for 1 matrix",)),
+        Fault(muon.killed_between, (), _ENDED, ended="killed"),
+        Fault(muon.ns_steps_differ, ("ns_steps = 3 in group 0", "ns_steps = 5 in group 0")),
+        Fault(muon.split_changes, ("use_muon or split of a parameter group has changed",)),
     )
 }

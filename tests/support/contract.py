@@ -122,18 +122,25 @@ class Collectives:
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> ContractWork:
+        """Of sizes that are given: HcclAlltoAllV, which torch_npu calls then."""
         refuse("all_to_all", self.terms, output, input)
-        if output.numel() != input.numel() or input.numel() % self.size():
+        if not output_splits and not input_splits:
             uneven("all_to_all", output, input, 1)
             uneven("all_to_all", input, input[: input.numel() // self.size()], self.size())
-        misaligned_parts("all_to_all", self.terms, input.nbytes // self.size())
-        if len({*(output_splits or ()), *(input_splits or ())}) > 1:
-            raise ContractError("HCCL all_to_all: uneven sizes are not supported.")
+            misaligned_parts("all_to_all", self.terms, input.nbytes // self.size())
+        sizes = [
+            _split_nbytes(tensor, splits, self.size())
+            for tensor, splits in ((output, output_splits), (input, input_splits))
+        ]
 
         def body() -> None:
-            _bytes_into(torch.cat(self._exchanged(_bytes(input))), output)
+            received = torch.empty(output.nbytes, dtype=torch.uint8)
+            self._stream.gloo.alltoall_base(received, _bytes(input), *sizes).wait()
+            _bytes_into(received, output)
 
-        return self._launch(_named("all_to_all", input), body, [output])
+        # Sizes that are given may differ between ranks.
+        alike = input[:0] if output_splits or input_splits else input
+        return self._launch(_named("all_to_all", alike), body, [output])
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> ContractWork:
         """The form of lists, for which torch_npu pads tensors by itself."""
@@ -192,6 +199,16 @@ class Collectives:
         parts = torch.empty_like(data)
         self._stream.gloo.alltoall_base(parts, data, [], []).wait()
         return list(parts.chunk(self.size()))
+
+
+def _split_nbytes(tensor: Tensor, splits: Any, world_size: int) -> list[int]:
+    """Return the bytes of each rank's part of ``tensor``; raise where parts are not all of it."""
+    numels = list(splits or [tensor.numel() // world_size] * world_size)
+    if len(numels) != world_size or sum(numels) != tensor.numel():
+        raise ContractError(
+            f"HCCL all_to_all: {tensor.numel()} elements in {numels} for {world_size} ranks."
+        )
+    return [numel * tensor.element_size() for numel in numels]
 
 
 class ContractGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
