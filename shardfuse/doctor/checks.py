@@ -306,6 +306,7 @@ BUILDS: dict[str, Callable[..., Any]] = {
     "RMSpropTF": optim.ShardedRMSpropTF,
     "Adadelta": optim.ShardedAdadelta,
     "AdamP": optim.ShardedAdamP,
+    "Muon": lambda params, **options: optim.ShardedMuon(params, lr=1e-3, **options),
 }
 """Builds each optimizer from (params, sharding=...)."""
 
