@@ -306,7 +306,7 @@ BUILDS: dict[str, Callable[..., Any]] = {
     "RMSpropTF": optim.ShardedRMSpropTF,
     "Adadelta": optim.ShardedAdadelta,
     "AdamP": optim.ShardedAdamP,
-    "Muon": lambda params, **options: optim.ShardedMuon(params, lr=1e-3, **options),
+    "Muon": lambda params, **options: optim.ShardedMuon(params, lr=1e-2, **options),
 }
 """Builds each optimizer from (params, sharding=...)."""
 
@@ -449,7 +449,9 @@ def optimizers(comm: Communicator, device: Device) -> Finding:
         worst[name] = max(
             float((a.cpu() - b).abs().max() / b.abs().max().clamp_min(1e-12)) for a, b in pairs
         )
-    wrong = {name: error for name, error in worst.items() if not error < 1e-4}
+    # Devices round Muon's products in bf16 each in their way; a step that is missing is above 1e-3.
+    bounds = {"Muon": 1e-3}
+    wrong = {name: error for name, error in worst.items() if not error < bounds.get(name, 1e-4)}
     if wrong:
         return Finding(
             "",
