@@ -107,17 +107,19 @@ class ShardedMuon(ShardedOptimizer):
         super().__init__(params, defaults, make_rule, sharding, **torch_options)
 
     def _read_params(self, params: Any) -> list[Any]:
-        hidden = _not_hidden(params) if isinstance(params, nn.Module) else set()
+        adamw_ids = _embedding_and_head_ids(params) if isinstance(params, nn.Module) else set()
         members = as_list(params)
         if not isinstance(members[0], Mapping):
             members = [{"params": members}]
-        return [own for group in members for own in _divided(group, hidden, self._split)]
+        return [
+            own for group in members for own in _split_by_use_muon(group, adamw_ids, self._split)
+        ]
 
     def _read_group(self, group: dict[str, Any]) -> dict[str, Any]:
         if not group.get("use_muon", True):
             return {**self._adamw, **group}
         if "use_muon" not in group and self._built:
-            kinds = list(_divided(group, set(), self._split))
+            kinds = list(_split_by_use_muon(group, set(), self._split))
             if len(kinds) > 1:
                 raise ValueError(
                     "The new group has matrices and other parameters. Add two groups, of which the "
@@ -128,12 +130,12 @@ class ShardedMuon(ShardedOptimizer):
         return group
 
 
-def _divided(
-    group: Mapping[str, Any], not_hidden: set[int], split: int
+def _split_by_use_muon(
+    group: Mapping[str, Any], adamw_ids: set[int], split: int
 ) -> Iterator[dict[str, Any]]:
     """Yield ``group`` if it tells its kind; else its matrices and its other parameters apart.
 
-    ``not_hidden`` are the ids of parameters that are matrices, but not of hidden layers. ``split``
+    ``adamw_ids`` are the ids of parameters that are matrices, but not of hidden layers. ``split``
     is that of groups without one: unless 1, parameters of three dimensions are stacked matrices.
     """
     if "use_muon" in group or "params" not in group:
@@ -147,14 +149,14 @@ def _divided(
         param = member[1] if isinstance(member, Sequence) else member
         num_dims = param.dim() if isinstance(param, Tensor) else 0
         is_matrix = num_dims == 2 or (num_dims == 3 and split != 1)
-        is_hidden = getattr(param, "use_muon", id(param) not in not_hidden)
+        is_hidden = getattr(param, "use_muon", id(param) not in adamw_ids)
         kinds[bool(is_matrix and is_hidden)].append(member)
     for use_muon in (True, False):
         if kinds[use_muon] or (use_muon and not members):
             yield {**group, "params": kinds[use_muon], "use_muon": use_muon}
 
 
-def _not_hidden(model: nn.Module) -> set[int]:
+def _embedding_and_head_ids(model: nn.Module) -> set[int]:
     """Return the ids of the weights of embeddings, and of the output layer.
 
     Tables of positions may have the shape of hidden layers, of which there are several.

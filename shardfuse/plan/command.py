@@ -21,7 +21,7 @@ from shardfuse.plan.fsdp import plan_fsdp
 from shardfuse.plan.models import count_elements, params_of, shapes_of
 from shardfuse.plan.timing import Speeds, Times, predict
 from shardfuse.rules.lamb import PRESETS
-from shardfuse.rules.muon import looks_not_hidden
+from shardfuse.rules.muon import is_named_like_embedding
 
 _MIB = 1 << 20
 
@@ -144,7 +144,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def _muon(params: Sequence[tuple[str, Any]], **options: Any) -> Any:
     """Return a ShardedMuon as of the model itself, whose embeddings and heads names tell."""
     for name, param in params:
-        if looks_not_hidden(name):
+        if is_named_like_embedding(name):
             param.use_muon = False
     return optim.ShardedMuon(params, **options)
 

@@ -178,7 +178,7 @@ class MuonRule(MatrixRule):
         found = [
             member.name
             for member in members
-            if self.takes_matrices(member.group) and looks_not_hidden(member.name)
+            if self.takes_matrices(member.group) and is_named_like_embedding(member.name)
         ]
         if not found:
             return {}
@@ -191,7 +191,7 @@ class MuonRule(MatrixRule):
         }
 
 
-def looks_not_hidden(name: str) -> bool:
+def is_named_like_embedding(name: str) -> bool:
     """Return whether a matrix of this name is usually an embedding or an output layer."""
     return any(part in name.lower() for part in _NOT_HIDDEN)
 
