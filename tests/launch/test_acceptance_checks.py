@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -205,7 +206,7 @@ def test_a_master_that_loses_its_low_half(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(kernels, "refresh_master", loses)
     found = numbers_of(numerics.bf16_params)
     assert found.verdict == "failed"
-    assert found.text.startswith("9 of 9 cases differ")
+    assert re.match(r"(\d+) of \1 cases differ", found.text)
     assert "rounded otherwise" in found.text or "more than one rounding" in found.text
 
 
@@ -255,7 +256,8 @@ def test_kernels_that_are_not_eager(is_right: bool, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kernels.Kernels, "_run_compiled", uncompiled)
     found = numbers_of(numerics.kernels, compiled=["AdamW"])
     assert found.verdict == ("ok" if is_right else "failed")
-    assert ("2 compile" if is_right else "2 of 8 cases differ; AdamW") in found.text
+    wanted = "2 compile" if is_right else r"2 of \d+ cases differ; AdamW"
+    assert re.search(wanted, found.text)
     monkeypatch.setattr(kernels.Kernels, "_run_compiled", run)
 
     def fails(*args: Any, **options: Any) -> Any:
