@@ -24,7 +24,7 @@ from shardfuse.layout import BLOCK, PART_NBYTES, Bucket, round_up
 from shardfuse.runtime import copy_to_host
 
 _HOST = ("cpu",)
-"""Types of device whose results the host reads without a wait for what was launched before."""
+"""Types of device whose results the host reads without a wait for earlier kernels."""
 
 _TILE_BLOCKS = 128
 """Blocks encoded at a time on the host, so that temporaries stay in the cache."""
@@ -162,7 +162,7 @@ class GradCodec(ABC):
 
     @abstractmethod
     def _message(self, comm: Communicator, bucket: Bucket) -> tuple[int, torch.dtype]:
-        """Return the size and the dtype of what launch() sends of a bucket."""
+        """Return the size and the dtype of the message that launch() sends of a bucket."""
 
     def post_receive(
         self, comm: Communicator, bucket: Bucket, where: Tensor, label: str, slot: int
@@ -358,7 +358,7 @@ class ParamCodec:
         """Write the gathered values into the parameters."""
 
     def check(self) -> None:
-        """Check what decode() has read, as far as the device has got; never wait for it.
+        """Check the messages that decode() has read, up to where the device is; never wait for it.
 
         Called in every step after decode(), and before the next one.
 

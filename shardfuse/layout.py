@@ -56,6 +56,11 @@ def round_up(value: int, multiple: int) -> int:
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     """Return ``stride`` if it fills ``shape`` without gaps or overlap, else the contiguous one."""
+    contiguous = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        contiguous[dim] = contiguous[dim + 1] * max(shape[dim + 1], 1)
+    if tuple(stride) == tuple(contiguous):  # of most: without sorting
+        return tuple(stride)
     expected = 1
     for size, step in sorted(zip(shape, stride, strict=True), key=lambda pair: (pair[1], pair[0])):
         if size == 1:
@@ -65,9 +70,6 @@ def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
         expected *= size
     else:
         return tuple(stride)
-    contiguous = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        contiguous[dim] = contiguous[dim + 1] * max(shape[dim + 1], 1)
     return tuple(contiguous)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from launch.bench import figures
 from shardfuse import ShardConfig
 from tests.unit.test_docstrings import MODULES
 
@@ -25,7 +28,9 @@ DOCUMENTS = [
     *sorted(str(path.relative_to(ROOT)) for path in _MANUALS if "results" not in path.parts),
 ]
 README_CHARS = 8_000
+PAGE_CHARS = 16_000
 OPTIMIZERS = "shardfuse/optim/README.md"
+ERRORS = "shardfuse/optim/errors.md"
 
 
 def code_blocks(document: str, language: str) -> list[str]:
@@ -134,7 +139,7 @@ def test_messages_are_those_that_are_raised() -> None:
     texts = "\n".join(
         text for path in (ROOT / "shardfuse").rglob("*.py") for text in texts_in(path)
     )
-    messages = [m for row in rows_of(OPTIMIZERS, "Messages and what to do") for m in row.split("`")]
+    messages = [m for row in rows_of(ERRORS, "Messages and remedies") for m in row.split("`")]
     assert len(messages) > 10
     for message in messages[1::2]:
         for part in message.split("..."):
@@ -145,3 +150,48 @@ def test_ranks_of_a_launch_are_said_in_full() -> None:
     """torchrun of torch 2.13 takes --nproc for ambiguous."""
     for document in DOCUMENTS:
         assert "--nproc " not in (ROOT / document).read_text(), document
+
+
+def prose(path: Path) -> str:
+    """Return the text of a page without code, or the docstrings and comments of a module."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    documented = [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+    comments = [
+        token.string
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type == tokenize.COMMENT
+    ]
+    return "\n".join([*(ast.get_docstring(node) or "" for node in documented), *comments])
+
+
+def test_the_actor_is_named() -> None:
+    """A clause with a free "what" or "who" hides its subject; a name of an argument is none."""
+    paths = [ROOT / document for document in DOCUMENTS]
+    paths += (ROOT / "shardfuse").rglob("*.py")
+    found = {
+        str(path.relative_to(ROOT)): len(re.findall(r"(?i)\b(?:what|who|whoever|whom)\b", text))
+        for path in paths
+        if (text := re.sub(r"``what``|\bwhat:", "", prose(path)))
+    }
+    assert sum(found.values()) <= 20, {name: number for name, number in found.items() if number}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_pages_are_short(document: str) -> None:
+    """One that is longer is several; tables that a program writes are results."""
+    if document != "tests/faults/results.md":
+        assert len((ROOT / document).read_text()) <= PAGE_CHARS
+
+
+def test_figures_of_readme_are_those_of_the_results() -> None:
+    """The page of figures is written from the rows of the results, and README has each of them."""
+    results = ROOT / "launch" / "bench" / "results"
+    assert (results / figures.PAGE).read_text() == figures.make_page(results)
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    for figure in figures.figures(results):
+        assert figure.text in readme
+    for row in figures.memory_rows():
+        assert "| " + " | ".join(row) + " |" in readme

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from launch.bench import (
     bench_comm,
+    bench_curves,
     bench_fsdp,
     bench_growth,
     bench_links,
@@ -22,6 +23,7 @@ from launch.bench import (
     bench_step,
     bench_update,
     environment,
+    figures,
     overview,
     report,
     summaries,
@@ -39,6 +41,7 @@ PARTS: dict[str, tuple[Callable[[Options], Iterator[Row]], Callable[..., report.
     "trace": (trace.run, summaries.trace),
     "fsdp": (bench_fsdp.run, summaries.fsdp),
     "growth": (bench_growth.run, bench_growth.summary),
+    "curves": (bench_curves.run, bench_curves.summary),
 }
 
 
@@ -88,6 +91,8 @@ def main(argv: Sequence[str]) -> int:
                     _report(known, arguments.out)
             if all((arguments.out / f"{known}.csv").exists() for known in ("step", "links")):
                 overview.draw_overview(arguments.out)
+                if (arguments.out / "curves.csv").exists():
+                    (arguments.out / figures.PAGE).write_text(figures.make_page(arguments.out))
             continue
         failed |= _measure(part, options, arguments, command.strip())
         _report(part, arguments.out)

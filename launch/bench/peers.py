@@ -50,11 +50,13 @@ def _replicated(make: MakeOptimizer, model: Model) -> Driver:
     return ByHand(model, run, state_nbytes)
 
 
-def _ddp(model: Model) -> Driver:
+def _ddp(model: Model, *, gradient_as_bucket_view: bool = True) -> Driver:
     """DistributedDataParallel itself, whose all-reduces overlap backward, and fused Adam."""
     from torch.nn.parallel import DistributedDataParallel
 
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=_DDP_MB)
+    wrapped = DistributedDataParallel(
+        model, gradient_as_bucket_view=gradient_as_bucket_view, bucket_cap_mb=_DDP_MB
+    )
     optimizer = _fused_adam(list(model.parameters()))
     return WithBackward(
         model, wrapped, optimizer, lambda: tensors_nbytes(list(optimizer.state.values()))
@@ -130,6 +132,13 @@ def _lamb(name: str, make: MakeOptimizer, package: str | None) -> Method:
 
 METHODS = [
     Method("DDP + torch Adam fused", "adam", _ddp, _plain_adam, has_backward=True),
+    Method(
+        "DDP + torch Adam fused, gradients no views",
+        "adam",
+        functools.partial(_ddp, gradient_as_bucket_view=False),
+        _plain_adam,
+        has_backward=True,
+    ),
     Method(
         "replicated torch Adam fused",
         "adam",

@@ -19,7 +19,7 @@ class Panel:
 
     ``bars`` maps a label to its values over launches: the bar is their median, the whisker their
     range. ``lines`` maps a label to (x, y) points, ``spans`` one to (start, length) pairs.
-    ``limit`` is a bound to be drawn.
+    ``limit`` is a bound to be drawn. Lines that are curves have linear axes and no markers.
     """
 
     title: str
@@ -29,6 +29,7 @@ class Panel:
     spans: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
     x_axis: str = ""
     limit: float | None = None
+    is_curve: bool = False
 
 
 def draw(panels: Sequence[Panel], path: Path, *, title: str, caption: str) -> None:
@@ -76,13 +77,15 @@ def _draw_bars(axes: Any, panel: Panel) -> None:
 def _draw_lines(axes: Any, panel: Panel) -> None:
     for label, points in panel.lines.items():
         xs, ys = zip(*sorted(points), strict=True)
-        axes.plot(xs, ys, "o-", label=label)
-    axes.set_xscale("log")
-    axes.set_ylim(bottom=0)
+        axes.plot(xs, ys, "-" if panel.is_curve else "o-", label=label, alpha=0.8)
+    if not panel.is_curve:
+        axes.set_xscale("log")
+        axes.set_ylim(bottom=0)
     axes.set(xlabel=panel.x_axis, ylabel=panel.axis)
     if panel.limit is not None:
         axes.axhline(panel.limit, color="tab:red", linestyle="--", linewidth=1)
-    axes.legend(fontsize=8)
+    # Below the axes: no place among the lines is free for every result.
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.14))
 
 
 def _draw_spans(axes: Any, panel: Panel) -> None:

@@ -29,7 +29,7 @@ _MIN_REQUESTS = 8
 
 
 class _Template(NamedTuple):
-    """An archive, with the places of what differs between tensors, in bytes."""
+    """An archive, with the offsets (bytes) of the fields that differ between tensors."""
 
     archive: bytes
     start: int  # of the values

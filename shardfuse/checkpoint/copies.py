@@ -99,7 +99,7 @@ class DeferredCopies:
         self._fragments.append(_Fragment(storage, start, stop, index, live))
 
     def begin(self, device: torch.device, buffers: HostBuffers) -> None:
-        """Join fragments to ranges; from now on a copy holds what the current stream has written.
+        """Join fragments to ranges; from now on a copy holds the writes of the current stream.
 
         Args:
             device: of the fragments, except for some on the CPU.
@@ -160,7 +160,7 @@ class DeferredCopies:
     def copy_pending(self) -> None:
         """Copy all ranges that have no copy yet.
 
-        Afterwards their memory may change: on a device by what the current stream does from now on.
+        Afterwards their memory may change: on a device by later kernels of the current stream.
         """
         self.copy()
         if self._stream is not None:
@@ -188,7 +188,7 @@ class DeferredCopies:
         self.peak_nbytes = max(self.peak_nbytes, self._nbytes)
 
     def close(self) -> None:
-        """End the save, complete or not: drop what is left, and keep buffers of a device."""
+        """End the save, complete or not: drop the rest, and keep buffers of a device."""
         with self._lock:
             ranges, self._ranges = self._ranges, []
             self._views.clear()

@@ -78,7 +78,7 @@ class TrainingState:
                 self.objects |= {f"{key}.{name}": other for name, other in beside.items()}
         modules = {k: _unwrapped(v) for k, v in self.objects.items() if isinstance(v, nn.Module)}
         self._entries = {key: module.state_dict(keep_vars=True) for key, module in modules.items()}
-        """By key of the module: what state_dict() returns."""
+        """By key of the module: the value of state_dict()."""
         self._computed = {k: _computed_state(v, self._entries[k]) for k, v in modules.items()}
         self._refuse_copies()
         _refuse_without_load_method(self.objects)

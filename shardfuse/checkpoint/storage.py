@@ -166,7 +166,7 @@ def _write_items(
 
 
 def _loader(planner: _SavePlanner) -> Any:
-    """Return what copies tensors to the CPU, on an accelerator ahead of the writes."""
+    """Return the reader that copies tensors to the CPU, on an accelerator ahead of the writes."""
     if torch.accelerator.is_available():
         return _OverlappingCpuLoader(planner.resolve_data, inflight_threshhold=10_000_000)
     return _SerialCpuLoader(planner.resolve_data)
@@ -355,7 +355,7 @@ class _FileSystemReader(FileSystemReader):
 
     Args:
         source: the checkpoint.
-        metadata: of what is read.
+        metadata: of the checkpoint that is read.
     """
 
     def __init__(self, source: CheckpointReader, metadata: Metadata) -> None:

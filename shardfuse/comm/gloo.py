@@ -123,7 +123,8 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         """Shared memory, if every rank can read the memory of every peer. Collective at first.
 
         Communicators of the same ranks share it: they make their calls in one order, in regions.
-        After an error, ranks may differ in what they have tried, so new communicators try anew.
+        After an error, ranks may differ in the links that they have tried, so new communicators try
+        anew.
         """
         if self._chosen is None:
             key, generation = (*self._state_ranks, self._timeout_s()), self.session.generation
@@ -426,7 +427,7 @@ class SharedMemoryExchange:
     def __init__(self, ring: MessageRing, generation: int) -> None:
         self.ring = ring
         self._in_flight: deque[tuple[int, Completion[None]]] = deque()  # with their numbers
-        # What peers may still read: (number, mark, peers, tensors).
+        # Memory that peers may still read: (number, mark, peers, tensors).
         self._unread: list[tuple[int, int, Sequence[int], Sequence[torch.Tensor]]] = []
         self._next = 0
         self.restart(generation)

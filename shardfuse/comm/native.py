@@ -752,7 +752,7 @@ class Watchdog:
     ) -> PeerError:
         """Return the PeerError for an ``error`` of the transport, of which ``failed`` has failed.
 
-        Ranks have time to publish what they do: a transport that compares collectives raises before
+        Ranks have time to publish their calls: a transport that compares collectives raises before
         they have. If no peer publishes anything, because hosts ran ahead of their devices, the
         error names the remedy all the same.
         """
@@ -763,7 +763,7 @@ class Watchdog:
         return self._state.attribute_error(error, suspects=suspects, failed=failed, remedy=remedy)
 
     def compare(self, result: torch.Tensor, before: int) -> None:
-        """Take what ranks have compared: (3,), two zeros if they agree, and the region's number.
+        """Take the result of the comparison: (3,), two zeros if ranks agree, and a region's number.
 
         Where waits do not block the host it adds up on the device, and the thread reads it.
 

@@ -67,7 +67,7 @@ class PollRateLimit:
     def is_fresh(self, position: object, *, is_waiting: bool) -> bool:
         """Return whether a wait at ``position`` is in its first second, and may read at any time.
 
-        ``position`` is what changes whenever this rank goes on.
+        ``position`` changes whenever this rank goes on.
         """
         now_s = time.monotonic()
         if position != self._position:

@@ -332,7 +332,7 @@ class GroupState:
     _read: tuple[tuple[str, int], list[str | None]] = ("", 0), []
     """The topic that read() has read last, how often ranks had published in it, and the texts."""
     exchanges: dict[Any, tuple[int, Any]] = field(default_factory=dict)
-    """What communicators of the same ranks share to exchange parts, and since which generation."""
+    """The exchange that communicators of the same ranks share, and its generation."""
     _late_in: int = 0  # the region in which a late rank was last logged
 
     def __post_init__(self) -> None:
@@ -438,15 +438,15 @@ class GroupState:
     def _rendezvous(self, key: str) -> tuple[int, ...] | str:
         """Return the least and the largest number of a region, and of sessions; or an error.
 
-        Rank 0 waits for all and writes what the others wait for: four requests a rank. The outcome
-        is what is written first, so that all ranks have the same.
+        Rank 0 waits for all and writes the outcome. The others wait for it: four requests a rank.
+        The first outcome that is written stands, so that all ranks have the same.
 
         Raises:
             RuntimeError: the store is gone.
         """
         keys = [f"{key}/{rank}" for rank in range(self.world_size)]
         if self._closed is None:
-            # Not set(): peers may have read what this rank wrote before an interrupt.
+            # Not set(): peers may have read the text of this rank before an interrupt.
             mine = json.dumps([self.current.number, self._num_sessions])
             self.store.compare_set(keys[self.rank], "", mine)
             wanted = keys if self.rank == 0 else [f"{key}/outcome"]
@@ -552,7 +552,7 @@ class GroupState:
             self.log_late_rank(time.monotonic() - self._schedule.since_s)
 
     def _position(self) -> object:
-        """Return what changes whenever this rank goes on."""
+        """Return a value that changes whenever this rank goes on."""
         region = self.current
         sends = tuple(self._sends.describe(self.next_generation).values())
         return region.number, len(region.declared), len(region.ops), region.is_over, sends
@@ -595,14 +595,14 @@ class GroupState:
     ) -> PeerError:
         """Return the PeerError for an ``error`` of a transport.
 
-        Its text is what a peer has reported; else it names the ranks that are absent, if there are
+        Its text is the report of a peer; else it names the ranks that are absent, if there are
         any ([Note: absent ranks] in roll_call.py); else it is the error.
 
         Args:
             error: of the transport.
             suspects: ranks that may have ended, as the transport says; None: any rank.
             failed: the part that has failed, if no rank is absent.
-            verdict: what to say of absent ranks, after their names.
+            verdict: the text about absent ranks, after their names.
             remedy: to add to the error.
             have_ended: the suspects have ended for certain; None: they are late, and learn of the
                 roll call by their next poll, as no connection has failed.
@@ -631,7 +631,7 @@ class GroupState:
     def _find_cause_or_absent(
         self, suspects: Sequence[int] | None, have_ended: bool | None
     ) -> tuple[str | None, Sequence[int]]:
-        """Return what a peer has reported, or else which ranks do not answer a roll call."""
+        """Return the report of a peer, or else which ranks do not answer a roll call."""
         for ranks, patience_s in self._roll_call_rounds(suspects, have_ended):
             try:
                 is_first = self._roll_call.begin(self._first_alarm, self.generation)
@@ -800,7 +800,7 @@ class GroupState:
         text = json.dumps(mine)
         if text == self._published:
             return False
-        # The digest last: who reads it may read the text.
+        # The digest last: a peer that reads it may read the text.
         keys = [f"doing/{self.rank}", f"at/{self.rank}"]
         write_all(self.store, keys, [text, _summary(mine, text)])
         self._published = text
@@ -852,7 +852,7 @@ def _pauses(total_s: float) -> Iterator[float]:
         pause_s = min(2 * pause_s, 0.4)
 
 
-# What is in the store
+# Values in the store
 
 
 def _summary(regions: list[dict[str, Any]], text: str) -> str:

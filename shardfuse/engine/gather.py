@@ -21,7 +21,7 @@ a Parameter again, and lets torch continue. Other ways to read need other means:
 * A few functions of torch take a tensor without that call (_NEVER_ASK). torch has no hook for them,
   so functions that wait replace them, only while something is in flight.
 
-shardfuse/optim/README.md lists the readers that cannot be seen: kernels of extensions.
+shardfuse/optim/errors.md lists the readers that cannot be seen: kernels of extensions.
 
 [Note: locks] Any thread may read a parameter in flight, also while another one is in step() or
 backward. The waiting thread holds the lock of that optimizer's ParamGatherer until the parameter's

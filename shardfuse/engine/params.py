@@ -62,7 +62,7 @@ class FlatState:
     """
 
     params_buffer: FlatBuffer  # all ranks' shards; the model's own tensors
-    codec: ParamCodec  # and what is kept beside parameters that are rounded
+    codec: ParamCodec  # and the rounding errors or masters of rounded parameters
     states: dict[str, ShardArena]  # fp32 shards by state name
     spec_of: dict[int, ParamSpec]  # by parameter, in slot order
     groups: Counter[int]

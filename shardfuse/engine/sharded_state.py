@@ -112,7 +112,7 @@ def load_sharded(opt: OptimizerState, state_dict: Mapping[str, Any]) -> None:
 def set_hyper_parameters(
     opt: OptimizerState, state_dict: Mapping[str, Any], merged: Groups, counts: Mapping[int, int]
 ) -> None:
-    """Set groups and steps of a state dict to what check() has returned for it."""
+    """Set groups and steps of a state dict to the result of check()."""
     set_groups(opt, merged, state_dict["param_groups"], counts)
     for state in opt.flats:
         state.set_steps({slot.param: counts[slot.param] for slot in state.flat.slots})

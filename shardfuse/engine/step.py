@@ -296,7 +296,7 @@ class StepDriver:
         return row, type(h)(*rows[:, :, None].unbind(1))
 
     def _call(self, part: UpdateRange, scales: Mapping[int, Scale]) -> _KernelArgs:
-        """Return what ``part`` is updated by: one object for all whose numbers are equal."""
+        """Return the numbers that update ``part``: one object for all whose numbers are equal."""
         key = (part.param_set, part.step)
         if key not in self._calls:
             settings, group = self._settings_of(*key), self._param_sets[part.param_set].group
@@ -452,7 +452,7 @@ class _KernelArgs(NamedTuple):
     scale: Scale
     states: tuple[str, ...]
     sums: bool  # whether a Reduction takes part
-    batch: Hashable  # what is equal for all that share calls with it; None: it shares none
+    batch: Hashable  # equal for all parts that share calls; None: it shares none
 
 
 class _Run(NamedTuple):
@@ -838,7 +838,7 @@ class StepNorms:
             raise RuntimeError("No step() was made since watch_step(). Read the norms after one.")
         return self._totals
 
-    # What the driver calls
+    # Called by the driver
 
     def note_gradient(self, unit: UpdateUnit) -> None:
         """Note the mean gradient of ``unit``."""

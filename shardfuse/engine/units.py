@@ -1,4 +1,4 @@
-"""What the driver updates: ranges of units, of sets of parameters, from a provider of shards."""
+"""Units of an update: ranges of units, of sets of parameters, from a provider of shards."""
 
 from __future__ import annotations
 

@@ -61,9 +61,9 @@ class GradBuffer:
     """By position, the version of a view after autograd has written to it in this step."""
 
     def __post_init__(self) -> None:
-        self.buffer.padding = -0.0  # what is padded may be absent
+        self.buffer.padding = -0.0  # a gradient beside padding may be absent
         self.buffer.clear_padding()
-        # As .data each has a version of its own, which counts what is done through it.
+        # As .data each has a version of its own, which counts the writes through it.
         self.views = [self.buffer.view(i, spec).data for i, spec in enumerate(self.specs)]
         self.addresses = [view.data_ptr() for view in self.views]
         self.starts = [slot.start for slot in self.flat.slots]

@@ -596,8 +596,8 @@ class FullGrads(GradSource):
             self._num_sent += 1
 
     def _ask_changed(self) -> None:
-        """Launch the all-reduce over what hosts must know: one float for each bucket, whether it
-        has changed since it was sent, and one for each parameter, whether it has a gradient.
+        """Launch the all-reduce of the facts that hosts must know: one float for each bucket, if
+        it has changed since it was sent, and one for each parameter, if it has a gradient.
         """
         if not self._overlaps:
             return

@@ -416,7 +416,7 @@ class MessageNames:
         return f"sender {self._number}, round {iteration}, bucket {index}, attempt {resend}"
 
     def agreement(self, iteration: int) -> str:
-        """Return the label of the all-reduce over what hosts must know in an iteration."""
+        """Return the label of the all-reduce of the facts that hosts must know in an iteration."""
         return f"sender {self._number}, round {iteration}, agreement"
 
 
@@ -525,7 +525,7 @@ class GradSnapshot:
     A gradient has changed if it is another tensor, or its address, version or checksum differs.
     Scalers unscale by an operator that counts as no write, and ``grad.data`` has a version of its
     own: only the checksum shows these. On a device there is none, because the host would wait for
-    it: there a scaler says what it does (note_unscaled()). Views of one buffer share a version, so
+    it: there a scaler reports its writes (note_unscaled()). Views of one buffer share a version, so
     a write to one counts as a write to all.
 
     Args:

@@ -265,7 +265,7 @@ class ShardedOptimizer(TorchCompat):
 
     @property
     def _notifies_join(self) -> bool:
-        """Whether each step() takes part in what Join counts: in one, and from then on."""
+        """Whether each step() takes part in the collective of Join: in one, and from then on."""
         return self._join_config is not None and self._join_config.enable
 
     @property
@@ -875,7 +875,7 @@ class ShardedOptimizer(TorchCompat):
             if not hyper_params.is_counted(index, group):  # a check reads lr, also on a device
                 check_group(self._rule, group, f"{self._on_rank}param_groups[{index}]")
             self._shards.allocate(index)
-            hyper_params.accept(index, group)  # last: what fails here is done in the next step
+            hyper_params.accept(index, group)  # last: after an error here, the next step does it
         if isinstance(self._shards, DTensorShards):
             if self._shards.activate():
                 self._drive()

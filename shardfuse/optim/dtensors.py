@@ -55,7 +55,7 @@ _OPTIONS: dict[str, str] = {
     "consolidate_every": "Remove it, and save get_optimizer_state_dict() of "
     "torch.distributed.checkpoint.state_dict on all ranks",
 }
-"""Options of what torch does here: {name: remedy}."""
+"""Options of a task that torch does here: {name: remedy}."""
 
 _STATE_DICT = (
     "Use get_optimizer_state_dict() and set_optimizer_state_dict() of "
@@ -163,7 +163,7 @@ def config_for(config: ShardConfig) -> ShardConfig:
     """Return ``config`` as it applies where torch shards.
 
     Raises:
-        ValueError: an option of what torch does here.
+        ValueError: an option of a task that torch does here.
     """
     defaults = ShardConfig()
     for name in (field.name for field in fields(config)):
@@ -218,7 +218,7 @@ class DTensorLayout:
 
     Args:
         shards: of the parameters.
-        optimizer_state: returns what state dicts are made from.
+        optimizer_state: returns the source of state dicts.
     """
 
     def __init__(

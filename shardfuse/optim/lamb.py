@@ -189,13 +189,18 @@ class LambComparison:
         return max(_ratios(self.params), default=math.nan)
 
     @property
-    def lr_factor(self) -> float:
-        """Factor from other's lr to variant's lr that keeps the step of the median matrix.
+    def median_matrix_ratio(self) -> float:
+        """Median of the ratios of matrices: parameters of two or more dimensions.
 
-        Matrices are parameters of two or more dimensions. Without any, all parameters count.
+        Without any, all parameters count. NaN if none moves.
         """
         matrices = [size for size in self.params if len(size.shape) > 1]
-        ratio = _median(matrices or self.params)
+        return _median(matrices or self.params)
+
+    @property
+    def lr_factor(self) -> float:
+        """Factor from other's lr to variant's lr that keeps the step of the median matrix."""
+        ratio = self.median_matrix_ratio
         return 1.0 / ratio if ratio else math.inf
 
     def __str__(self) -> str:
@@ -209,9 +214,10 @@ class LambComparison:
             for size in self.params
         ]
         lines += [
-            f"ratio: median {self.median_ratio:.3g}, largest {self.max_ratio:.3g}",
+            f"ratio over all parameters: median {self.median_ratio:.3g}, largest "
+            f"{self.max_ratio:.3g}; median over matrices {self.median_matrix_ratio:.3g}",
             f"From {self.other} to {self.variant}: multiply lr by {self.lr_factor:.3g} to keep the "
-            "step of the median matrix.",
+            "step of the median matrix. Biases and norms, which have few weights, do not count.",
         ]
         return "\n".join(lines)
 

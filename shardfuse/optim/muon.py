@@ -32,7 +32,7 @@ class ShardedMuon(ShardedOptimizer):
 
     ``orthogonal`` is the quintic Newton-Schulz iteration in bf16, over whole matrices: the ranks
     share them out by cost, so each is transformed once. That takes two all-to-alls a step beside
-    what ShardedAdam sends, of 2 bytes an element each. For a matrix (m, n) the ratio is
+    the messages of ShardedAdam, of 2 bytes an element each. For a matrix (m, n) the ratio is
     sqrt(max(1, m / n)), or 0.2 * sqrt(max(m, n)) under adjust_lr_fn="match_rms_adamw", with which
     rates and decays tuned for AdamW fit (arXiv 2502.16982).
 

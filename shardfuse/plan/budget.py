@@ -221,7 +221,7 @@ class Budget:
         num_shards, num_replicas: ranks along the shard axis and along the replicate axis.
         padded_numel: elements of the flat buffers.
         memory: bytes of one rank by part, longest-lived first.
-        for_a_time: bytes of one rank that are held beside these during a part of a step, by what.
+        for_a_time: bytes of one rank that are held beside these during a part of a step, by kind.
         building_nbytes: most bytes of one rank while the optimizer is built, the model included.
         published: bytes of one rank by the formulas of the ZeRO paper (arXiv 1910.02054, section
             3), with this optimizer's bytes per element in place of its K.
@@ -482,7 +482,7 @@ class _Costs:
         return memory
 
     def _for_a_time(self, padded: int) -> dict[str, int]:
-        """Return the bytes of what is there in backward only, and in a step, by what."""
+        """Return the bytes that are held in backward only, and in a step, by kind."""
         largest = max(math.prod(shape) for _, shape in self.shapes)
         found = {"backward: the largest fresh gradient": largest * self.dtype.itemsize}
         is_clipped = self.traits.keeps_reduced or self.config.stage == 2

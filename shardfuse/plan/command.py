@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +47,7 @@ def describe_plan(budget: Budget, times: Times | None) -> str:
             *_memory_lines(budget),
             "",
             *_traffic_lines(budget),
-            *_time_lines(times),
+            *_time_lines(budget, times),
         ]
     )
 
@@ -75,7 +76,11 @@ def _memory_lines(budget: Budget) -> Iterator[str]:
     yield from _table_lines([("the most at any time", budget.peak_nbytes)])
     yield ""
     yield "The same optimizer by the ZeRO paper's formulas         MiB"
-    yield from _table_lines(list(budget.published.items()))
+    rows = [(_NOT_HERE.get(name, name), nbytes) for name, nbytes in budget.published.items()]
+    yield from _table_lines(rows)
+
+
+_NOT_HERE = {"ZeRO-3": "ZeRO-3 (here by FSDP2 alone: --fsdp)"}
 
 
 def _table_lines(rows: Sequence[tuple[str, int]]) -> Iterator[str]:
@@ -92,7 +97,7 @@ def _traffic_lines(budget: Budget) -> Iterator[str]:
         yield "  none: one rank"
 
 
-def _time_lines(times: Times | None) -> Iterator[str]:
+def _time_lines(budget: Budget, times: Times | None) -> Iterator[str]:
     if times is None:
         return
     yield ""
@@ -103,9 +108,30 @@ def _time_lines(times: Times | None) -> Iterator[str]:
         ("step", times.step),
         ("of it, exposed", times.exposed),
         ("step with nothing overlapped", times.without_overlap),
+        ("step with both directions overlapped", times.with_overlap),
         ("DistributedDataParallel, replicated", times.ddp),
     ):
         yield f"  {name:<42}{seconds:>14.4f}"
+    if times.step > 1.01 * times.ddp:
+        yield _why_slower(budget, times)
+
+
+def _why_slower(budget: Budget, times: Times) -> str:
+    """Return the cause of a step that takes longer than DDP's."""
+    text = f"The step takes {times.step / times.ddp:.2f} of DDP's time, because "
+    if times.with_overlap < 0.99 * times.step:
+        off = [
+            name
+            for name, is_on in zip(
+                ("overlap_grad_sync", "overlap_param_sync"), budget.overlaps, strict=True
+            )
+            if not is_on
+        ]
+        where = "over a mesh" if budget.num_replicas > 1 else "by --sharding or on this transport"
+        return f"{text}{' and '.join(off)} are off {where}."
+    if budget.needs_all:
+        return f"{text}the norms of this optimizer need all gradients before the first update."
+    return f"{text}the all-gather of parameters is not hidden by forward."
 
 
 def draw(budget: Budget, path: Path) -> None:
@@ -132,9 +158,9 @@ def draw(budget: Budget, path: Path) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.set_xlabel("MiB of one rank, without activations")
     axes.set_title(f"{budget.numel:,} elements on {budget.world_size:,} ranks", fontsize=10)
-    axes.legend(fontsize=7, loc="upper right", bbox_to_anchor=(1.0, 0.85))
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    # Below the axes, where it covers no bar.
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.4, -0.2), ncols=3)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
 
 
@@ -175,6 +201,13 @@ def _json_object(text: str) -> dict[str, Any]:
         ) from None
 
 
+def installed_device() -> str:
+    """Return the type of device for which the installed torch is built."""
+    if importlib.util.find_spec("torch_npu") is not None:
+        return "npu"
+    return "cuda" if torch.version.cuda is not None else "cpu"
+
+
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of ``plan``."""
     command.add_argument(
@@ -190,7 +223,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     for name, choices, default, text in (
         ("--optimizer", sorted(_OPTIMIZERS), "adamw", "its class"),
         ("--dtype", sorted(_DTYPES), "fp32", "of parameters"),
-        ("--device", ["npu", "cuda", "cpu"], "npu", "of the ranks"),
+        ("--device", ["npu", "cuda", "cpu"], installed_device(), "of the ranks"),
     ):
         command.add_argument(
             name, choices=choices, default=default, help=f"{text} (default: %(default)s)"

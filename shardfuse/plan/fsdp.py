@@ -1,8 +1,8 @@
 """Memory and traffic of FSDP2 under our optimizers: fully_shard() of each layer and of the root.
 
-torch decides what is gathered and when, so this follows torch 2.13's fully_shard() with its default
-arguments. A layer is what has a number in its name (``encoder.layer.3.``), up to the first one. All
-other parameters are the root's, which stay gathered from forward to backward.
+torch decides which layers are gathered and when, so this follows torch 2.13's fully_shard() with
+its default arguments. A layer is a name up to its first number (``encoder.layer.3.``). All other
+parameters are the root's, which stay gathered from forward to backward.
 
 [Note: the most at once] In backward, FSDP2 computes with one gathered layer and gathers the next,
 through a buffer that it copies out. Meanwhile the gradients of the last layer are in a buffer of

@@ -1,7 +1,7 @@
-"""What a MatrixRule adds to a plan: which parameters are matrices, and their exchange.
+"""A MatrixRule in a plan: which parameters are matrices, and their exchange.
 
-Owners and rounds are those of engine/matrices.py. The most that a rank holds in a round is computed
-from what MatrixExchange and shardfuse.rules.muon allocate: the bf16 directions of the shard, the
+Owners and rounds are those of engine/matrices.py. The peak memory of a round is computed from the
+allocations of MatrixExchange and shardfuse.rules.muon: the bf16 directions of the shard, the
 buffers of a round, and the products of the largest batch.
 """
 
@@ -120,7 +120,7 @@ class GroupedShapes:
         """Names of the matrices."""
         return [spec.name for spec in self.specs if spec.storage in self.storages]
 
-    # What MatrixExchange asks a provider for
+    # The provider of MatrixExchange
 
     def params(self, number: int) -> list[tuple[int, ParamSpec]]:
         """Return (number, spec) of the parameters of a set."""

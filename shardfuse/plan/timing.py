@@ -46,7 +46,8 @@ class Times:
     Attributes:
         compute: forward and backward.
         traffic: all bytes of a step, one after another.
-        step, without_overlap: shardfuse, as configured and with nothing overlapped.
+        step, without_overlap, with_overlap: shardfuse as configured, with nothing overlapped, and
+            with gradients sent during backward and parameters gathered during forward.
         ddp: replicated; gradients all-reduced during backward, everything updated on every rank.
     """
 
@@ -54,6 +55,7 @@ class Times:
     traffic: float
     step: float
     without_overlap: float
+    with_overlap: float
     ddp: float
 
     @property
@@ -90,6 +92,7 @@ def predict(budget: Budget, speeds: Speeds, forward_s: float, backward_s: float)
         traffic=sum(one.seconds(b.reduce) + one.seconds(b.gather) for b in buckets),
         step=one.step(*budget.overlaps),
         without_overlap=one.step(False, False),
+        with_overlap=one.step(True, True),
         ddp=replicated.step(True, False),
     )
 

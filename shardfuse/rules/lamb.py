@@ -156,7 +156,7 @@ class LambFlags(NamedTuple):
 
     decay: bool
     guard: bool
-    by_decay: bool  # what the direction is divided by: the weight decay, else the gain
+    by_decay: bool  # the direction is divided by the weight decay, else by the gain
     bounded: bool = False
     regularized: bool = False
 

@@ -12,7 +12,7 @@ leaves it.
 [Note: why not filelock] torch requires filelock, in any version. Up to 3.20 at least, it truncates
 the lock file when it opens it, before it has the lock, so a refusal could not say which process
 holds it; and a forked child keeps the lock. 4.3 does neither. But no version lets its caller check
-what the lock's path names (a FIFO, a device, a hard link to the user's data), and none continues
+the file of the lock's path (a FIFO, a device, a hard link to the user's data), and none continues
 with a warning on file systems without locks (ENOLCK, EOPNOTSUPP).
 """
 

@@ -184,7 +184,7 @@ class StepMonitor:
         monitor.close()
 
     Build it on all ranks with the same arguments. All ranks get the same records, once they are
-    copied to the host: nothing waits for the device. ``warnings()`` explains what is wrong with
+    copied to the host: nothing waits for the device. ``warnings()`` explains faults of
     them. After an error that a loop has caught, the next step is watched, and every ``every``-th
     one from there.
 
@@ -249,7 +249,7 @@ class StepMonitor:
         self._after()  # again: torch skips post hooks if an earlier one fails
         self._step += 1
         with self._optimizer.communicator.session.reports_errors("step()"):
-            pass  # restarts what an error has ended, which may fail on this rank
+            pass  # restarts the thread that an error has ended, which may fail on this rank
         if self._was_restarted:
             # After an error, ranks may disagree by one step. All of them restart the period here.
             self._was_restarted, self._due = False, self._step

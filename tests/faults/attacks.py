@@ -583,7 +583,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, required=True)
     file = parser.parse_args().write
     lines = [
-        "# Files under attack, and what becomes of them",
+        "# Attacks on files, and their results",
         "",
         f"`python -m tests.faults.attacks --write FILE`, {datetime.date.today()}, "
         f"torch {torch.__version__}. Each row is a test: tests/unit/test_checkpoint_attacks.py.",

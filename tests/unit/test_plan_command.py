@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from shardfuse import ShardConfig, ShardedAdam, ShardedLamb
 from shardfuse.__main__ import main
 from shardfuse.comm.transport import AsyncModel, bucket_nbytes
 from shardfuse.plan import Speeds, plan, predict, shapes_of
+from shardfuse.plan.command import installed_device
 from shardfuse.plan.models import count_elements, shapes_of_module
 
 
@@ -87,6 +89,40 @@ def test_fsdp(capsys: pytest.CaptureFixture[str]) -> None:
     assert "25 layers of FSDP2 of at most 129.9 MiB" in capsys.readouterr().out
     assert main(["plan", *options, "--forward-ms", "1", "--backward-ms", "2"]) != 0
     assert "Times under --fsdp are not modelled" in capsys.readouterr().err
+
+
+TIMES = ("--forward-ms", "10", "--backward-ms", "20", "--link-gbit", "1")
+SLOW = ("plan", "--model", "bert-large", "--world-size", "8", "--device", "cuda", *TIMES)
+NO_OVERLAP = '{"overlap_grad_sync": false}'
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--replicas", "2"), "overlap_grad_sync and overlap_param_sync are off over a mesh"),
+        (("--sharding", NO_OVERLAP), "overlap_grad_sync are off by --sharding"),
+        (("--optimizer", "lamb", "--memory-gb", "1"), "the norms of this optimizer need all"),
+    ],
+)
+def test_a_step_that_is_slower_than_ddp_says_why(
+    options: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SLOW, *options]) == 0
+    text = capsys.readouterr().out
+    assert ("of DDP's time, because" in text) == (reason in text)
+    assert main(["plan", "--model", "bert-tiny", "--world-size", "8", *TIMES]) == 0
+    assert "because" not in capsys.readouterr().out
+
+
+def test_the_device_is_that_of_the_installed_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert installed_device() == "cpu"
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert installed_device() == "cuda"
+    names = {"torch_npu": find_spec("torch")}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: names.get(name))
+    assert installed_device() == "npu"
 
 
 def test_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
