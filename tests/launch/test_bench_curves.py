@@ -17,6 +17,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.exhaustive
 def test_every_method_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Methods of AdamW's rule follow DDP with torch's AdamW from the same weights and batches."""
     assert main(["curves", "--quick", "--out", str(tmp_path)]) == 0, capsys.readouterr().out
