@@ -39,8 +39,8 @@ class Size:
 
 
 SIZES = {
-    "10.8 M": Size(layers=6, hidden=384, heads=6, length=64, batch=8, steps=200),
-    "0.8 M": Size(layers=4, hidden=128, heads=4, length=128, batch=8, steps=300),
+    "10.8 M": Size(layers=6, hidden=384, heads=6, length=64, batch=8, steps=100),
+    "0.5 M": Size(layers=4, hidden=96, heads=4, length=128, batch=8, steps=200),
     "tiny": Size(layers=1, hidden=32, heads=2, length=16, batch=2, steps=20, held_out=2),
 }
 
