@@ -14,7 +14,13 @@ from typing import Literal, TextIO
 
 from shardfuse.comm import communicator_for
 from shardfuse.doctor.checks import CHECKS, FULL_CHECKS, Check
-from shardfuse.doctor.host import Finding, Verdict, check_environment, check_versions
+from shardfuse.doctor.host import (
+    Finding,
+    Verdict,
+    check_environment,
+    check_versions,
+    installed_version,
+)
 from shardfuse.doctor.world import CONNECT_REMEDY, World
 
 _MAX_S = 1e8
@@ -92,10 +98,17 @@ def _run(arguments: argparse.Namespace, out: TextIO) -> int:
     return int(any(finding.verdict == "failed" for finding in found))
 
 
+_OF_ASCEND = ("torch_npu and CANN", "formats", "NPU settings", "room for communicators")
+"""Checks that are printed only where torch_npu is installed; JSON always has them."""
+
+
 def _show(found: Sequence[Finding], out: TextIO, *, as_json: bool) -> None:
-    text = "\n".join(finding.describe() for finding in found)
     if as_json:
         text = json.dumps([finding.to_json() for finding in found])
+    else:
+        has_npu = installed_version("torch-npu") or installed_version("torch_npu")
+        shown = (f for f in found if has_npu or f.name not in _OF_ASCEND)
+        text = "\n".join(finding.describe() for finding in shown)
     print(text, file=out, flush=True)
 
 

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from launch.bench.hosts import Hosts, reason_unavailable
-from shardfuse.doctor.checks import CHECKS
+from shardfuse.doctor import command
+from shardfuse.doctor.checks import BUILDS, CHECKS
+from shardfuse.doctor.host import Finding
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -57,7 +59,17 @@ def test_alone() -> None:
     found = {finding["name"]: finding for finding in json.loads(result.stdout)}
     assert result.returncode == 0, result.stdout
     assert list(found) == [*BEFORE, *CHECKS]
-    assert len(found["optimizers"]["values"]) == 9
+    assert len(found["optimizers"]["values"]) == len(BUILDS)
+
+
+def test_rows_of_ascend_are_printed_where_torch_npu_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [Finding(name, "ok", "fine") for name in ("ranks", "formats")]
+    for version, names in ((None, ["ranks"]), ("2.13.0", ["ranks", "formats"])):
+        monkeypatch.setattr(command, "installed_version", lambda name, v=version: v)
+        command._show(found, sys.stdout, as_json=False)
+        assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == names
 
 
 def test_two_ranks() -> None:
