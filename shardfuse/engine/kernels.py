@@ -291,8 +291,24 @@ class Kernels:
             self._has_compiled = False
             return_freed_memory()
 
+    def has_cheap_operator(self, settings: Settings) -> bool:
+        """Return whether small sets of parameters take an operator of torch's each.
+
+        On the CPU that takes less time than tables of the sets' numbers; on a device each call is
+        a launch. However ranks cut a set, its elements take the same way.
+        """
+        is_free = self._kernel == "auto" and self._device.type == "cpu"
+        return is_free and self._has_operator(settings.fused)
+
     def run(
-        self, function: Pass, settings: Settings, scale: Scale, tile: Tile, *, is_tail: bool
+        self,
+        function: Pass,
+        settings: Settings,
+        scale: Scale,
+        tile: Tile,
+        *,
+        is_tail: bool,
+        by_operator: bool = False,
     ) -> None:
         """Run ``function`` on the rows of ``tile``.
 
@@ -300,12 +316,13 @@ class Kernels:
         occurs nowhere else, not worth a compilation.
         """
         flags, h, fused = settings.flags, settings.h, settings.fused
-        if self.choice == "compile" and not is_tail:
+        if self.choice == "compile" and not is_tail and not by_operator:
             if function is first_pass and self._rule.granularity == "block":
                 scale = self._per_row(scale, _shape(tile)[0])
             if self._run_compiled(function, flags, h, scale, tile):
                 return
-        if function is only_pass and self.choice == "fused" and self._has_operator(fused):
+        is_fused = self.choice == "fused" or by_operator
+        if function is only_pass and is_fused and self._has_operator(fused):
             assert fused is not None
             if self._run_fused(fused, scale, tile):
                 return

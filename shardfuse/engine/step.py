@@ -256,6 +256,7 @@ class StepDriver:
                 self._scale(call, unit, whole),
                 unit.tile(whole, call.states, own_aux, row=row, has_grad=has_grad),
                 is_tail=unit.is_tail or call.batch is not None,
+                by_operator=call.by_operator,
             )
 
     def _runs(self, unit: UpdateUnit, scales: Mapping[int, Scale]) -> list[_Run]:
@@ -308,7 +309,15 @@ class StepDriver:
             # A learning rate that is a tensor on a device has no place in a table of numbers.
             is_known = not any(isinstance(value, Tensor) for value in settings.h)
             shares = is_known and self._param_sets[part.param_set].shares_calls
-            call = _KernelArgs(settings, scale, states, sums, batch if shares else None)
+            by_operator = shares and self._kernels.has_cheap_operator(settings)
+            call = _KernelArgs(
+                settings,
+                scale,
+                states,
+                sums,
+                batch if shares and not by_operator else None,
+                by_operator,
+            )
             if is_known:
                 call = self._equal.setdefault((part.step, settings.h, batch, shares), call)
             self._calls[key] = call
@@ -453,6 +462,7 @@ class _KernelArgs(NamedTuple):
     states: tuple[str, ...]
     sums: bool  # whether a Reduction takes part
     batch: Hashable  # equal for all parts that share calls; None: it shares none
+    by_operator: bool  # whether a small set takes an operator of torch's in place of shared calls
 
 
 class _Run(NamedTuple):

@@ -102,7 +102,7 @@ class UpdateUnit:
 
 def narrowed(tensor: Tensor, start: int, numel: int) -> Tensor:
     """Return elements of a tensor (n,); the tensor itself for all, as a view takes time."""
-    return tensor if numel == len(tensor) else tensor[start : start + numel]
+    return tensor if numel == tensor.numel() else tensor.narrow(0, start, numel)
 
 
 class BlockMap(NamedTuple):

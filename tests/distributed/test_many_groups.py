@@ -18,6 +18,7 @@ from shardfuse.optim.base import ShardedOptimizer
 from tests.support.harness import run_procs
 
 EAGER = {"kernel": "eager"}
+AUTO: dict[str, Any] = {}
 NUM_LAYERS = 20
 
 RULES: dict[str, dict[str, Any]] = {
@@ -93,16 +94,22 @@ def one_by_one(name: str) -> list[Tensor]:
     return values(params)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [*((name, EAGER) for name in RULES), ("ShardedAdamW", AUTO), ("ShardedSGD", AUTO)],
+)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_many_groups_are_as_many_optimizers(name: str) -> None:
-    """Groups that share kernel calls have their own numbers, and equal bits over any ranks."""
+def test_many_groups_are_as_many_optimizers(name: str, kernel: dict[str, Any]) -> None:
+    """Groups that share kernel calls have their own numbers, and equal bits over any ranks.
+
+    So have groups that take an operator of torch's each, as on the CPU by default.
+    """
     expected = one_by_one(name)
-    alone = train(name, {**EAGER, "process_group": "alone"})
+    alone = train(name, {**kernel, "process_group": "alone"})
     for own, other in zip(alone, expected, strict=True):
         assert torch.allclose(own, other, rtol=1e-6, atol=1e-7)
     for world_size, cap in ((2, 25), (3, 0.02)):
-        for rank in run_procs(world_size, train, name, {**EAGER, "bucket_cap_mb": cap}):
+        for rank in run_procs(world_size, train, name, {**kernel, "bucket_cap_mb": cap}):
             for own, other in zip(rank, alone, strict=True):
                 if name in ("ShardedLamb", "ShardedAdamP", "ShardedBertAdam"):
                     # The order of the sums is another, of norms or products.
