@@ -11,6 +11,7 @@ parameter if that is larger, in each of three buffers.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +40,7 @@ class _Matrix:
 
     @property
     def cost(self) -> int:
-        """Multiplications of one step of its transformation, up to a factor."""
+        """Multiplications of one step of its transformation."""
         small, large = sorted(self.shape)
         return self.spec.numel // (small * large) * small * small * (2 * large + small)
 
@@ -60,12 +61,20 @@ class MatrixExchange:
         rule: transforms the matrices.
         shards: has the parts.
         comm: the ranks that have them.
+        device: where messages and whole matrices lie; None is where the shards are.
     """
 
-    def __init__(self, rule: MatrixRule, shards: ShardProvider, comm: Communicator) -> None:
+    def __init__(
+        self,
+        rule: MatrixRule,
+        shards: ShardProvider,
+        comm: Communicator,
+        device: torch.device | None = None,
+    ) -> None:
         self._rule = rule
         self._shards = shards
         self._comm = comm
+        self._device = device or shards.device
         self._matrices: dict[int, _Matrix] = {}
         for param_set in shards.param_sets:
             if not rule.takes_matrices(param_set.group):
@@ -99,9 +108,17 @@ class MatrixExchange:
         """Return where the first pass writes the direction of ``unit``, (1, numel); or None."""
         if unit.index not in self._units:
             return None
-        direction = torch.zeros(
+        direction = torch.empty(
             1, unit.numel, dtype=self._rule.wire_dtype, device=self._shards.device
         )
+        # The first pass writes the ranges alone. A parameter without a gradient here is in none,
+        # and another rank may have a part of it with a gradient.
+        starts = [part.start for part in unit.ranges]
+        for fragment in unit.fragments:
+            start = fragment.shard_start
+            last = bisect.bisect_right(starts, start) - 1
+            if last < 0 or start >= unit.ranges[last].stop:
+                direction[:, start : start + fragment.numel].zero_()
         self._directions[unit.index] = direction
         return direction
 
@@ -116,7 +133,7 @@ class MatrixExchange:
             self._run_round(one, groups)
 
     def _run_round(self, one: _Round, groups: Mapping[int, Mapping[str, Any]]) -> None:
-        dtype, device = self._rule.wire_dtype, self._shards.device
+        dtype, device = self._rule.wire_dtype, self._device
         outgoing = [[self._part(fragment) for fragment in parts] for parts in one.outgoing]
         sent = [sum(part.numel() for part in parts) for parts in outgoing]
         received = [sum(fragment.numel for fragment in parts) for parts in one.incoming]
@@ -124,8 +141,7 @@ class MatrixExchange:
             torch.empty(sum(numels), dtype=dtype, device=device) for numels in (sent, received)
         )
         pieces = [part for parts in outgoing for part in parts]
-        if pieces:
-            torch.cat(pieces, out=send)
+        _copy(_split(send, [piece.numel() for piece in pieces]), pieces)
         self._comm.all_to_all(receive, send, received, sent).wait()
         whole = {m.param: torch.empty(m.spec.numel, dtype=dtype, device=device) for m in one.own}
         places = [f for parts in one.incoming for f in parts]

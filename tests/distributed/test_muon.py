@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardfuse.engine.matrices
 from shardfuse import ShardedMuon
@@ -275,6 +276,41 @@ def test_absent_gradients_leave_matrices_alone() -> None:
     found, other = run_procs(2, one_lacks_gradients, True)
     assert_equal(found, other)
     assert not torch.equal(found[4], expected[4])
+
+
+def fills(absent: bool) -> tuple[list[Tensor], int]:
+    """Train where fresh memory is NaN; return the parameters, and fills in the last step."""
+    torch.use_deterministic_algorithms(True)
+    params = new_params()
+    optimizer = ShardedMuon(params, lr=0.02, sharding=EAGER)
+    for step in range(3):
+        backward(params, grads_of(SHAPES, step, dist.get_rank(), dist.get_world_size()))
+        if absent and step == 1:
+            params[0].grad = params[3].grad = None
+        with Fills() as counted:
+            optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in params], counted.number
+
+
+class Fills(TorchDispatchMode):
+    """Counts kernels that only clear memory."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func.__name__.partition(".")[0] in ("zeros", "new_zeros", "zero_", "fill_")
+        return func(*args, **(kwargs or {}))
+
+
+def test_directions_are_not_cleared() -> None:
+    """Padding is written by the first pass, and what no gradient belongs to is sent to nobody."""
+    for absent in (False, True):
+        expected = run_procs(1, one_lacks_gradients, False)[0] if absent else None
+        for found, number in run_procs(2, fills, absent):
+            assert number == 0
+            if expected is not None:
+                assert_equal(found, expected)
 
 
 def first_half(folder: Path) -> list[Tensor]:
