@@ -102,7 +102,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         self._gathered: dict[int, torch.Tensor] = {}  # by mark, of all-reduces posted ahead
         self._chosen: Exchange | None = None if reads_memory else sockets
         self.session.at_region_end(self._flush)
-        self.session.on_restart(self._forget_posted)
+        self.session.on_restart(self._restart)
 
     def _verify_declared(self) -> None:
         """Do nothing: every message carries the digest."""
@@ -112,9 +112,8 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         if self._chosen is not None:
             self._chosen.flush()
 
-    def _forget_posted(self) -> None:
-        self._sockets.forget_posted()
-        self._gathered.clear()
+    def _restart(self) -> None:
+        self.forget_posted()
         if isinstance(self._chosen, SharedMemoryExchange):
             self._chosen.restart(self.session.generation)
 
@@ -190,6 +189,10 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
             parts = self._receive_buffers(slot, tensor)
         receives = list(zip(self._sources, parts, strict=True))
         self._sockets.post_receive(mark, receives)
+
+    def forget_posted(self) -> None:
+        self._sockets.forget_posted()
+        self._gathered.clear()
 
     def _is_small(self, tensor: torch.Tensor) -> bool:
         return tensor.nbytes * (self.world_size - 1) <= _SMALL_NBYTES

@@ -386,6 +386,9 @@ class ProcessGroupCommunicator:
     ) -> None:
         """Do nothing: backends manage their receive buffers."""
 
+    def forget_posted(self) -> None:
+        """Do nothing: none is posted."""
+
     def _renew_buffers(self) -> None:
         # A message that was in flight before an error may still arrive in the old ones.
         self._buffers = BufferPool()

@@ -258,6 +258,9 @@ class Communicator(Protocol):
         read. See [Note: posted receives] in gloo.py.
         """
 
+    def forget_posted(self) -> None:
+        """Free the receives that were posted ahead, and that no rank will send to. Local."""
+
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp = "sum", *, label: str | None = None
     ) -> Completion[None]:
@@ -311,6 +314,9 @@ class SingleRank:
         self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0
     ) -> None:
         """Do nothing: there is no peer."""
+
+    def forget_posted(self) -> None:
+        """Do nothing: none is posted."""
 
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, *, label: str | None = None

@@ -334,3 +334,30 @@ def test_a_missing_peer_is_an_error(choice: str, ends: bool) -> None:
     assert "did not finish" not in message
     if choice == "auto" and may_read_memory():
         assert ("has ended" if ends else "did not take part in a collective") in message
+
+
+def posted(stage: int) -> list[tuple[int, int]]:
+    """Return, after steps with more and more groups, numbers of posted receives and of buckets."""
+    sharding = {"collectives": "pairwise", "bucket_cap_mb": 0.01, "kernel": "eager", "stage": stage}
+    params = [torch.nn.Parameter(torch.ones(3000)) for _ in range(5)]
+    optimizer: Any = shardfuse.ShardedSGD(params[:1], lr=0.1, sharding=sharding)
+    found = []
+    for number in range(1, 5):
+        optimizer.add_param_group({"params": [params[number]]})
+        torch.stack([p.sum() for p in params[: number + 1]]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        comm = optimizer.communicator
+        of_agreement = len(comm._gathered)
+        num_posted = len(comm._sockets._posted) - of_agreement
+        found.append((num_posted, len(optimizer.layout.buckets)))
+        assert of_agreement == (stage == 1)
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_posted_receives_of_an_old_order_are_freed(stage: int) -> None:
+    """add_param_group() numbers the buckets anew; nobody sends to what was posted before."""
+    for found in run_procs(2, posted, stage):
+        for num_posted, num_buckets in found:
+            assert num_posted == (num_buckets if stage == 1 else 2)

@@ -75,6 +75,10 @@ class CountingCommunicator:
         """Pass on: it is no collective."""
         self.inner.post_receive(kind, tensor, **options)
 
+    def forget_posted(self) -> None:
+        """Pass on: it is no collective."""
+        self.inner.forget_posted()
+
     def all_reduce(self, tensor: Tensor, op: str = "sum", **options: Any) -> Any:
         """Record and pass on."""
         self.calls.append(Call("all_reduce", tensor.numel(), tensor.dtype))

@@ -125,6 +125,9 @@ class LazyCommunicator:
             if rank != self.rank:
                 _spoil(part)
 
+    def forget_posted(self) -> None:
+        """Do nothing: what was posted is not kept."""
+
     def _clear(self, slot: int) -> list[Tensor]:
         """Return the place for what is received in ``slot`` next; what was there is NaN."""
         for part in self._slots.get(slot, ()):
