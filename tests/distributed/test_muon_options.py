@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
+import shardfuse.engine.step
 from shardfuse import ShardedGradScaler, ShardedMuon
 from shardfuse.training import StepMonitor
 from tests.distributed.test_muon import EAGER, SHAPES, backward, grads_of, new_params
@@ -188,3 +190,35 @@ def test_monitor_notes_updates() -> None:
     for found in run_procs(2, watch):
         for noted, moved in found:
             assert noted == pytest.approx(moved, rel=1e-4)
+
+
+def fails_to_build(*, later: bool) -> list[str]:
+    """The last rank has no memory for its tables; return what is raised."""
+    params = new_params(SMALL)
+    optimizer = ShardedMuon(params, lr=0.02, sharding=EAGER) if later else None
+    if dist.get_rank() == 1:
+
+        def raise_error(*args: Any) -> None:
+            raise MemoryError("no memory for tables of matrices")
+
+        shardfuse.engine.step.MatrixExchange.__init__ = raise_error  # type: ignore[assignment]
+    errors = []
+    try:
+        if optimizer is None:
+            optimizer = ShardedMuon(params, lr=0.02, sharding=EAGER)
+        else:
+            optimizer.add_param_group({"params": new_params(SMALL)[::2]})
+        step_all(params, optimizer, 0)
+    except Exception as error:
+        errors.append(f"{type(error).__name__}: {error}")
+    return errors
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_an_error_of_one_rank_that_builds(later: bool) -> None:
+    """It reaches the other at the latest in its next step."""
+    (first,), (other,) = run_procs(2, functools.partial(fails_to_build, later=later), timeout=30)
+    assert other == "MemoryError: no memory for tables of matrices"
+    assert first.startswith("PeerError: ")
+    assert "rank 1" in first
+    assert "no memory for tables of matrices" in first
