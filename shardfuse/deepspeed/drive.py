@@ -20,7 +20,8 @@ from torch import Tensor
 from shardfuse.deepspeed import partitions, peer, refusals
 from shardfuse.deepspeed.bridge import EngineBridge
 from shardfuse.deepspeed.lamb import from_fused_lamb, from_lamb_options
-from shardfuse.optim import ShardedLamb, ShardedOptimizer
+from shardfuse.deepspeed.muon import forget_marks, from_muon_options
+from shardfuse.optim import ShardedLamb, ShardedMuon, ShardedOptimizer
 from shardfuse.optim.backend import external_layout
 
 
@@ -32,6 +33,7 @@ class Registration:
     original: Callable[[Any, Any, Any], None]  # its _configure_optimizer
     classes: dict[str, type[ShardedOptimizer]]  # by name in the JSON
     replace_lamb: bool
+    replace_muon: bool
 
 
 def configure(active: Registration, engine: Any, client_optimizer: Any, params: Any) -> None:
@@ -55,6 +57,9 @@ def configure(active: Registration, engine: Any, client_optimizer: Any, params: 
         plan = _Plan(engine, ShardedLamb, groups, options)
     elif isinstance(client, ShardedOptimizer):
         plan = _Plan(engine, type(client), client.param_groups, {}, client)
+    elif client is None and active.replace_muon and engine.optimizer_name() == "muon":
+        groups, options = from_muon_options(params, engine.optimizer_params() or {})
+        plan = _Plan(engine, ShardedMuon, groups, options)
     elif client is None and (found := _by_name(active, engine)) is not None:
         plan = _Plan(engine, found[0], params, found[1])
     else:
@@ -131,6 +136,7 @@ class _Plan:
             with external_layout():
                 optimizer = self._build()
         refusals.check_rule(optimizer._rule, engine, self.cls.__name__)
+        forget_marks(optimizer._params)
         own = partitions.DeepSpeedBackend(optimizer)
         supported = peer.supported_optimizers()
         supported.append(type(optimizer))

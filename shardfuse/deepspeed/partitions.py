@@ -11,7 +11,7 @@ import functools
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardfuse.comm import Communicator, communicator_for
 from shardfuse.engine import torch_state
-from shardfuse.engine.external import PartitionShards, PartitionSlice
+from shardfuse.engine.external import GroupLayout, PartitionShards, PartitionSlice
 from shardfuse.engine.kernels import Kernels
 from shardfuse.engine.step import StepDriver
 from shardfuse.engine.torch_state import merged_groups, packed_groups
@@ -126,7 +126,8 @@ class DeepSpeedBackend:
         rule, state, own = optimizer._rule, self.state[flat], self._partitions[id(flat)]
         index = next(i for i, own in enumerate(optimizer.param_groups) if own is group)
         check_group(rule, group, f"param_groups[{index}]")
-        is_known = not rule.counts_steps or state.get("step", 0) == self._counts.get(flat, 0)
+        counts = rule.has_step(group)
+        is_known = not counts or state.get("step", 0) == self._counts.get(flat, 0)
         for name, value in rule.initial_states(group).items():
             if name not in state:
                 if not is_known:
@@ -136,7 +137,7 @@ class DeepSpeedBackend:
                         "exp_avg_sq: resume from the checkpoint that this one was made of."
                     )
                 state[name] = torch.full_like(flat, value, requires_grad=False)
-                if not rule.counts_steps:
+                if not counts:
                     state["step"] = 0  # the user has set a momentum: this is its first update
         step = int(state.get("step", 0)) + 1
         own.driver.ratio = None
@@ -181,7 +182,7 @@ class DeepSpeedBackend:
                 else:
                     shape = group["params"][0].shape
                     torch_state.check_tensor(key, entry[key], name, shape, rule)
-            if entry and "step" not in entry and rule.counts_steps:
+            if entry and "step" not in entry and rule.has_step(new):
                 if "step" not in own:
                     raise ValueError("loaded state dict has no step, neither of states nor groups.")
                 entry["step"] = own["step"]  # apex counts there
@@ -247,12 +248,24 @@ def bind(zero: Any, optimizer: ShardedOptimizer, own: DeepSpeedBackend) -> None:
     for number, flat in enumerate(zero.single_partition_of_fp32_groups):
         members = zero.round_robin_bit16_groups[number]
         positions = [index_of[param] for param in members]
-        policies = [optimizer.layout.specs[position].policy for position in positions]
+        specs = [optimizer.layout.specs[position] for position in positions]
+        policies = [spec.policy for spec in specs]
         whole = zero.bit16_groups_flat[number]
         group, collectives = zero.real_dp_process_group[number], optimizer._config.collectives
         comm = communicator_for(group, whole.device, collectives)
-        slices = _slices(zero, number, comm.rank, policies)
-        shards = PartitionShards(rule, flat, slices, policies=policies, global_square=square)
+        _check_partition(zero, number)
+        extents = _extents(members, whole, number)
+        slices_of = functools.partial(_slices, extents, policies, zero.partition_size[number])
+        slices = slices_of(comm.rank)
+        shards = PartitionShards(
+            rule,
+            flat,
+            slices,
+            policies=policies,
+            group=optimizer.param_groups[number],
+            layout=GroupLayout(specs, comm.rank, slices_of),
+            global_square=square,
+        )
         kernels = Kernels(rule, optimizer._config.kernel, flat.device)
         kernels.choose(flat.numel())
         engine = StepDriver(rule, shards, comm=comm, kernels=kernels, comm_device=whole.device)
@@ -290,33 +303,47 @@ def _unscale_by_scale_of_backward(zero: Any) -> None:
     zero.unscale_and_clip_grads = unscale_and_clip_grads
 
 
-def _slices(zero: Any, number: int, rank: int, policies: list[str]) -> list[PartitionSlice]:
-    """Return the slices of ``rank``'s partition of group ``number``."""
-    whole, size = zero.bit16_groups_flat[number], zero.partition_size[number]
-    flat = zero.single_partition_of_fp32_groups[number]
+def _check_partition(zero: Any, number: int) -> None:
+    """Raise RuntimeError unless the partition of group ``number`` is fp32 and as large as told."""
+    flat, size = zero.single_partition_of_fp32_groups[number], zero.partition_size[number]
     if flat.dtype != torch.float32 or flat.numel() != size or not flat.is_contiguous():
         raise RuntimeError(
             f"DeepSpeed's partition of group {number} is {tuple(flat.shape)} {flat.dtype}, not "
             f"({size},) torch.float32. Remove bf16_master_weights_and_grads and "
             "fp16_master_weights_and_grads."
         )
-    first, last = rank * size, (rank + 1) * size
-    slices = []
+
+
+def _extents(members: Sequence[Tensor], whole: Tensor, number: int) -> list[tuple[int, int]]:
+    """Return (start, stop) in ``whole`` of each parameter of group ``number``."""
+    extents: list[tuple[int, int]] = []
     end = 0
-    for position, param in enumerate(zero.round_robin_bit16_groups[number]):
+    for position, param in enumerate(members):
         # DeepSpeed has made the parameters views of the flat.
         nbytes = param.data_ptr() - whole.data_ptr()
-        offset = nbytes // whole.element_size() if param.numel() else end
-        if offset < end or offset + param.numel() > whole.numel():
+        start = nbytes // whole.element_size() if param.numel() else end
+        if start < end or start + param.numel() > whole.numel():
             raise RuntimeError(
                 f"Parameter {position} of group {number} does not lie in DeepSpeed's "
                 "bit16_groups_flat after the one before, so its norm is unknown. Report this "
                 "with the DeepSpeed version."
             )
-        end = offset + param.numel()
-        start, stop = max(offset, first), min(end, last)
+        end = start + param.numel()
+        extents.append((start, end))
+    return extents
+
+
+def _slices(
+    extents: Sequence[tuple[int, int]], policies: Sequence[str], size: int, rank: int
+) -> list[PartitionSlice]:
+    """Return the slices of the partition of ``rank``, of ``size`` elements."""
+    first, last = rank * size, (rank + 1) * size
+    slices = []
+    for position, (begin, end) in enumerate(extents):
+        start, stop = max(begin, first), min(end, last)
         if stop > start:
-            slices.append(PartitionSlice(position, start - first, stop - start, policies[position]))
+            place = start - first, stop - start
+            slices.append(PartitionSlice(position, *place, policies[position], start - begin))
     return slices
 
 

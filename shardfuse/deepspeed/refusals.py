@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardfuse.rules import MatrixRule, NormRule, RowRule
+from shardfuse.rules import NormRule, RowRule
 
 Refusal = tuple[bool, str, str]
 """Whether the refusal applies, the reason, and the remedy."""
@@ -134,11 +134,10 @@ def _on_partitions(engine: Any) -> Iterator[Refusal]:
 
 def check_rule(rule: Any, engine: Any, name: str) -> None:
     """Raise ValueError unless ``rule`` can run on flat partitions that DeepSpeed makes."""
-    if isinstance(rule, RowRule | MatrixRule):
-        needs = "sums over rows of tensors" if isinstance(rule, RowRule) else "whole matrices"
+    if isinstance(rule, RowRule):
         raise ValueError(
-            f"shardfuse's {name} cannot be driven by this DeepSpeed configuration: it needs "
-            f"{needs}, which a partition of DeepSpeed's cuts anywhere. Set "
+            f"shardfuse's {name} cannot be driven by this DeepSpeed configuration: it needs sums "
+            "over rows of tensors, which a partition of DeepSpeed's cuts anywhere. Set "
             '"zero_optimization": {"stage": 0}.'
         )
     if engine.zero_elastic_checkpoint() and not rule.counts_in_groups:

@@ -52,16 +52,18 @@ def classes() -> dict[str, type[ShardedOptimizer]]:
     return {cls.__name__: cls for cls in ours}
 
 
-def register(*, replace_lamb: bool | None = None) -> bool:
+def register(*, replace_lamb: bool | None = None, replace_muon: bool | None = None) -> bool:
     """Let DeepSpeed find shardfuse's optimizers by name. Called by importing shardfuse.deepspeed.
 
-    A second call changes only ``replace_lamb``, if given. DeepSpeed looks for names in torch.optim,
-    so the classes become attributes there.
+    A second call changes only the arguments that are given. DeepSpeed looks for names in
+    torch.optim, so the classes become attributes there.
 
     Args:
         replace_lamb: also replace ``{"type": "Lamb"}`` and instances of DeepSpeed's FusedLamb by
             ShardedLamb with ``variant="deepspeed"``: the same formula with exact trust ratios.
             None: keep the present setting, which is False at first.
+        replace_muon: also replace ``{"type": "Muon"}`` by ShardedMuon, with DeepSpeed's keys and
+            defaults. None as above.
 
     Returns:
         Whether DeepSpeed is installed; if not, nothing is done.
@@ -74,12 +76,14 @@ def register(*, replace_lamb: bool | None = None) -> bool:
     if _active is not None:
         if replace_lamb is not None:
             _active.replace_lamb = replace_lamb
+        if replace_muon is not None:
+            _active.replace_muon = replace_muon
         return True
     if peer.version() is None:
         return False
     engine = peer.engine_class()
     original = engine._configure_optimizer
-    active = drive.Registration(engine, original, classes(), bool(replace_lamb))
+    active = drive.Registration(engine, original, classes(), bool(replace_lamb), bool(replace_muon))
     for name, cls in active.classes.items():
         if getattr(torch.optim, name, cls) is not cls:
             raise RuntimeError(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ from shardfuse.engine.units import (
     UpdateRange,
     UpdateUnit,
 )
-from shardfuse.layout import BLOCK, Fragment, ParamSpec
-from shardfuse.rules import UpdateRule
+from shardfuse.layout import BLOCK, Fragment, ParamSpec, dense_stride
+from shardfuse.rules import MatrixRule, UpdateRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +35,22 @@ class PartitionSlice:
     start: int
     numel: int
     policy: str
+    param_start: int = 0  # elements of the parameter before it
 
     @property
     def elements(self) -> slice:
         """Their range in the partition."""
         return slice(self.start, self.start + self.numel)
+
+
+class GroupLayout(NamedTuple):
+    """Which rank has which elements of a group, for rules that need whole parameters."""
+
+    specs: Sequence[ParamSpec]
+    """Of every parameter of the group."""
+    rank: int
+    slices_of: Callable[[int], Sequence[PartitionSlice]]
+    """Returns the slices of a rank's partition, in order."""
 
 
 class PartitionShards(ShardProvider):
@@ -49,6 +61,8 @@ class PartitionShards(ShardProvider):
         flat: the partition, (numel,) fp32 or fp64; its ``grad`` is the mean gradient.
         slices: the tensors in it, in order; padding is in none.
         policies: the policy of every parameter of the group, on this rank or not.
+        group: hyper-parameters until set_step().
+        layout: all ranks' parts, for a MatrixRule.
         global_square: returns the current squared norm () of the gradients of all groups.
     """
 
@@ -59,18 +73,24 @@ class PartitionShards(ShardProvider):
         slices: Sequence[PartitionSlice],
         *,
         policies: Sequence[str],
+        group: Mapping[str, Any] = MappingProxyType({}),
+        layout: GroupLayout | None = None,
         global_square: Callable[[], Tensor] | None = None,
     ) -> None:
         self._rule = rule
         self._flat = flat
+        self._layout = layout
         self._global_square = global_square
         self._num_params = len(policies)
         self._policies = sorted(set(policies))
-        if rule.granularity == "element" and len(self._policies) == 1:
+        is_by_element = rule.granularity == "element"
+        if isinstance(rule, MatrixRule):
+            is_by_element = not rule.takes_matrices(group)
+        if is_by_element and len(self._policies) == 1:
             # Nothing depends on where tensors begin.
             slices = [PartitionSlice(0, 0, flat.numel(), policies[0])]
         self._cuts = [cut for whole in slices for cut in _cut(whole)]
-        self._group: Mapping[str, Any] = {}
+        self._group = group
         self._states: Sequence[Tensor] = ()
         self._step = 0
 
@@ -126,8 +146,14 @@ class PartitionShards(ShardProvider):
         """Do nothing: the gradients stay in ``flat.grad``."""
 
     def parts_of(self, rank: int, params: Collection[int]) -> Sequence[Fragment]:
-        """Raise NotImplementedError: a partition does not know those of other ranks."""
-        raise NotImplementedError
+        assert self._layout is not None
+        is_own = rank == self._layout.rank
+        cuts = [cut for whole in self._layout.slices_of(rank) for cut in _cut(whole)]
+        return [
+            Fragment(cut.param, index if is_own else -1, cut.param_start, 0, cut.numel)
+            for index, cut in enumerate(cuts)
+            if cut.param in params
+        ]
 
     def global_square(self) -> Tensor | None:
         """Return the squared norm () of all groups' gradients: more than this partition has."""
@@ -153,12 +179,22 @@ class PartitionShards(ShardProvider):
         return None
 
     def params(self, param_set: int) -> Sequence[tuple[int, ParamSpec]]:
+        assert self._layout is not None
+        policy = self._policies[param_set]
+        return [
+            (number, replace(spec, stride=_row_major(spec.shape)))
+            for number, spec in enumerate(self._layout.specs)
+            if spec.policy == policy
+        ]
+
+    def rows(self, param: int) -> ParamRows:
         """Raise NotImplementedError: the rows of a slice are not known."""
         raise NotImplementedError("Sums over rows are not supported over foreign partitions.")
 
-    def rows(self, param: int) -> ParamRows:
-        """Raise NotImplementedError."""
-        raise NotImplementedError("Sums over rows are not supported over foreign partitions.")
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the stride by which a flat partition holds a parameter, whatever its own was."""
+    return dense_stride(shape, torch.empty(tuple(shape), device="meta").stride())
 
 
 def _cut(whole: PartitionSlice) -> Iterator[PartitionSlice]:
@@ -167,4 +203,6 @@ def _cut(whole: PartitionSlice) -> Iterator[PartitionSlice]:
     if whole.numel > tail:
         yield replace(whole, numel=whole.numel - tail)
     if tail:
-        yield replace(whole, start=whole.start + whole.numel - tail, numel=tail)
+        before = whole.numel - tail
+        start, param_start = whole.start + before, whole.param_start + before
+        yield replace(whole, start=start, numel=tail, param_start=param_start)

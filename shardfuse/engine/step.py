@@ -86,7 +86,7 @@ class StepDriver:
         self._reduction = reduction_for(rule, shards) if isinstance(rule, ReducingRule) else None
         self._matrices: MatrixExchange | None = None
         if isinstance(rule, MatrixRule):
-            self._matrices = MatrixExchange(rule, shards, comm)
+            self._matrices = MatrixExchange(rule, shards, comm, comm_device)
         self._param_sets: dict[int, ParamSet] = {}  # as the present step has them
         self._settings: dict[
             tuple[int, int], Settings

@@ -106,7 +106,7 @@ USES_OF_NPU: dict[str, Callable[[Any], Any]] = {
     "torch_npu's GradScaler": lambda optimizer: optimizer.step(grad_scaler=object())
 }
 
-# Those that need rows of tensors, or whole matrices, are refused as a whole.
+# Those that need rows of tensors are refused as a whole.
 CLASSES: dict[str, Callable[..., Any]] = {
     f"{module.__name__}.{name}": cls
     for module in (optim, npu, paddle)
@@ -115,7 +115,7 @@ CLASSES: dict[str, Callable[..., Any]] = {
     and issubclass(cls, ShardedOptimizer)
     and cls is not ShardedOptimizer
     and not name.startswith("_")
-    and not issubclass(cls, optim.ShardedAdamP | optim.ShardedMuon)
+    and not issubclass(cls, optim.ShardedAdamP)
 }
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import shardfuse
-from shardfuse.deepspeed import lamb, peer, registry
+from shardfuse.deepspeed import lamb, muon, peer, registry
 
 KINDS = ("SGD", "Adam", "AdamW", "BertAdam", "Lamb", "RMSprop", "RMSpropTF", "Adadelta", "AdamP")
 NAMES = (*(f"Sharded{kind}" for kind in KINDS), "ShardedMuon")
@@ -134,3 +135,47 @@ def test_groups_of_a_fused_lamb() -> None:
     fake.state = {1: 2}
     with pytest.raises(ValueError, match="stepped already"):
         lamb.from_fused_lamb(fake)
+
+
+def marked(shape: tuple[int, ...], use_muon: bool, heads: int | None = None) -> nn.Parameter:
+    param = nn.Parameter(torch.zeros(shape))
+    param.use_muon, param.muon_num_heads = use_muon, heads  # type: ignore[attr-defined]
+    return param
+
+
+def test_groups_of_deepspeeds_muon() -> None:
+    """Divided by marks; a group's own options count more than rates, and these than shared ones."""
+    hidden, heads, stack = marked((4, 4), True), marked((8, 4), True, 2), marked((3, 4, 4), True)
+    bias = marked((4,), False)
+    options = {"lr": 0.1, "adam_lr": 0.2, "momentum": 0.8, "eps": 1e-6, "ns_method": "gram"}
+    options |= {"per_head_muon": True, "torch_adam": True, "sharding": {"kernel": "eager"}}
+    groups, arguments = muon.from_muon_options(
+        [{"params": [hidden, heads, bias]}, {"params": [stack, bias], "lr": 0.3, "name": "last"}],
+        options,
+    )
+    assert arguments == {"sharding": {"kernel": "eager"}}
+    own = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.8, "use_muon": True}
+    adamw = {"lr": 0.2, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-6, "use_muon": False}
+    assert groups == [
+        {**own, "split": 2, "params": [heads]},
+        {**own, "split": 1, "params": [hidden]},
+        {**adamw, "params": [bias]},
+        {**own, "lr": 0.3, "split": 3, "params": [stack]},
+        {**adamw, "lr": 0.3, "params": [bias]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("params", "options", "text"),
+    [
+        ([marked((2, 2), True)], {"adam_w_mode": False}, '"adam_w_mode": false'),
+        ([marked((2, 2), True)], {"fp32_optimizer_states": False}, "are fp32"),
+        ([marked((2, 2), True)], {"ns_method": "polar"}, "Invalid \"ns_method\": 'polar'"),
+        ([marked((2, 2), True)], {"ns_steps": 3}, '"ns_steps" .* no key'),
+        ([marked((2, 2, 2, 2), True)], {}, "flattens a parameter"),
+        ([nn.Parameter(torch.zeros(2))], {}, "has no use_muon"),
+    ],
+)
+def test_what_deepspeeds_muon_has_alone(params: Any, options: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        muon.from_muon_options(params, options)
