@@ -228,6 +228,7 @@ class Budget:
         overlaps: whether gradients are reduced during backward, and parameters gathered during the
             next forward.
         needs_all: whether all gradients must be reduced before any parameter is updated.
+        exchange: of matrices between ranks, under a rule that has one.
     """
 
     num_params: int
@@ -245,6 +246,7 @@ class Budget:
     buckets: tuple[BucketCost, ...]
     overlaps: tuple[bool, bool]
     needs_all: bool
+    exchange: ExchangeCost | None
 
     @property
     def world_size(self) -> int:
@@ -402,6 +404,7 @@ class _Costs:
             buckets=tuple(self._bucket(bucket, padded) for bucket in layout.buckets),
             overlaps=(self.overlaps_grads, self.overlaps_params),
             needs_all=len(self.traits.all_reduces) > 0 or self._exchange is not None,
+            exchange=self._exchange,
         )
 
     def _layout(self, device: str) -> FlatLayout:
@@ -610,7 +613,7 @@ class _Costs:
             payload = sent * self.replicas / (self.replicas - 1)
             add("sums over rows", "replicate", 2 * len(numels), payload, sent)
         if self._exchange is not None:
-            found.append(self._exchange.collective(self.shards))
+            found.append(self._exchange.collective())
         if self.shards > 1:
             nbytes = sum(map(self._param_nbytes, numels))
             add("all-gather of parameters", "shard", len(numels), nbytes, nbytes * outside)

@@ -95,6 +95,12 @@ def _traffic_lines(budget: Budget) -> Iterator[str]:
         yield f"  {call.kind:<35}  {call.axis:<9}{call.number:>8,}{payload:>14,.2f}{sent:>18,.2f}"
     if not budget.collectives:
         yield "  none: one rank"
+    if budget.exchange is not None:
+        own, whole = budget.exchange.flops, budget.exchange.total_flops
+        yield ""
+        yield "Products that orthogonalise matrices in a step      TFLOP"
+        yield f"  {'the rank that has most':<42}{own / 1e12:>14,.4f}"
+        yield f"  {'all ranks':<42}{whole / 1e12:>14,.4f}"
 
 
 def _time_lines(budget: Budget, times: Times | None) -> Iterator[str]:
@@ -322,6 +328,7 @@ def _predict_times(arguments: argparse.Namespace, budget: Budget, numel: int) ->
         link=arguments.link_gbit * 1e9 / 8,
         latency_s=arguments.latency_us * 1e-6,
         memory=arguments.memory_gb * 1e9,
+        flops=math.inf if arguments.tflops is None else arguments.tflops * 1e12,
     )
     return predict(budget, speeds, forward_ms / 1e3, backward_ms / 1e3)
 

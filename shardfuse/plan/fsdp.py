@@ -108,6 +108,7 @@ def plan_fsdp(
         buckets=(),
         overlaps=(True, True),
         needs_all=len(traits.all_reduces) > 0 or exchange is not None,
+        exchange=exchange,
     )
 
 
@@ -190,7 +191,7 @@ def _collectives(
     number, kind = 2 * num - ("" in layers), "all-gather of parameters"
     found.append(Collective(kind, "shard", number, twice * shards, twice * (shards - 1)))
     if exchange is not None:
-        found.append(exchange.collective(shards))
+        found.append(exchange.collective())
     every = shards * replicas
     small = [fixed + slope * num_params for fixed, slope in traits.all_reduces]
     if small:

@@ -46,18 +46,23 @@ class ExchangeCost:
     Attributes:
         number: all-to-alls.
         payload_nbytes: bytes of all matrices, there and back.
+        sent_nbytes: bytes that a mean rank sends.
         peak_nbytes: most bytes of one rank, of an average shard and the largest round of any owner.
+        flops: floating-point operations of the transformations, of the rank that has most.
+        total_flops: of all ranks.
     """
 
     number: int
     payload_nbytes: int
+    sent_nbytes: int
     peak_nbytes: int
+    flops: int
+    total_flops: int
 
-    def collective(self, num_shards: int) -> Collective:
-        """Return its line among the collectives of a step; a mean rank sends its bytes."""
-        sent = self.payload_nbytes * (num_shards - 1) / num_shards**2
+    def collective(self) -> Collective:
+        """Return its line among the collectives of a step."""
         kind = "all-to-all of matrices"
-        return Collective(kind, "shard", self.number, self.payload_nbytes, round(sent))
+        return Collective(kind, "shard", self.number, self.payload_nbytes, self.sent_nbytes)
 
 
 @dataclass(frozen=True)
@@ -143,16 +148,25 @@ class GroupedShapes:
         if not rounds:
             return None
         item = self._rule.wire_dtype.itemsize
-        most = 0
+        flops, most = [0] * world_size, 0
         for members in rounds:
             whole = sum(matrix.spec.numel for matrix in members)
             by_owner: dict[int, list[Any]] = {}
             for matrix in members:
                 by_owner.setdefault(matrix.owner, []).append(matrix)
+                steps = self.param_sets[matrix.param_set].group["ns_steps"]
+                flops[matrix.owner] += 2 * steps * matrix.cost
             of_round = max(2 * _numel(own) + _transform_numel(own) for own in by_owner.values())
             most = max(most, min(whole, -(-whole // world_size), shard_numel) + of_round)
-        numel = sum(_numel(members) for members in rounds)
-        return ExchangeCost(2 * len(rounds), 2 * numel * item, (shard_numel + most) * item)
+        payload = 2 * item * sum(_numel(members) for members in rounds)
+        return ExchangeCost(
+            number=2 * len(rounds),
+            payload_nbytes=payload,
+            sent_nbytes=round(payload * (world_size - 1) / world_size**2),
+            peak_nbytes=(shard_numel + most) * item,
+            flops=max(flops),
+            total_flops=sum(flops),
+        )
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

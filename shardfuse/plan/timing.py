@@ -2,14 +2,16 @@
 
 [Note: model] Backward makes gradients at a constant rate, in the order of the buckets.
 The link transfers one bucket at a time, each as soon as it is complete. If a rule needs no norms, a
-bucket is updated once it is reduced. Gathers start in the order of forward once all buckets are
-updated. Forward runs as far as its parameters have been gathered. Steps follow each other; the last
-of six counts. Not modelled: that sockets take time of the cores that compute, and everything not
-named here.
+bucket is updated once it is reduced. Under Muon all are reduced before the matrices are exchanged,
+transformed, at the rate of Speeds.flops, and exchanged back. Gathers start in the order of forward
+once all buckets are updated. Forward runs as far as its parameters have been gathered. Steps follow
+each other; the last of six counts. Not modelled: that sockets take time of the cores that compute,
+and everything not named here.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from shardfuse.plan.budget import BucketCost, Budget
@@ -25,16 +27,18 @@ class Speeds:
         link: bytes per second that it can send, and receive at the same time.
         latency_s: seconds of each collective.
         memory: bytes per second that an update reads and writes.
+        flops: operations per second of products of matrices in an update; infinite takes no time.
     """
 
     link: float
     latency_s: float = 20e-6
     memory: float = 10e9
+    flops: float = math.inf
 
     def __post_init__(self) -> None:
-        for name in ("link", "memory"):
+        for name, unit in (("link", "bytes"), ("memory", "bytes"), ("flops", "operations")):
             if not getattr(self, name) > 0:
-                raise ValueError(f"Invalid {name}: {getattr(self, name)}. Must be > 0 bytes/s.")
+                raise ValueError(f"Invalid {name}: {getattr(self, name)}. Must be > 0 {unit}/s.")
         if not 0 <= self.latency_s < float("inf"):
             raise ValueError(f"Invalid latency_s: {self.latency_s}. Must be >= 0, and a number.")
 
@@ -73,8 +77,14 @@ def predict(budget: Budget, speeds: Speeds, forward_s: float, backward_s: float)
     for name, value in (("forward", forward_s), ("backward", backward_s)):
         if not 0 <= value < float("inf"):
             raise ValueError(f"Invalid time of {name}: {value * 1e3} ms. Must be >= 0.")
-    buckets = budget.buckets
-    one = _StepClock(buckets, speeds, forward_s, backward_s, needs_all=budget.needs_all)
+    buckets, exchange = budget.buckets, budget.exchange
+    exchange_s = between_s = whole_s = 0.0
+    if exchange is not None:
+        exchange_s = exchange.sent_nbytes / speeds.link + exchange.number * speeds.latency_s
+        between_s = exchange_s + exchange.flops / speeds.flops
+        whole_s = exchange.total_flops / speeds.flops
+    times = forward_s, backward_s
+    one = _StepClock(buckets, speeds, *times, needs_all=budget.needs_all, between_s=between_s)
     ranks = budget.world_size
     whole = [
         BucketCost(
@@ -86,10 +96,10 @@ def predict(budget: Budget, speeds: Speeds, forward_s: float, backward_s: float)
         )
         for bucket in buckets
     ]
-    replicated = _StepClock(whole, speeds, forward_s, backward_s, needs_all=True)
+    replicated = _StepClock(whole, speeds, *times, needs_all=True, between_s=whole_s)
     return Times(
         compute=forward_s + backward_s,
-        traffic=sum(one.seconds(b.reduce) + one.seconds(b.gather) for b in buckets),
+        traffic=exchange_s + sum(one.seconds(b.reduce) + one.seconds(b.gather) for b in buckets),
         step=one.step(*budget.overlaps),
         without_overlap=one.step(False, False),
         with_overlap=one.step(True, True),
@@ -112,8 +122,10 @@ class _StepClock:
         backward_s: float,
         *,
         needs_all: bool,
+        between_s: float,
     ) -> None:
         self._buckets, self._speeds, self._needs_all = buckets, speeds, needs_all
+        self._between_s = between_s  # from the last sum to the first update
         self._forward_s, self._backward_s = forward_s, backward_s
 
     def seconds(self, nbytes: float) -> float:
@@ -147,7 +159,7 @@ class _StepClock:
             link = max(link, at) + self.seconds(bucket.reduce)
             arrived.append(link)
         if self._needs_all and arrived:
-            now = max(now, arrived[-1])
+            now = max(now, arrived[-1]) + self._between_s
         for bucket, at in zip(self._buckets, arrived, strict=True):
             now = max(now, at) + bucket.update / self._speeds.memory
         return now, link

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForPreTraining
 
-from shardfuse import ShardConfig, ShardedAdam, ShardedLamb
+from shardfuse import ShardConfig, ShardedAdam, ShardedLamb, ShardedMuon
 from shardfuse.__main__ import main
 from shardfuse.comm.transport import AsyncModel, bucket_nbytes
 from shardfuse.plan import Speeds, plan, predict, shapes_of
@@ -202,6 +203,36 @@ def test_times_follow_the_speeds() -> None:
         for times in (slow, fast):
             assert times.compute <= times.step <= times.without_overlap
             assert times.step >= times.traffic * 0.99
+
+
+def test_exchange_takes_time() -> None:
+    """Two all-to-alls, and between them the products of the rank that has most."""
+    shapes = [("a", (256, 128)), ("b", (128, 256)), ("c", (64, 64)), ("d", (999,))]
+    budget = plan(shapes, ShardedMuon, world_size=2, device="cpu")
+    large, small = (2 * 5 * n * n * (2 * m + n) for n, m in ((128, 256), (64, 64)))
+    exchange = budget.exchange
+    assert exchange is not None
+    assert (exchange.flops, exchange.total_flops) == (large + small, 2 * large + small)
+    assert exchange.sent_nbytes == 2 * 2 * (2 * 256 * 128 + 64 * 64) // 4
+    plain = predict(budget, Speeds(link=1e9), 0.1, 0.2)
+    slow = predict(budget, Speeds(link=1e9, flops=1e9), 0.1, 0.2)
+    assert slow.traffic == plain.traffic
+    assert slow.step - plain.step == pytest.approx(exchange.flops / 1e9)
+    assert slow.ddp - plain.ddp == pytest.approx(exchange.total_flops / 1e9)
+    none = predict(replace(budget, exchange=None), Speeds(link=1e9), 0.1, 0.2)
+    sent_s = exchange.sent_nbytes / 1e9 + 2 * 20e-6
+    assert plain.step - none.step == pytest.approx(sent_s)
+    assert plain.traffic - none.traffic == pytest.approx(sent_s)
+
+
+def test_products_are_balanced(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of BERT-large on 8 ranks; the table has them, too."""
+    options = ["--model", "bert-large", "--world-size", "8", "--optimizer", "muon"]
+    exchange = planned(capsys, *options)["exchange"]
+    assert exchange["flops"] <= 1.15 * exchange["total_flops"] / 8
+    assert main(["plan", *options]) == 0
+    text = capsys.readouterr().out
+    assert f"the rank that has most{exchange['flops'] / 1e12:34,.4f}" in text
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8, 64, 512, 4096])
