@@ -65,11 +65,27 @@ def test_programs_over_fsdp(world: int, worlds: Worlds) -> None:
         assert verdict.status == "passed", f"{program}\n{verdict.text}"
 
 
+@pytest.mark.parametrize(
+    "world", [1, *(pytest.param(world, marks=_ENDS_IN_A_DEADLOCK) for world in (2, 3, 4))]
+)
+@pytest.mark.cpu_only("programs make their tensors by themselves")
+@pytest.mark.gloo_only("torch's own collectives")
+def test_programs_of_muon(world: int, worlds: Worlds) -> None:
+    """Whole matrices: bit for bit, of stages 1 and 2 and over FSDP2."""
+    programs = [generate(seed, (world,), optimizer="ShardedMuon") for seed in range(6)]
+    programs += [generate_fsdp(seed, (world,), "ShardedMuon") for seed in range(3)]
+    for program in programs:
+        verdict = worlds.run(program)
+        assert verdict.status != "failed", f"{program}\n{verdict.text}"
+    assert any(program.sharding.get("stage") == 2 for program in programs)
+
+
 def test_a_seed_is_a_program() -> None:
     """The same seed gives the same program; others give others, with every operation among them."""
     programs = [generate(seed) for seed in range(200)]
     assert list(map(str, programs)) == [str(generate(seed)) for seed in range(200)]
     assert len({str(program) for program in programs}) == 200
+    assert any(program.optimizer == "ShardedMuon" for program in programs)
     counts = Counter(op.name for program in programs for op in program.ops)
     assert {"backward", "step", "reload", "train", "one_rank", "move_grad", "check_state"} <= set(
         counts

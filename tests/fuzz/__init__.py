@@ -20,4 +20,5 @@ Modules:
     python -m tests.fuzz --programs 1000 --first-seed 0 --worlds 1,2,3
     python -m tests.fuzz --seed 17
     python -m tests.fuzz --fsdp --programs 300 --worlds 1,2,3,4
+    python -m tests.fuzz --optimizer ShardedMuon --programs 300 --worlds 1,2,3,4
 """

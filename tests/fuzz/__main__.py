@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--without", default="", help=f"features to leave out: {', '.join(FEATURES)}"
     )
     parser.add_argument("--with", dest="having", default="", help="features to add")
+    parser.add_argument("--optimizer", default="", help="a class, such as ShardedMuon")
     parser.add_argument("--fsdp", action="store_true", help="programs over FSDP2 models")
     parser.add_argument("--shrink", action="store_true", help="make failing programs smaller")
     parser.add_argument("--max-failures", type=int, default=20, help="stop after so many")
@@ -42,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.seed is not None:
         seeds = range(given.seed, given.seed + 1)
     if given.fsdp:
-        programs = (generate_fsdp(seed, worlds) for seed in seeds)
+        programs = (generate_fsdp(seed, worlds, given.optimizer) for seed in seeds)
     else:
-        programs = (generate(seed, worlds, features) for seed in seeds)
+        programs = (generate(seed, worlds, features, given.optimizer) for seed in seeds)
     with Worlds() as running:
         if given.seed is not None:
             program = next(programs)

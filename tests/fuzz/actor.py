@@ -97,7 +97,7 @@ class Actor(Job):
 
     def delay(self, milliseconds: Sequence[int]) -> None:
         """Be late by as much as is said for this rank."""
-        time.sleep(milliseconds[self.rank] / 1000)
+        time.sleep(milliseconds[self.rank % len(milliseconds)] / 1000)
 
     def realloc(self, names: Sequence[str], raises: bool) -> None:
         """Re-allocate parameters, have step() say so, and take them back."""

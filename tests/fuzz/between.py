@@ -39,6 +39,8 @@ class BetweenSteps(Draws):
         may_be_late = self.features["late_momentum_in_low_precision"] or self.all_params_fp32
         if self.optimizer.endswith("SGD") and not self.options["nesterov"] and may_be_late:
             values["momentum"] = [0.5, 0.9]
+        if self.is_muon:
+            values |= {"momentum": [0.5, 0.9], "ns_steps": [3, 5]}
         key = self.chance.choice(list(values))
         self.add("set_option", group=group, key=key, value=self.chance.choice(values[key]))
 
@@ -65,7 +67,7 @@ class BetweenSteps(Draws):
 
     def add_group(self) -> None:
         """Append a new group."""
-        if self.features["added_groups"] and self.num_groups < 5:
+        if self.features["added_groups"] and self.num_groups < self.most_groups:
             group = self.draw_group(0.2)
             self.add("add_group", specs=group.specs, overrides=group.overrides)
 
@@ -76,7 +78,7 @@ class BetweenSteps(Draws):
         modes = ["same", "same", "copies", "first_rank"] + ["sharded"] * self.maybe(0.3)
         if choices.kind_of(self.optimizer).torch and set(self.dtypes) == {"float32"}:
             modes += ["torch", "torch"]
-        if self.frozen or self.optimizer.startswith("NpuFused"):
+        if self.frozen or self.optimizer.startswith("NpuFused") or self.is_partitioned:
             # A gradient that is absent because it was zeroed is so to the old optimizer only; one
             # of a frozen parameter must not be there on some ranks alone.
             self.weight = 0
@@ -88,7 +90,9 @@ class BetweenSteps(Draws):
         mode = self.chance.choice(modes)
         if mode == "copies":
             self.weight = 0
-        self.add("reload", mode=mode, sharding=sharding, keep=self.maybe(0.3))
+        # At stage 2, an old optimizer takes the gradients that autograd makes.
+        keep = self.maybe(0.3) and not self.is_partitioned
+        self.add("reload", mode=mode, sharding=sharding, keep=keep)
 
     def edit_param(self) -> None:
         """Append a change of parameters in place."""
@@ -103,13 +107,18 @@ class BetweenSteps(Draws):
     def realloc(self) -> None:
         """Append a re-allocation of parameters, with an error first or not."""
         if self.features["edits"]:
-            self.add("realloc", names=self.some(self.names(), 0.3), raises=self.maybe(0.5))
+            names = self.some(self.names(), 0.3)
+            # At stage 2, an error loses gradients until zero_grad().
+            raises = self.maybe(0.5) and not self.is_partitioned
+            self.add("realloc", names=names, raises=raises)
 
     def hook(self) -> None:
         """Append a hook, at most one of a kind."""
         kinds = {"count", "gradient"}
         if not self.scaler and not self.keeps and not (set(self.dtypes) & set(LOW)):
             kinds |= {"halve", "shift"} if self.all_fp32 else {"shift"}
+        if self.is_partitioned:
+            kinds -= {"halve"}
         free = sorted(kinds - self.hooks)
         if not self.features["hooks"] or not free:
             return
@@ -123,7 +132,8 @@ class BetweenSteps(Draws):
 
     def stale_clip(self) -> None:
         """Append a clip whose gradients change before the step, which is an error."""
-        if not self.scaler and not self.hooks and self.all_fp32 and self.features["clips"]:
+        may_be_stale = self.all_fp32 and self.features["clips"] and not self.is_partitioned
+        if not self.scaler and not self.hooks and may_be_stale:
             self.add("stale_clip")
             self.weight *= 2
 
@@ -137,7 +147,7 @@ class BetweenSteps(Draws):
         if self.features["one_rank_faults"]:
             kinds += ["unfreeze", "freeze", "gradient"]
         if self.features["local_errors"]:
-            kinds += ["realloc", "sparse"]
+            kinds += ["realloc", "sparse"] if not self.reduced else ["realloc"]
         if not kinds:
             return
         kind = self.chance.choice(kinds)

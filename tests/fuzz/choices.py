@@ -24,6 +24,7 @@ KINDS: dict[str, Kind] = {
     "BertAdam": Kind(oracle="BertAdamOracle", exact="bert_adam"),
     "AdamP": Kind(oracle="AdamPOracle"),
     "Lamb": Kind(oracle="LambOracle"),
+    "Muon": Kind(exact="muon"),
 }
 _WEIGHTS = {"SGD": 4, "Adam": 4, "AdamW": 4, "Lamb": 6}
 VARIANTS = ("npu", "apex", "nvlamb", "google", "paddle", "deepspeed")
@@ -35,8 +36,8 @@ def kind_of(optimizer: str) -> Kind:
 
 
 def optimizer(chance: Random) -> str:
-    """Return the name of a class."""
-    names = list(KINDS)
+    """Return the name of a class, other than ShardedMuon, whose programs are of their own kind."""
+    names = [name for name in KINDS if name != "Muon"]
     name = chance.choices(names, [_WEIGHTS.get(name, 2) for name in names])[0]
     return chance.choice(["Sharded", "Sharded", "NpuFused"]) + name
 
@@ -128,6 +129,18 @@ def _lamb(chance: Random) -> dict[str, Any]:
     return drawn
 
 
+def _muon(chance: Random) -> dict[str, Any]:
+    drawn: dict[str, Any] = {
+        "momentum": chance.choice([0.5, 0.9]),
+        "nesterov": chance.random() < 0.6,
+        "adjust_lr_fn": chance.choice([None, "original", "match_rms_adamw"]),
+        "ns_steps": chance.choice([5, 5, 2]),
+    }
+    if chance.random() < 0.5:
+        drawn["adamw"] = {"lr": chance.choice([0.02, 0.1]), **_adam(chance)}
+    return drawn
+
+
 _OWN = {
     "SGD": _sgd,
     "Adam": _adam,
@@ -138,6 +151,7 @@ _OWN = {
     "Adadelta": _adadelta,
     "BertAdam": _bert_adam,
     "Lamb": _lamb,
+    "Muon": _muon,
 }
 
 

@@ -23,6 +23,12 @@ _SHAPES: tuple[tuple[int, ...], ...] = (
     (6, 3, 4, 4),
     (2, 7),
 )
+_MATRICES: dict[int, tuple[tuple[int, ...], ...]] = {
+    1: ((2, 7), (17, 40), (40, 24), (30, 50), (1, 24), (0, 5), (120, 33)),
+    2: ((2, 7), (30, 50), (2, 17, 40), (40, 24)),
+    3: ((30, 50), (3, 5, 7), (3, 24, 10)),
+}
+"""By ShardedMuon's ``split``."""
 _SUFFIXES = ("weight", "weight", "weight", "bias", "LayerNorm.weight", "scale")
 # Sums over ranks of integers stay below what these hold exactly.
 _BUDGET = {"float32": 1 << 20, "float16": 2048, "bfloat16": 256}
@@ -35,9 +41,19 @@ class Draws:
         seed: any number.
         worlds: the sizes to choose among.
         features: what programs may contain.
+        optimizer: a class; empty to draw one.
     """
 
-    def __init__(self, seed: int, worlds: Sequence[int], features: Mapping[str, bool]) -> None:
+    has_empty = True
+    """Whether matrices may have no elements."""
+
+    def __init__(
+        self,
+        seed: int,
+        worlds: Sequence[int],
+        features: Mapping[str, bool],
+        optimizer: str = "",
+    ) -> None:
         self.seed = seed
         self.chance = Random(seed)
         self.features = features
@@ -51,10 +67,15 @@ class Draws:
         self.weight = 0  # upper bound of a sum of integer gradients over ranks
         self.hooked = 1
         self.hooks: set[str] = set()
-        self.optimizer = choices.optimizer(self.chance)
+        self.optimizer = optimizer or choices.optimizer(self.chance)
+        if not optimizer and Random(f"{seed}, muon").random() < 0.08:
+            self.optimizer = "ShardedMuon"
+        self.is_muon = self.optimizer == "ShardedMuon"
         self.options = choices.options(self.chance, self.optimizer)
         self.kind = self.chance.choice(["integers", "integers", "floats"])
         self.dtypes = self.draw_dtypes()
+        if self.is_muon:  # see MuonEngine: compared by bits alone
+            self.kind, self.dtypes = "integers", self.dtypes[:1]
         if self.kind == "floats" and set(self.dtypes) & set(LOW):
             # Parameters on a coarse grid: a gradient may cancel its decay to the last digit, and
             # what is left is divided by a root no larger than itself.
@@ -76,6 +97,15 @@ class Draws:
         self.joined = features["joined"] and more.random() < 0.4
         is_plain = self.kind == "floats" and self.all_params_fp32 and not self.scaler
         self.clips_locally = features["torch_clips"] and is_plain and more.random() < 0.4
+        self.is_partitioned = False
+        if self.is_muon and not self.reduced:
+            self.sharding["overlap_grad_sync"] = more.choice(["auto", True])
+            self.is_partitioned = self.scaler != "torch" and more.random() < 0.35
+        if self.is_partitioned:
+            # Of gradients only their sums are there, until the step, and which rank had an overflow
+            # is not known.
+            self.sharding |= {"stage": 2, "report_overflow": False}
+            self.keeps = False
 
     def maybe(self, probability: float, feature: str = "") -> bool:
         """Return True as often as said, unless the feature is off."""
@@ -112,19 +142,64 @@ class Draws:
                 )
             )
             self.num_specs += 1
-        if not self.num_groups:
-            # One at least that trains.
-            specs[0] = specs[0]._replace(frozen=False)
         overrides = {}
         if self.maybe(0.4):
             overrides["lr"] = self.chance.choice([0.02, 0.05])
         if self.maybe(0.4):
             overrides["weight_decay"] = self.chance.choice([0.0, 0.2])
+        if self.is_muon:
+            specs, own = self._as_muon(specs)
+            overrides |= own
+        if not self.num_groups:
+            # One at least that trains.
+            specs[0] = specs[0]._replace(frozen=False)
         self.num_groups += 1
         self.specs += specs
         self.frozen |= {spec.name for spec in specs if spec.frozen}
         self.once_frozen |= self.frozen
         return Group(tuple(specs), overrides)
+
+    @property
+    def makes_groups(self) -> bool:
+        """Whether the optimizer may make a process group, whose name torch takes of their number.
+
+        Torch raises for a name that it gave before another group was destroyed.
+        """
+        return self.is_partitioned or self.sharding.get("overlap_grad_sync") is True
+
+    @property
+    def most_groups(self) -> int:
+        """How many groups may be drawn: more kinds of matrices would share calls of kernels."""
+        return 2 if self.is_muon else 5
+
+    @property
+    def max_norms(self) -> list[float]:
+        """The bounds of clips to choose among; of ShardedMuon's none that rounds gradients."""
+        return [1e6] if self.is_muon else [0.5, 10.0, 1e6]
+
+    def _as_muon(self, specs: list[Spec]) -> tuple[list[Spec], dict[str, Any]]:
+        """Return a group's parameters and options for ShardedMuon: of two shapes of matrices.
+
+        Added groups must be of one kind. In one that is divided, matrices come first.
+        """
+        kinds = ["muon", "adamw"] if self.ops else ["muon", "adamw", "divided", "divided"]
+        kind, split = self.chance.choice(kinds), self.chance.choice([1, 1, 2, 3])
+        if kind == "adamw":
+            return specs, {"use_muon": False, "eps": self.chance.choice([1e-8, 1e-3])}
+        known = [shape for shape in _MATRICES[split] if self.has_empty or 0 not in shape]
+        shapes = self.chance.sample(known, 2)
+        layouts = ["contiguous", "contiguous", "gapped", "transposed"]
+        drawn, others = [], []
+        for spec in specs:
+            if kind == "divided" and len(spec.shape) not in (2, 3) and self.maybe(0.5):
+                others.append(spec)
+                continue
+            shape, layout = self.chance.choice(shapes), self.chance.choice(layouts)
+            drawn.append(spec._replace(shape=shape, layout=layout))
+        options = {"split": split} if split > 1 else {}
+        if kind == "muon":
+            options["use_muon"] = True
+        return [*drawn, *others], options
 
     def draw_sharding(self) -> dict[str, Any]:
         """Return sharding options; a wire that rounds only where gradients are integers."""
@@ -166,6 +241,8 @@ class Draws:
         by_model = self.maybe(0.3)
         if self.frozen and not by_model and not self.features["zero_in_place_while_frozen"]:
             to_none = True
+        if self.is_partitioned:
+            to_none, by_model = True, False
         self.weight = 0
         self.add("zero_grad", to_none=to_none, by_model=by_model)
 
@@ -189,6 +266,9 @@ class Draws:
                     absent[rank] = [*absent[rank], name]
         if self.maybe(0.05):
             absent[self.chance.randrange(self.world)] = self.names()
+        if self.is_partitioned:  # every rank runs as many backwards
+            first = self.names()[0]
+            absent = {rank: [n for n in names if n != first] for rank, names in absent.items()}
         absent = {rank: names for rank, names in absent.items() if names}
         drawn: dict[str, Any] = {"seed": self.chance.randrange(10**6), "absent": absent}
         if self.maybe(0.2):

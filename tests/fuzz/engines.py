@@ -7,7 +7,7 @@ here imports shardfuse.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -104,13 +104,6 @@ class OracleEngine:
         return [{**param.state, "step": param.step} if param.step else {} for param in params]
 
 
-def engine_for(kind: Kind, options: Mapping[str, Any]) -> Engine:
-    """Return the engine of a rule, without parameters yet."""
-    if kind.torch:
-        return TorchEngine(kind.torch, options)
-    return OracleEngine(kind.oracle, options)
-
-
 class ExactEngine:
     """A rule of exact.py over fp32 masters, with the hyper-parameters of another engine's groups.
 
@@ -128,9 +121,10 @@ class ExactEngine:
         self._steps: list[int] = []
 
     def add_group(self, values: Sequence[Tensor]) -> None:
-        """Add a group of parameters that start from ``values``."""
-        group = 1 + max((group for group, _ in self._params), default=-1)
+        """Add the parameters by which the groups have grown; they start from ``values``."""
+        owners = [number for number, group in enumerate(self._groups) for _ in group["params"]]
         for value in values:
+            group = owners[len(self._params)]
             self._params.append((group, value.detach().float().clone()))
             self._states.append({})
             self._steps.append(0)
@@ -156,3 +150,62 @@ class ExactEngine:
     def states(self) -> list[State]:
         """Return {state name: tensor} of every parameter."""
         return self._states
+
+    def steps(self) -> list[int]:
+        """Return how often every parameter was updated."""
+        return self._steps
+
+
+class MuonEngine:
+    """ShardedMuon's groups over the exact rule, without fused operators.
+
+    Not in double precision: what bf16 rounds otherwise the iteration may enlarge to any size, so
+    only bits can be compared. A group without ``use_muon`` is divided; its matrices come first.
+    """
+
+    _MUON: ClassVar[dict[str, Any]] = {
+        **{"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "eps": 1e-7},
+        **{"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5, "adjust_lr_fn": None},
+        "split": 1,
+    }
+    _ADAMW: ClassVar[dict[str, Any]] = {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False}
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        own = {**self._MUON, **options}
+        adamw = own.pop("adamw", {})
+        self._defaults = {True: own, False: {**own, **self._ADAMW, **adamw}}
+        self.groups: list[dict[str, Any]] = []
+        self._exact = ExactEngine("muon", self.groups, fused=False)
+
+    def add_group(
+        self, values: Sequence[Tensor], names: Sequence[str], overrides: Mapping[str, Any]
+    ) -> None:
+        split = overrides.get("split", self._defaults[True]["split"])
+        by_kind: dict[bool, list[str]] = {}
+        for name, value in zip(names, values, strict=True):
+            is_matrix = value.dim() == 2 or (value.dim() == 3 and split != 1)
+            by_kind.setdefault(overrides.get("use_muon", is_matrix), []).append(name)
+        assert list(by_kind) == sorted(by_kind, reverse=True), "matrices come first"
+        for use_muon, members in by_kind.items():
+            own = {**self._defaults[use_muon], **overrides}
+            self.groups.append({**own, "params": members, "use_muon": use_muon})
+        self._exact.add_group(values)
+
+    def step(self, means: Means) -> None:
+        self._exact.step(means)
+
+    def values(self) -> list[Tensor]:
+        return self._exact.values()
+
+    def states(self) -> list[dict[str, Any]]:
+        pairs = zip(self._exact.states(), self._exact.steps(), strict=True)
+        return [{**own, "step": step} if "exp_avg" in own else dict(own) for own, step in pairs]
+
+
+def engine_for(kind: Kind, options: Mapping[str, Any]) -> Engine:
+    """Return the engine of a rule, without parameters yet."""
+    if kind.exact == "muon":
+        return MuonEngine(options)
+    if kind.torch:
+        return TorchEngine(kind.torch, options)
+    return OracleEngine(kind.oracle, options)

@@ -170,6 +170,44 @@ def adadelta(p: Tensor, g: Tensor, state: State, o: Options, step: int) -> None:
     p.add_(delta, alpha=-o["lr"])
 
 
+def _orthogonal(matrices: Tensor, o: Options) -> Tensor:
+    """Iterate as torch.optim.Muon does, which torch has from 2.9 on, over (k, m, n).
+
+    Products of few elements are rounded otherwise where ``matrices`` are multiplied one by one, and
+    all where they have another layout.
+    """
+    a, b, c = o["ns_coefficients"]
+    x = matrices.bfloat16()
+    is_tall = x.shape[1] > x.shape[2]
+    x = x.mT if is_tall else x
+    for matrix in x:
+        matrix.div_(matrix.norm().clamp(min=o["eps"]))
+    for _ in range(o["ns_steps"]):
+        gram = torch.bmm(x, x.mT)
+        update = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, update, x, beta=a)
+    return x.mT if is_tall else x
+
+
+def muon(p: Tensor, g: Tensor, state: State, o: Options, step: int) -> None:
+    """Each of ``split`` matrices by itself; AdamW where ``use_muon`` is False."""
+    if not o["use_muon"]:
+        adamw(p, g, state, o, step)
+        return
+    g = torch.empty_like(p).copy_(g)  # products round by the layout in memory
+    momentum = _state(state, "momentum_buffer", p).lerp_(g, 1.0 - o["momentum"])
+    u = torch.lerp(g, momentum, o["momentum"]) if o["nesterov"] else momentum
+    *_, rows, columns = p.shape
+    rows = rows if p.dim() == 3 else rows // o["split"]
+    ratio = max(1.0, rows / columns) ** 0.5
+    if o["adjust_lr_fn"] == "match_rms_adamw":
+        ratio = 0.2 * max(rows, columns) ** 0.5
+    if p.numel():
+        u = _orthogonal(u.reshape(-1, rows, columns), o).reshape(p.shape).float()
+        p.mul_(1.0 - o["lr"] * o["weight_decay"]).add_(u, alpha=-o["lr"] * ratio)
+
+
 RULES: dict[str, Rule] = {
-    rule.__name__: rule for rule in (sgd, adam, adamw, bert_adam, rmsprop, rmsprop_tf, adadelta)
+    rule.__name__: rule
+    for rule in (sgd, adam, adamw, bert_adam, rmsprop, rmsprop_tf, adadelta, muon)
 }

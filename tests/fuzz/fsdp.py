@@ -41,22 +41,26 @@ from tests.support.dtensors import full
 _SHAPES = ((1,), (5,), (513,), (1500,), (17, 40), (40, 420), (3, 5, 7), (6, 3, 4, 4), (2, 7))
 
 
-def generate_fsdp(seed: int, worlds: Sequence[int] = (1, 2, 3, 4)) -> Program:
+def generate_fsdp(seed: int, worlds: Sequence[int] = (1, 2, 3, 4), optimizer: str = "") -> Program:
     """Return the program of a seed; four ranks are a mesh of 2 x 2, or a line.
 
     Args:
         seed: any number.
         worlds: the sizes to choose among.
+        optimizer: a class; empty to draw one.
     """
-    return _Generator(seed, worlds, FEATURES).program()
+    return _Generator(seed, worlds, FEATURES, optimizer).program()
 
 
 class _Generator(Draws):
+    has_empty = False
+
     def program(self) -> Program:
         """Draw everything, in one order."""
         chance = self.chance
         low = chance.random() < 0.25
-        groups = tuple(self._group(low) for _ in range(chance.randint(1, 3)))
+        num_groups = min(chance.randint(1, 3), self.most_groups)
+        groups = tuple(self._group(low) for _ in range(num_groups))
         for _ in range(chance.randint(3, 7)):
             self._round()
         self.add("check_state")
@@ -77,6 +81,15 @@ class _Generator(Draws):
 
     def _group(self, low: bool) -> Group:
         own = self.draw_group(frozen_share=0.0)
+        if self.is_muon:
+            dtype = "bfloat16" if low else "float32"
+            kept = [s if s.numel and s.shape else s._replace(shape=(5,)) for s in own.specs]
+            names = [s.name.replace(".", "_") for s in kept]
+            specs = [
+                Spec(name, s.shape, dtype, init=s.init) for name, s in zip(names, kept, strict=True)
+            ]
+            self.specs[-len(specs) :] = specs
+            return Group(tuple(specs), own.overrides)
         specs = [
             Spec(
                 name=spec.name.replace(".", "_"),
@@ -109,7 +122,7 @@ class _Generator(Draws):
             self.add("edit_param", names=self.some(whole, 0.3), how="add", seed=0)
         step: dict[str, Any] = {}
         if self.maybe(0.2):
-            step["clip"] = chance.choice([0.5, 10.0, 1e6])
+            step["clip"] = chance.choice(self.max_norms)
         if self.maybe(0.2):
             step["norm_first"] = True
         self.add("step", **step)

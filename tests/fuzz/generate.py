@@ -11,7 +11,10 @@ from tests.fuzz.program import Program
 
 
 def generate(
-    seed: int, worlds: Sequence[int] = (1, 2, 3), features: Mapping[str, bool] = FEATURES
+    seed: int,
+    worlds: Sequence[int] = (1, 2, 3),
+    features: Mapping[str, bool] = FEATURES,
+    optimizer: str = "",
 ) -> Program:
     """Return the program of a seed.
 
@@ -19,15 +22,17 @@ def generate(
         seed: any number.
         worlds: the sizes to choose among.
         features: what it may contain, as in features.py.
+        optimizer: a class; empty to draw one.
     """
-    return _Generator(seed, worlds, features).program()
+    return _Generator(seed, worlds, features, optimizer).program()
 
 
 class _Generator(BetweenSteps):
     def program(self) -> Program:
         """Draw everything, in one order."""
-        groups = tuple(self.draw_group() for _ in range(self.chance.randint(1, 3)))
-        faulty = self.world > 1 and self.maybe(0.08)
+        num_groups = min(self.chance.randint(1, 3), self.most_groups)
+        groups = tuple(self.draw_group() for _ in range(num_groups))
+        faulty = self.world > 1 and self.maybe(0.08) and not self.is_partitioned
         num_rounds = self.chance.randint(3, 8)
         fault_round = self.chance.randrange(num_rounds)
         for index in range(num_rounds):
@@ -51,7 +56,7 @@ class _Generator(BetweenSteps):
             kind=self.kind,
             largest=self.largest,
             scaler=self.scaler,
-            own_group=self.world > 1 and self.maybe(0.1),
+            own_group=self.world > 1 and self.maybe(0.1) and not self.makes_groups,
             spoils=self.spoils,
             differs=self.maybe(0.3),
             model=model,
@@ -63,17 +68,18 @@ class _Generator(BetweenSteps):
         for _ in range(self.chance.choice([0, 0, 1, 2])):
             self.between()
         closure = not self.scaler and not self.reduced and self.maybe(0.08)
+        closure &= not self.is_partitioned
         if not closure:
             for _ in range(self.chance.choice([1, 1, 1, 2, 3])):
                 self.backward()
-                if self.maybe(0.3):
+                if self.maybe(0.3) and not self.is_partitioned:
                     self.handle_gradients()
         if self.has_model and self.more.random() < 0.6:
             self.add("write_buffers", seed=self.more.randrange(100))
         if self.clips_locally and not closure and self.more.random() < 0.5:
             self.add("clip_locally", limit=self.more.choice([0.1, 1.0, 1e6]))
         self.step(closure)
-        cleared = self.scaler or self.maybe(0.75)
+        cleared = self.scaler or self.maybe(0.75) or self.is_partitioned
         thirds = self.reduced and self.world == 3  # a mean of integers is not exact: adds no more
         if cleared or thirds:
             self.zero_grad()
@@ -137,7 +143,7 @@ class _Generator(BetweenSteps):
         sees_gradients = not self.scaler or "unscale" in args
         if sees_gradients and not closure and "halve" not in self.hooks:
             if self.maybe(0.2, "clips"):
-                args["clip"] = self.chance.choice([0.5, 10.0, 1e6])
+                args["clip"] = self.chance.choice(self.max_norms)
                 if self.optimizer.startswith("NpuFused"):
                     args["power"] = self.chance.choice([2.0, 2.0, 1.0, float("inf")])
             if self.maybe(0.15):

@@ -178,7 +178,7 @@ class Job:
         for spec, param in zip(specs, self.local.params.values(), strict=True):
             if spec.numel and saved & {other.name for other in specs}:
                 param.requires_grad_(spec.name in saved)
-        if "momentum" in self.program.options:
+        if "momentum" in self.program.options and "Muon" not in self.program.optimizer:
             # It may have been set later; an optimizer built without one has no buffers to load.
             self.groups = [
                 group._replace(overrides={**group.overrides, "momentum": own["momentum"]})
