@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from shardfuse import ShardedAdamW, ShardedLamb
+from shardfuse import ShardedAdamW, ShardedLamb, ShardedMuon
 from tests.support.dtensors import fsdp_net, full, rank_grads
 from tests.support.harness import run_procs
 
@@ -37,7 +38,25 @@ def newest(folder: Path) -> int:
     return max((int(p.parent.name) for p in folder.glob("*/.metadata")), default=0)
 
 
-def train(folder: str, victim: int = -1, kills_at: int = 0, delay_s: float = 0.0) -> list[Any]:
+def adamw_and_lamb(params: Sequence[Any]) -> list[Any]:
+    eager = {"kernel": "eager"}
+    return [
+        ShardedAdamW(params[:2], lr=0.05, sharding=eager),
+        ShardedLamb(params[2:], lr=0.05, variant="nvlamb", sharding=eager),
+    ]
+
+
+def muon(params: Sequence[Any]) -> list[Any]:
+    return [ShardedMuon(params, lr=0.05, sharding={"kernel": "eager"})]
+
+
+def train(
+    make: Callable[..., list[Any]],
+    folder: str,
+    victim: int = -1,
+    kills_at: int = 0,
+    delay_s: float = 0.0,
+) -> list[Any]:
     """Train from the newest checkpoint, with one after each step; return the parameters.
 
     Rank ``victim`` is killed ``delay_s`` seconds after it has begun the save of step ``kills_at``.
@@ -45,10 +64,7 @@ def train(folder: str, victim: int = -1, kills_at: int = 0, delay_s: float = 0.0
     rank, root = dist.get_rank(), Path(folder)
     model = fsdp_net(names=NAMES)
     params = list(model.named_parameters())
-    optimizers: list[Any] = [
-        ShardedAdamW(params[:2], lr=0.05, sharding={"kernel": "eager"}),
-        ShardedLamb(params[2:], lr=0.05, variant="nvlamb", sharding={"kernel": "eager"}),
-    ]
+    optimizers = make(params)
     first = newest(root)
     if first:
         load(model, optimizers, root / str(first))
@@ -83,10 +99,17 @@ def killed(rank: int, store: str, *args: Any) -> None:
     train(*args)
 
 
-def run_until_killed(folder: Path, store: Path, victim: int, step: int, delay_s: float) -> None:
+def run_until_killed(
+    make: Callable[..., list[Any]],
+    folder: Path,
+    store: Path,
+    victim: int,
+    step: int,
+    delay_s: float,
+) -> None:
     """Have a rank killed in a save, and end the other, which waits for it or has failed."""
     context = multiprocessing.get_context("forkserver")
-    args = (str(store), str(folder), victim, step, delay_s)
+    args = (str(store), make, str(folder), victim, step, delay_s)
     ranks = [context.Process(target=killed, args=(rank, *args)) for rank in range(WORLD_SIZE)]
     for rank in ranks:
         rank.start()
@@ -98,10 +121,14 @@ def run_until_killed(folder: Path, store: Path, victim: int, step: int, delay_s:
     other.join()
 
 
-@pytest.mark.parametrize("num_kills", [4, 20])
-def test_killed_while_saving(num_kills: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_kills", "make"), [(4, adamw_and_lamb), (20, adamw_and_lamb), (20, muon)]
+)
+def test_killed_while_saving(
+    num_kills: int, make: Callable[..., list[Any]], tmp_path: Path
+) -> None:
     """At any moment of a save: the last whole checkpoint loads, and the job goes on bitwise."""
-    expected = run_procs(WORLD_SIZE, train, str(tmp_path / "whole"), timeout=100.0)[0]
+    expected = run_procs(WORLD_SIZE, train, make, str(tmp_path / "whole"), timeout=100.0)[0]
     chance, folder, num_torn = random.Random(num_kills), tmp_path / "killed", 0
     for number in range(num_kills):
         last = newest(folder)
@@ -110,10 +137,10 @@ def test_killed_while_saving(num_kills: int, tmp_path: Path) -> None:
             for path in folder.glob(f"{last}/.metadata"):
                 path.unlink()  # the same save again
         victim, delay_s = chance.randrange(WORLD_SIZE), chance.uniform(0.0, 0.05)
-        run_until_killed(folder, tmp_path / f"store{number}", victim, step, delay_s)
+        run_until_killed(make, folder, tmp_path / f"store{number}", victim, step, delay_s)
         assert newest(folder) in (step, step - 1)
         num_torn += newest(folder) == step - 1
     assert num_torn, "no kill came before the end of a save"
-    found = run_procs(WORLD_SIZE, train, str(folder), timeout=100.0)
+    found = run_procs(WORLD_SIZE, train, make, str(folder), timeout=100.0)
     for own in found:
         assert all(torch.equal(a, b) for a, b in zip(own, expected, strict=True))

@@ -385,10 +385,11 @@ dist.destroy_process_group()
 """
 
 
-def test_torchrun_restarts_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["ShardedAdamW", "ShardedMuon"])
+def test_torchrun_restarts_it(optimizer: str, tmp_path: Path) -> None:
     """A rank is killed, and in the restarted run the other one; the same line goes on each time."""
     script = tmp_path / "job.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT.replace("ShardedAdamW", optimizer))
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     results = []
     for name, kills in (("whole", []), ("killed", ["5/1", "9/0"])):
