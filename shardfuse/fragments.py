@@ -177,6 +177,8 @@ class FragmentTensor(torch.Tensor):
     pieces: Sequence[Chunk]
     """This rank's chunks: (offsets, tensor) pairs, in storage order."""
 
+    _by_offsets: dict[tuple[int, ...], Tensor]  # made where it is asked for
+
     @staticmethod
     def __new__(
         cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pieces: Sequence[Chunk]
@@ -185,6 +187,7 @@ class FragmentTensor(torch.Tensor):
             cls, torch.Size(shape), dtype=dtype, device=device
         )
         self.pieces = pieces
+        self._by_offsets = {}
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -267,10 +270,12 @@ class FragmentTensor(torch.Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """Return the data of the chunk that starts at ``index.offset``."""
-        for chunk in self.pieces:
-            if index.offset is not None and chunk.offsets == tuple(index.offset):
-                return chunk.data
-        raise ValueError(f"No piece of {index.fqn} starts at {index.offset}.")
+        if not self._by_offsets:  # a shard along another dimension than the first has many pieces
+            self._by_offsets = {chunk.offsets: chunk.data for chunk in self.pieces}
+        offsets = () if index.offset is None else tuple(index.offset)
+        if index.offset is None or offsets not in self._by_offsets:
+            raise ValueError(f"No piece of {index.fqn} starts at {index.offset}.")
+        return self._by_offsets[offsets]
 
 
 _ATEN = torch.ops.aten

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from shardfuse.checkpoint.index import CheckpointError
+from shardfuse.engine.dtensors import is_dtensor, local_of
 from shardfuse.engine.sharded_state import LocalCheckpointState, is_auxiliary, plain_number
 from shardfuse.optim.base import ShardedOptimizer
 
@@ -440,6 +441,8 @@ def _computed_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, An
 def _shares_memory(value: Any, other: Any) -> bool:
     if not isinstance(value, Tensor) or not isinstance(other, Tensor):
         return False
+    if is_dtensor(value) and is_dtensor(other):
+        value, other = local_of(value), local_of(other)
     return not value.numel() or value.data_ptr() == other.data_ptr()
 
 

@@ -180,15 +180,20 @@ def _check_has_arenas(opt: OptimizerState, groups: Groups, steps: Mapping[int, i
         if not lacking or not trained:
             continue
         name = opt.layout.specs[trained[0]].name
-        remedy = (
-            f"{name} was frozen. Build while it requires a gradient, load, then freeze it."
-            if state.flat.frozen
-            else "the hyper-parameters were others. Build it with those of the checkpoint."
-        )
-        raise ValueError(
-            f"The checkpoint is of an optimizer that has trained {name}, and this one has no place "
-            f"for its {lacking[0]}: when this one was built, {remedy}"
-        )
+        raise no_place(name, lacking[0], is_frozen=state.flat.frozen)
+
+
+def no_place(name: str, state: str, *, is_frozen: bool) -> ValueError:
+    """Return the error that a checkpoint has a ``state`` of a parameter, and the optimizer not."""
+    remedy = (
+        f"{name} was frozen. Build while it requires a gradient, load, then freeze it."
+        if is_frozen
+        else "the hyper-parameters were others. Build it with those of the checkpoint."
+    )
+    return ValueError(
+        f"The checkpoint is of an optimizer that has trained {name}, and this one has no place "
+        f"for its {state}: when this one was built, {remedy}"
+    )
 
 
 # For shardfuse.checkpoint
@@ -250,31 +255,40 @@ class LocalCheckpointState:
 
     def to_write(self) -> dict[str, Any]:
         """Return the state dict that this rank writes. Local."""
-        opt = self._optimizer_state
-        result: dict[str, Any] = dict(self._fragments(self._writes))
-        for state in opt.flats:
+        result: dict[str, Any] = dict(self._states(to_write=True))
+        counts = self._counts()
+        steps = torch.tensor([*counts.values()], dtype=torch.int64)
+        for name, step in zip(counts, steps, strict=True):
+            own = FragmentTensor((), step.dtype, step.device, [Chunk((), step)])
+            result[f"state.{name}.step"] = own
+        if self.comm.rank == 0:
+            result["param_groups"] = self.groups_to_fill()
+        return result
+
+    def _counts(self) -> dict[str, int]:
+        """Return {parameter: update count} of those whose count this rank writes."""
+        found: dict[str, int] = {}
+        for state in self._optimizer_state.flats:
             buckets = [bucket for bucket in state.flat.buckets if self._writes(bucket)]
             owned = [f for bucket in buckets for f in state.fragments[bucket.index]]
             mine = [fragment.param for fragment in owned if fragment.param_start == 0]
             if self.comm.rank == 0:
                 mine += [slot.param for slot in state.flat.slots if not slot.numel]
-            steps = torch.tensor([state.step_of(param) for param in mine], dtype=torch.int64)
-            for param, step in zip(mine, steps, strict=True):
-                key = f"state.{state.spec_of[param].name}.step"
-                result[key] = FragmentTensor((), step.dtype, step.device, [Chunk((), step)])
-        if self.comm.rank == 0:
-            result["param_groups"] = groups_to_save(opt)
-        return result
+            found |= {state.spec_of[param].name: state.step_of(param) for param in mine}
+        return found
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each tensor of all ranks, by key: a load needs all. Local."""
+        return self._state_shapes() | dict.fromkeys(self.step_keys(), ())
+
+    def _state_shapes(self) -> dict[str, tuple[int, ...]]:
         found: dict[str, tuple[int, ...]] = {}
         for state in self._optimizer_state.flats:
             for name in arenas_of(state):
                 for spec in state.specs:
                     if spec.numel and holds(state, name, spec):
                         found[f"state.{spec.name}.{name}"] = (spec.numel,)
-        return found | dict.fromkeys(self.step_keys(), ())
+        return found
 
     def step_keys(self) -> list[str]:
         """Return the keys of all step counts. Local."""
@@ -282,14 +296,15 @@ class LocalCheckpointState:
 
     def tensors_to_fill(self) -> dict[str, FragmentTensor]:
         """Return this rank's states, which a reader fills in place. Local."""
-        return dict(self._fragments(_always))
+        return dict(self._states(to_write=False))
 
     def groups_to_fill(self) -> Groups:
         """Return groups as they are saved, in which a reader replaces values. Local."""
         return groups_to_save(self._optimizer_state)
 
-    def _fragments(self, has: Callable[[Bucket], bool]) -> Iterator[tuple[str, FragmentTensor]]:
+    def _states(self, *, to_write: bool) -> Iterator[tuple[str, FragmentTensor]]:
         """Yield (key, this rank's fragments of a state), of params of which it has any."""
+        has = self._writes if to_write else _always
         for state in self._optimizer_state.flats:
             for name, arena in arenas_of(state).items():
                 held = held_fragments(state, arena.view, flat_chunks, has=has)
@@ -387,7 +402,11 @@ class LocalCheckpointState:
 
     def check(self, state_dict: Mapping[str, Any]) -> None:
         """Raise ValueError if groups and steps of a state dict do not fit. Local."""
-        check(self._optimizer_state, state_dict)
+        self._checked(state_dict)
+
+    def _checked(self, state_dict: Mapping[str, Any]) -> tuple[Groups, dict[int, int]]:
+        """Check a state dict; return merged groups, and the update count of each parameter."""
+        return check(self._optimizer_state, state_dict)
 
     def load(self, state_dict: Mapping[str, Any], saved: str) -> None:
         """Load groups and steps, after a reader has filled tensors_to_fill(). Local.
@@ -396,9 +415,7 @@ class LocalCheckpointState:
         a warning, because states with the same names and hyper-parameters mean the same under both
         rules, as those of Adam and AdamW.
         """
-        set_hyper_parameters(
-            self._optimizer_state, state_dict, *check(self._optimizer_state, state_dict)
-        )
+        self._set(state_dict, *self._checked(state_dict))
         self._loaded()
         if saved not in ("", self.rule) and self.comm.rank == 0:
             logger.warning(
@@ -407,6 +424,12 @@ class LocalCheckpointState:
                 saved,
                 self.rule,
             )
+
+    def _set(
+        self, state_dict: Mapping[str, Any], merged: Groups, counts: Mapping[int, int]
+    ) -> None:
+        """Set groups and steps to what _checked() has returned."""
+        set_hyper_parameters(self._optimizer_state, state_dict, merged, counts)
 
     def publish(self) -> None:
         """All-gather the parameters, bucket by bucket. Collective."""

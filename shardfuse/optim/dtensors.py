@@ -52,15 +52,15 @@ _OPTIONS: dict[str, str] = {
     "grads_are_reduced": "Remove it: FSDP2 averages gradients",
     "broadcast_params": "Remove it: ranks hold different shards, which nothing broadcasts",
     "broadcast_buffers": "Remove it: buffers of the model are not synchronised here",
-    "consolidate_every": "Remove it, and save get_optimizer_state_dict() of "
-    "torch.distributed.checkpoint.state_dict on all ranks",
+    "consolidate_every": "Remove it, and save by shardfuse.checkpoint.save(), or save "
+    "get_optimizer_state_dict() of torch.distributed.checkpoint.state_dict, on all ranks",
 }
 """Options of a task that torch does here: {name: remedy}."""
 
 _STATE_DICT = (
-    "Use get_optimizer_state_dict() and set_optimizer_state_dict() of "
-    "torch.distributed.checkpoint.state_dict, with full_state_dict=True for whole tensors, and "
-    "torch.distributed.checkpoint.save() and load()."
+    "Use shardfuse.checkpoint.save() and load(); or get_optimizer_state_dict() and "
+    "set_optimizer_state_dict() of torch.distributed.checkpoint.state_dict, with "
+    "full_state_dict=True for whole tensors, and torch.distributed.checkpoint.save() and load()."
 )
 
 _COMBINED = "Use p.grad and the parameters themselves: nothing combines them here."
@@ -70,8 +70,6 @@ _METHODS: dict[str, str] = {
     "consolidate_state_dict()": _STATE_DICT,
     "sharded_state_dict()": _STATE_DICT,
     "load_sharded_state_dict()": _STATE_DICT,
-    "shardfuse.checkpoint": _STATE_DICT,
-    "Job": f"{_STATE_DICT} A Job needs an optimizer over a model that is not sharded.",
     "torch.distributed.algorithms.Join": "FSDP2 has no support for uneven inputs: give every rank "
     "the same number of batches.",
     "get_combined_params()": _COMBINED,

@@ -17,6 +17,7 @@ from shardfuse.comm.session import Counter, PeerError
 from shardfuse.config import ShardConfig
 from shardfuse.engine import sharded_state, torch_state
 from shardfuse.engine.consistency import ConsistencyCheck
+from shardfuse.engine.dtensor_fragments import DTensorCheckpointState
 from shardfuse.engine.dtensors import DTensorShards
 from shardfuse.engine.params import FlatState, OwnShards, rebind
 from shardfuse.engine.sharded_state import LocalCheckpointState
@@ -345,7 +346,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
             RuntimeError: inside Join; or under DeepSpeed, because its engine saves.
         """
         self._can_be_saved = True
-        return LocalCheckpointState(self._optimizer_state(), self._note_loaded)
+        opt, loaded = self._optimizer_state(), self._note_loaded
+        if isinstance(self._shards, DTensorShards):
+            return DTensorCheckpointState(opt, loaded, self._shards)
+        return LocalCheckpointState(opt, loaded)
 
     @untraced
     def companions(self) -> dict[str, Any]:

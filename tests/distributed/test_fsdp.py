@@ -31,11 +31,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._pytree import tree_map_only
 
-import shardfuse
 from shardfuse import ShardedAdamP, ShardedAdamW, ShardedBertAdam, ShardedGradScaler, ShardedLamb
 from shardfuse.comm.session import PeerError
 from shardfuse.optim import npu
-from shardfuse.training import Job, StepMonitor
+from shardfuse.training import StepMonitor
 from tests.support import dtensors
 from tests.support.dtensors import BUILD, REDUCING, Net, fsdp_net, full, rank_grads
 from tests.support.harness import run_procs
@@ -681,7 +680,7 @@ METHODS: dict[str, str] = {
     "memory_summary": WORKS,
     "minimize": WORKS,
     "no_sync": WORKS,
-    "parts": REFUSED,
+    "parts": WORKS,
     "rebind": WORKS,
     "saves_are_arranged": WORKS,
     "set_lr": WORKS,
@@ -774,21 +773,6 @@ def test_table_of_methods() -> None:
     known = {name: value for name, value in METHODS.items() if name in found}
     assert found == known
     assert {name for name in METHODS if METHODS[name] == REFUSED} <= found.keys()
-
-
-def refuse_job(folder: str) -> None:
-    model = fsdp_net()
-    optimizer = ShardedAdamW(named(model), sharding=EAGER)
-    with pytest.raises(RuntimeError, match=r"Job is not available .* get_optimizer_state_dict"):
-        Job(folder, {"optimizer": optimizer}, save_every=1)
-    with pytest.raises(RuntimeError, match=r"shardfuse.checkpoint is not available"):
-        shardfuse.checkpoint.save({"optimizer": optimizer}, folder)
-
-
-def test_own_checkpoints_are_refused(tmp_path: Path) -> None:
-    import shardfuse.checkpoint  # noqa: F401
-
-    run_procs(2, refuse_job, str(tmp_path))
 
 
 # Errors on every rank
