@@ -259,6 +259,8 @@ EXHAUSTIVE = re.compile(
             r"test_bert_runs\.py::test_other_worlds_and_micro_batches.*\[[34]\]",
             r"test_bert_runs\.py::test_(a_run_resumes|two_ranks_train_as_one).*\[adam\]",
             r"test_bert_runs\.py::test_low_precision_follows_full_precision\[bf16",
+            r"test_bert_fsdp\.py::test_(two_phases|losses.*\[(bf16|fp16)\])",
+            r"test_fsdp_checkpoint\.py::test_a_stopped_job\[False",
             r"test_bench\.py::test_update_and_comm_leave_their_files",
             r"test_lamb_warnings\.py::test_the_bert_job_does_not_warn",
             r"test_trainer\.py::test_ranks_agree_and_states_are_sharded\[(class|unclipped|bf16|epoch)",

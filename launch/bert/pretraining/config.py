@@ -25,6 +25,7 @@ from pretraining.parser import (
 from pretraining.phases import FIELDS, Phase, spans
 from pretraining.rundir import CONFIG_FILE, check_unused, newest_run_dir, next_run_dir
 from shardfuse import ShardConfig
+from shardfuse.optim.dtensors import config_for
 
 DEFAULT_LR: dict[str, float] = {
     "lamb": 1e-2,
@@ -87,6 +88,8 @@ class RunConfig:
     seed: int
     device: Literal["auto", "cpu"]
     bucket_cap_mb: float
+    fsdp: bool
+    """On several ranks FSDP2 shards the model."""
     sharding: str
     """Other options of ShardConfig, as a JSON object."""
     run_dir: Path
@@ -115,6 +118,8 @@ class RunConfig:
         self._require("timeout_seconds", self.timeout_seconds < 1e9, "below 1e9")
         self._require("dropout", 0 <= self.dropout < 1, "from 0 to below 1")
         self._require("betas", all(0 <= beta < 1 for beta in self.betas), "from 0 to below 1")
+        layers = "left out with --fsdp, which sends layers"
+        self._require("bucket_cap_mb", not self.fsdp or self.bucket_cap_mb == 25, layers)
         if self.eps is not None:
             self._require("eps", self.eps >= 0, "0 or greater")
             self._require("eps", self.eps < float("inf"), "a number")
@@ -128,7 +133,9 @@ class RunConfig:
             options = json.loads(self.sharding)
             # Checkpoints are sharded: nothing is ever consolidated.
             own = {"bucket_cap_mb": self.bucket_cap_mb, "consolidate_every": 0}
-            config = ShardConfig.of({**own, **options})
+            config = ShardConfig.of({**({} if self.fsdp else own), **options})
+            if self.fsdp:
+                config_for(config)  # raises for options of what FSDP2 does
         except (TypeError, ValueError) as error:
             raise UsageError(
                 f"--sharding must be a JSON object of ShardConfig's options, got {self.sharding}: "
@@ -162,6 +169,10 @@ class RunConfig:
     def max_seq_len(self) -> int:
         """Return the length of the longest sequences, for which the model has positions."""
         return max(phase.seq_len for phase in self.phases)
+
+    def is_sharded_on(self, world_size: int) -> bool:
+        """Return whether FSDP2 shards the model on so many ranks."""
+        return self.fsdp and world_size > 1
 
     def check_batches(self, world_size: int) -> None:
         """Raise `UsageError` if a phase's batch cannot be split over so many ranks."""
@@ -351,7 +362,7 @@ def read_stored_config(run_dir: Path) -> dict[str, Any]:
         one = {name: stored.pop(name) for name in FIELDS if name in stored}
         stored["phases"] = [{"carry": "all", **one}]
     later = {"sharding": "{}", "async_save": False, "eps": None, "init_from": None}
-    later |= {"architecture": {}, "norms_every": 50, "tensorboard": False}
+    later |= {"architecture": {}, "norms_every": 50, "tensorboard": False, "fsdp": False}
     return {**later, **DATA_DEFAULTS, **stored}
 
 

@@ -14,7 +14,7 @@ from pretraining.launch import Launch
 from pretraining.optimizers import build_optimizer
 from pretraining.phases import Phase, spans
 from pretraining.pretrained import new_model
-from shardfuse.plan import Budget, plan
+from shardfuse.plan import Budget, plan, plan_fsdp
 from shardfuse.plan.command import describe_plan
 from shardfuse.plan.models import shapes_of_module
 
@@ -82,7 +82,7 @@ def budget(config: RunConfig, world_size: int) -> Budget:
         model = new_model(config, config.vocab_size)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = "npu" if accelerator is None else accelerator.type
-    return plan(
+    return (plan_fsdp if config.is_sharded_on(world_size) else plan)(
         shapes_of_module(model),
         functools.partial(_build, config),
         world_size=world_size,

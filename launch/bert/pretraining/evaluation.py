@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,7 +12,7 @@ from transformers import BertForPreTraining
 
 from pretraining.model import loss_sums
 from pretraining.ranks import Ranks
-from pretraining.samples import IGNORED_LABEL, Batch, IntArray, SampleStream
+from pretraining.samples import IGNORED_LABEL, IntArray, SampleStream
 
 HELD_OUT_SEED = 20_190_401
 """Fixed, so that runs with different seeds are measured on the same masked tokens."""
@@ -45,10 +46,17 @@ class HeldOutEvaluation:
         # MLM loss, NSP loss, correct, masked tokens
         sums = torch.zeros(4, device=ranks.device)
         model.eval()
-        for batch in self._batches(start, stop):
+        batches = list(self._ranges(start, stop))
+        # Under FSDP2 a forward is collective, so each rank has as many as the one with most.
+        most = math.ceil(math.ceil(self.num_samples / world_size) / self.batch_size)
+        for number in range(most):
+            is_own = number < len(batches)
+            batch = self.stream.batch(0, batches[number] if is_own else range(1))
             batch = batch.to(ranks.device)
             with autocast:
                 losses = loss_sums(model, batch)
+            if not is_own:
+                continue
             num_masked = (batch.labels != IGNORED_LABEL).sum()
             sums += torch.stack([losses.mlm, losses.nsp, losses.num_correct, num_masked])
         model.train()
@@ -68,12 +76,14 @@ class HeldOutEvaluation:
         counts = token_counts + 1.0
         log_probability = np.log(counts / counts.sum())
         total, num_masked = 0.0, 0
-        for batch in self._batches(0, self.num_samples):
+        for samples in self._ranges(0, self.num_samples):
+            batch = self.stream.batch(0, samples)
             masked = batch.labels[batch.labels != IGNORED_LABEL].numpy()
             total -= float(log_probability[masked].sum())
             num_masked += len(masked)
         return total / num_masked
 
-    def _batches(self, start: int, stop: int) -> Iterator[Batch]:
+    def _ranges(self, start: int, stop: int) -> Iterator[range]:
+        """Yield the samples of each batch."""
         for first in range(start, stop, self.batch_size):
-            yield self.stream.batch(0, range(first, min(first + self.batch_size, stop)))
+            yield range(first, min(first + self.batch_size, stop))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from types import MethodType
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn import functional
 from transformers import BertConfig, BertForPreTraining
 
@@ -41,8 +46,38 @@ class LossSums(NamedTuple):
     num_correct: torch.Tensor  # fp32, masked tokens predicted exactly
 
 
+_SHARDED_FORWARD = "sharded_loss_sums"
+
+
+def shard(model: Any, device: torch.device) -> None:
+    """Shard the model over all ranks by FSDP2: each layer, and the rest with the root. Collective.
+
+    All ranks get the first one's weights, whose model alone may have those of a checkpoint.
+    """
+    for param in model.parameters():
+        dist.broadcast(param.detach(), 0)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    modules = [*model.bert.encoder.layer, model]
+    for module in modules:
+        fully_shard(module, mesh=mesh)
+        if device.type == "npu":  # HCCL has no mean (not run on hardware)
+            module.set_force_sum_reduction_for_comms(True)
+    # FSDP2 gathers in forward() alone, which loss_sums() does not call, unless it is told.
+    setattr(model, _SHARDED_FORWARD, MethodType(_loss_sums, model))
+    register_fsdp_forward_method(model, _SHARDED_FORWARD)
+
+
 def loss_sums(model: BertForPreTraining, batch: Batch) -> LossSums:
-    """Run the model; the vocabulary projection sees only the masked positions."""
+    """Run the model; the vocabulary projection sees only the masked positions.
+
+    Of a model after shard() this is collective.
+    """
+    forward = getattr(model, _SHARDED_FORWARD, functools.partial(_loss_sums, model))
+    sums: LossSums = forward(batch)
+    return sums
+
+
+def _loss_sums(model: BertForPreTraining, batch: Batch) -> LossSums:
     mask = batch.attention_mask
     if mask.device.type != "cpu" and int(transformers.__version__.split(".")[0]) >= 5:
         # transformers 5 takes a 4-D mask as it is. It reads a 2-D one on the host, which would wait

@@ -88,14 +88,13 @@ def attach_backend(optimizer: ShardedOptimizer, carry: Carry) -> None:
     """Keep of the optimizer's state what the next phase is to have of it. Collective."""
     if carry == "all":
         return
-    state = optimizer.sharded_state_dict()
+    own = optimizer.parts()
     # LAMB counts in groups, too: without a step there, it is that of the parameters.
-    groups = [{k: v for k, v in group.items() if k != "step"} for group in state["param_groups"]]
+    groups = [{k: v for k, v in group.items() if k != "step"} for group in own.groups_to_fill()]
     if carry == "weights":
         optimizer.load_state_dict({"state": {}, "param_groups": groups})
         return
-    steps = {key: torch.zeros_like(state[key]) for key in state if key.endswith(".step")}
-    optimizer.load_sharded_state_dict({**state, **steps, "param_groups": groups})
+    own.load({**dict.fromkeys(own.step_keys(), 0), "param_groups": groups}, own.rule)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -97,6 +97,8 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
     add("--seed", type=int, default=0, help="of weights, samples and dropout")
     add("--device", choices=("auto", "cpu"), default="auto", help="auto: accelerator if any")
     add("--bucket-cap-mb", type=float, default=25, help="size of one collective, MiB")
+    add("--fsdp", action="store_true",
+        help="shard parameters and gradients, too: FSDP2 on each layer and the root")  # fmt: skip
     add("--sharding", default="{}", metavar="JSON",
         help='more of ShardConfig, such as {"stage": 2}')  # fmt: skip
 

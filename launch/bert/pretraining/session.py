@@ -58,6 +58,7 @@ def _keep_silent(line: str) -> None:
 
 def _introduce(trainer: Trainer, corpus: PreparedCorpus, first_step: int) -> None:
     config, summary = trainer.config, corpus.summary
+    fsdp = ", FSDP2" if config.is_sharded_on(trainer.ranks.launch.world_size) else ""
     num_params = sum(param.numel() for param in trainer.model.parameters())
     say(
         f"text: {summary.num_words:,} words in {summary.num_documents:,} documents, of which "
@@ -70,7 +71,7 @@ def _introduce(trainer: Trainer, corpus: PreparedCorpus, first_step: int) -> Non
         say(
             f"{which if len(trainer.legs) > 1 else ''}batch: {phase.global_batch_size} samples of "
             f"{phase.seq_len} tokens = {trainer.ranks.launch.world_size} ranks x "
-            f"{micro.number} micro-batches x {micro.size}; {config.optimizer}, {config.dtype}"
+            f"{micro.number} micro-batches x {micro.size}; {config.optimizer}, {config.dtype}{fsdp}"
         )
     say(f"run: {config.run_dir}, steps {first_step} to {config.steps}")
 

@@ -15,7 +15,7 @@ from pretraining.config import RunConfig
 from pretraining.errors import UsageError
 from pretraining.evaluation import HeldOutEvaluation
 from pretraining.metrics import Record
-from pretraining.model import loss_sums
+from pretraining.model import loss_sums, shard
 from pretraining.optimizers import attach_backend, build_optimizer, clips_itself, set_lr
 from pretraining.phases import MicroBatches, Phase, spans
 from pretraining.prepared import PreparedCorpus
@@ -79,6 +79,8 @@ class Trainer:
         self.legs = list(_legs(config, ranks.launch.world_size, corpus))
         self.model = new_model(config, corpus.summary.vocab_size).to(ranks.device).train()
         take_weights(self.model, config, ranks)
+        if config.is_sharded_on(ranks.launch.world_size):
+            shard(self.model, ranks.device)
         named = self.model.named_parameters()
         self.optimizer = build_optimizer(config, named, config.shard_config())
         self.scaler = ShardedGradScaler(ranks.device.type, enabled=config.dtype == "fp16")
