@@ -153,18 +153,18 @@ class ModuleWatch:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._refs = list(map(weakref.ref, modules))
+        # By id, and not in a WeakSet: a module's own class may compare it, or have no hash.
+        self._by_id = weakref.WeakValueDictionary({id(module): module for module in modules})
         _register_hooks()
         _watches.append(weakref.ref(self, _watches.remove))
 
     def modules(self) -> list[nn.Module]:
         """Return those that are alive, each once."""
-        alive = [module for ref in tuple(self._refs) if (module := ref()) is not None]
-        return list({id(module): module for module in alive}.values())
+        return list(self._by_id.values())
 
     def note(self, module: nn.Module) -> None:
         """Add a module."""
-        self._refs.append(weakref.ref(module))
+        self._by_id[id(module)] = module
 
 
 _watches: list[weakref.ref[ModuleWatch]] = []

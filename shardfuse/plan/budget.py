@@ -89,10 +89,20 @@ class OptimizerTraits:
     """Whether a step keeps the reduced gradients of a rank's shard, in fp32."""
 
     all_reduces: tuple[tuple[float, float], ...]
-    """Small all-reduces of a step: (elements, elements per parameter) of each."""
+    """Small all-reduces of a step: (elements, elements per parameter) of each; see small_numels().
+
+    Of a rule with sums over rows, the second is per row of all matrices.
+    """
 
     takes_matrices: bool
     """Whether matrices have other states than these, and are exchanged; see plan/matrices.py."""
+
+    def small_numels(self, shapes: Sequence[NamedShape]) -> list[float]:
+        """Return the elements of each small all-reduce of a step."""
+        count = len(shapes)
+        if self.granularity == "row":
+            count = sum(shape[0] for _, shape in shapes if len(shape) > 1)
+        return [n for fixed, slope in self.all_reduces if (n := fixed + slope * count) > 0]
 
 
 _VECTOR, MATRIX = (_NUMEL,), (64, _NUMEL // 64)
@@ -114,8 +124,11 @@ def probe_optimizer(
     plain = replace(config, grad_sync_dtype=None, param_sync_dtype=None, grad_sync_bits=None)
     plain = replace(plain, param_sync_bits=None, stage=1)
     calls = []
+    # A vector has no rows, so a rule with sums over rows makes a step of matrices.
+    granularity = optimizer.layout.granularity
+    stepped_shape, num_rows = (MATRIX, MATRIX[0]) if granularity == "row" else (shape, 1)
     for num_params in (2, 4):
-        stepped = _build_counted(build, dtype, plain, [shape] * num_params)
+        stepped = _build_counted(build, dtype, plain, [stepped_shape] * num_params)
         for _ in range(2):
             stepped.communicator.all_reduces.clear()
             params = [param for group in stepped.param_groups for param in group["params"]]
@@ -123,14 +136,15 @@ def probe_optimizer(
                 param.grad = torch.ones_like(param)
             stepped.step()
         calls.append(list(stepped.communicator.all_reduces))
-    slopes = [(more - fewer) / 2 for fewer, more in zip(*calls, strict=True)]
+    slopes = [(more - fewer) / 2 / num_rows for fewer, more in zip(*calls, strict=True)]
     return OptimizerTraits(
-        granularity=optimizer.layout.granularity,
+        granularity=granularity,
         param_itemsize=summary.param_nbytes / padded,
         state_itemsize=summary.state_nbytes * _WORLD_SIZE / padded,
         keeps_reduced=config.stage == 1 and _keeps_more_than_gradients(stepped, dtype),
         all_reduces=tuple(
-            (fewer - 2 * slope, slope) for fewer, slope in zip(calls[0], slopes, strict=True)
+            (fewer - 2 * num_rows * slope, slope)
+            for fewer, slope in zip(calls[0], slopes, strict=True)
         ),
         takes_matrices=isinstance(optimizer._rule, MatrixRule),
     )
@@ -403,7 +417,7 @@ class _Costs:
             collectives=tuple(self._collectives()),
             buckets=tuple(self._bucket(bucket, padded) for bucket in layout.buckets),
             overlaps=(self.overlaps_grads, self.overlaps_params),
-            needs_all=len(self.traits.all_reduces) > 0 or self._exchange is not None,
+            needs_all=len(self.traits.small_numels(self.shapes)) > 0 or self._exchange is not None,
             exchange=self._exchange,
         )
 
@@ -617,7 +631,7 @@ class _Costs:
         if self.shards > 1:
             nbytes = sum(map(self._param_nbytes, numels))
             add("all-gather of parameters", "shard", len(numels), nbytes, nbytes * outside)
-        small = [fixed + slope * len(self.shapes) for fixed, slope in self.traits.all_reduces]
+        small = self.traits.small_numels(self.shapes)
         if self.overlaps_grads:
             # Agreement on buckets that changed after they were sent, or were sent less often, and
             # on parameters without a gradient.

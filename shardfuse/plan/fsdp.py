@@ -75,7 +75,7 @@ def plan_fsdp(
         )
     traits = probe_optimizer(build, dtype, config)
     layers = _layers(shapes, shards)
-    own = sum(layers.values())
+    own, small = sum(layers.values()), traits.small_numels(shapes)
     item, sent_item = dtype.itemsize, (travels_as or dtype).itemsize
     numel = count_elements(shapes)
     itemsizes, exchange = {}, None
@@ -84,7 +84,10 @@ def plan_fsdp(
         itemsize = probe_optimizer(build, dtype, config, MATRIX).state_itemsize
         itemsizes = dict.fromkeys(grouped.matrices, itemsize)
         own_numel = sum(_own_numel(shape, shards) for name, shape in shapes if name in itemsizes)
-        exchange = grouped.cost(shards, own_numel)
+        exchange = grouped.cost(world_size, own_numel, num_replicas)
+    needs_all = len(small) > 0 or exchange is not None
+    if needs_all and device != "cpu":
+        small.append(6)  # NCCL's and HCCL's ranks compare their calls
     states = _state_nbytes(shapes, shards, traits, itemsizes, dtype, device)
     return Budget(
         num_params=len(shapes),
@@ -102,12 +105,10 @@ def plan_fsdp(
         for_a_time=_for_a_time(layers, shards, sent_item, exchange),
         building_nbytes=own * item + states,  # of a model that is made on the meta device
         published=formulas(numel, world_size, item, traits.state_itemsize),
-        collectives=tuple(
-            _collectives(layers, shards, num_replicas, sent_item, traits, len(shapes), exchange)
-        ),
+        collectives=tuple(_collectives(layers, shards, num_replicas, sent_item, small, exchange)),
         buckets=(),
         overlaps=(True, True),
-        needs_all=len(traits.all_reduces) > 0 or exchange is not None,
+        needs_all=needs_all,
         exchange=exchange,
     )
 
@@ -177,11 +178,10 @@ def _collectives(
     shards: int,
     replicas: int,
     item: int,
-    traits: OptimizerTraits,
-    num_params: int,
+    small: Sequence[float],
     exchange: ExchangeCost | None,
 ) -> list[Collective]:
-    part, num = sum(layers.values()) * item, len(layers)
+    part, num, every = sum(layers.values()) * item, len(layers), shards * replicas
     payload, sent = part * shards, part * (shards - 1)
     found = [Collective("reduce-scatter of gradients", "shard", num, payload, sent)]
     if replicas > 1:
@@ -191,9 +191,7 @@ def _collectives(
     number, kind = 2 * num - ("" in layers), "all-gather of parameters"
     found.append(Collective(kind, "shard", number, twice * shards, twice * (shards - 1)))
     if exchange is not None:
-        found.append(exchange.collective())
-    every = shards * replicas
-    small = [fixed + slope * num_params for fixed, slope in traits.all_reduces]
+        found.append(exchange.collective("all" if replicas > 1 else "shard"))
     if small:
         total = 4 * sum(small)
         sent = round(2 * total * (every - 1) / every)

@@ -45,7 +45,7 @@ class ExchangeCost:
 
     Attributes:
         number: all-to-alls.
-        payload_nbytes: bytes of all matrices, there and back.
+        payload_nbytes: bytes of all matrices, and of all copies, there and back.
         sent_nbytes: bytes that a mean rank sends.
         peak_nbytes: most bytes of one rank, of an average shard and the largest round of any owner.
         flops: floating-point operations of the transformations, of the rank that has most.
@@ -59,10 +59,10 @@ class ExchangeCost:
     flops: int
     total_flops: int
 
-    def collective(self) -> Collective:
+    def collective(self, axis: Axis = "shard") -> Collective:
         """Return its line among the collectives of a step."""
         kind = "all-to-all of matrices"
-        return Collective(kind, "shard", self.number, self.payload_nbytes, self.sent_nbytes)
+        return Collective(kind, axis, self.number, self.payload_nbytes, self.sent_nbytes)
 
 
 @dataclass(frozen=True)
@@ -135,12 +135,13 @@ class GroupedShapes:
         """Return none: owners and rounds do not depend on parts."""
         return ()
 
-    def cost(self, world_size: int, shard_numel: int) -> ExchangeCost | None:
+    def cost(self, world_size: int, shard_numel: int, num_copies: int = 1) -> ExchangeCost | None:
         """Return the cost of the exchange; None without a matrix.
 
         Args:
             world_size: ranks that share the matrices.
             shard_numel: elements of one rank's shards of matrices, with padding.
+            num_copies: ranks that have, send and receive each part of a matrix.
         """
         comm = SingleRank()
         comm.world_size = world_size
@@ -156,9 +157,11 @@ class GroupedShapes:
                 by_owner.setdefault(matrix.owner, []).append(matrix)
                 steps = self.param_sets[matrix.param_set].group["ns_steps"]
                 flops[matrix.owner] += 2 * steps * matrix.cost
-            of_round = max(2 * _numel(own) + _transform_numel(own) for own in by_owner.values())
-            most = max(most, min(whole, -(-whole // world_size), shard_numel) + of_round)
-        payload = 2 * item * sum(_numel(members) for members in rounds)
+            kept = 1 + num_copies  # whole matrices, and the parts that arrive
+            of_round = max(kept * _numel(own) + _transform_numel(own) for own in by_owner.values())
+            leaving = -(-whole * num_copies // world_size)
+            most = max(most, min(leaving, shard_numel) + of_round)
+        payload = 2 * item * num_copies * sum(_numel(members) for members in rounds)
         return ExchangeCost(
             number=2 * len(rounds),
             payload_nbytes=payload,

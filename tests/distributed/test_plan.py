@@ -10,6 +10,7 @@ from torch import nn
 
 from shardfuse import (
     ShardConfig,
+    ShardedAdamP,
     ShardedAdamW,
     ShardedBertAdam,
     ShardedLamb,
@@ -34,6 +35,8 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "bert": (ShardedBertAdam, {"lr": 0.1}),
     "sgd": (ShardedSGD, {"lr": 0.1}),
     "muon": (ShardedMuon, {}),
+    "rows": (ShardedAdamP, {}),
+    "rows-nesterov": (ShardedAdamP, {"nesterov": True}),
 }
 
 CONFIGS: dict[str, dict[str, Any]] = {

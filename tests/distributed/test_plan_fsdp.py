@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -31,6 +32,8 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "muon": (ShardedMuon, {}),
 }
 
+OF_STEP = {"allreduce_": "small all-reduces", "alltoall_base_": "all-to-all of matrices"}
+
 KINDS = {
     "_allgather_base_": "all-gather of parameters",
     "_reduce_scatter_base_": "reduce-scatter of gradients",
@@ -53,20 +56,21 @@ class Net(nn.Module):
 
 
 class Recorder(TorchDispatchMode):
-    """Counts torch's collectives, and the bytes of their whole tensors."""
+    """Counts torch's collectives, and the bytes of their whole tensors, or of what they send."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: dict[str, str]) -> None:
         super().__init__()
+        self.kinds = kinds
         self.numbers: Counter[str] = Counter()
         self.nbytes: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note a collective of c10d."""
         name = func.name().partition("::")[2]
-        if func.namespace == "c10d" and name in KINDS:
+        if func.namespace == "c10d" and name in self.kinds:
             sizes = [t.nbytes for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
-            self.numbers[KINDS[name]] += 1
-            self.nbytes[KINDS[name]] += max(sizes)
+            self.numbers[self.kinds[name]] += 1
+            self.nbytes[self.kinds[name]] += sizes[-1] if self.kinds is OF_STEP else max(sizes)
         return func(*args, **(kwargs or {}))
 
 
@@ -80,18 +84,20 @@ def train(name: str, dtype: torch.dtype, travels_as: torch.dtype | None, rows: i
         fully_shard(layer, **options)
     fully_shard(model, **options)
     cls, own = OPTIMIZERS[name]
-    optimizer = cls(model.named_parameters(), **own, sharding={"kernel": "eager"})
+    sharding = {"kernel": "eager", "collectives": "native"}
+    optimizer = cls(model.named_parameters(), **own, sharding=sharding)
     for _ in range(2):
         optimizer.zero_grad()
-        with Recorder() as recorder:
+        with Recorder(KINDS) as recorder:
             model(torch.ones(4, 16, dtype=dtype)).float().square().mean().backward()
-        optimizer.step()
+        with Recorder(OF_STEP) as in_step:
+            optimizer.step()
     summary = optimizer.memory_summary()
     return {
         "parameters": summary.param_nbytes,
         "gradients": sum(p.grad.to_local().nbytes for p in model.parameters()),
         "optimizer states and masters": summary.state_nbytes,
-    }, (recorder.numbers, recorder.nbytes)
+    }, (recorder.numbers, recorder.nbytes, in_step.numbers, in_step.nbytes)
 
 
 def planned(name: str, dtype: torch.dtype, travels_as: Any, ranks: int, rows: int) -> Budget:
@@ -118,6 +124,7 @@ CASES = [
     ("adamp", torch.bfloat16, None, 2, 1),
     ("adamw", torch.float32, torch.bfloat16, 4, 2),
     ("muon", torch.float32, None, 3, 1),
+    ("muon", torch.float32, None, 4, 2),
 ]
 
 
@@ -125,22 +132,50 @@ CASES = [
 def test_real_ranks(name: str, dtype: Any, travels_as: Any, ranks: int, rows: int) -> None:
     """The first rank, whose shards have no padding, holds and sends what was planned."""
     budget = planned(name, dtype, travels_as, ranks, rows)
-    memory, (numbers, nbytes) = run_procs(ranks, train, name, dtype, travels_as, rows)[0]
+    found = run_procs(ranks, train, name, dtype, travels_as, rows)
+    memory, (numbers, nbytes, *_) = found[0]
     assert memory == budget.memory
     calls = {call.kind: call for call in budget.collectives if call.kind in KINDS.values()}
     assert numbers == {kind: call.number for kind, call in calls.items()}
     assert nbytes == {kind: call.payload_nbytes for kind, call in calls.items()}
-    small = [call.number for call in budget.collectives if call.axis == "all"]
-    if name != "adamp":  # whose rows no plan counts: the optimizer is probed with vectors
-        assert small == {"adamw": [], "lamb": [2], "muon": []}[name]
-    matrices = [call for call in budget.collectives if call.kind == "all-to-all of matrices"]
-    if name == "muon":
-        numel = 16 * 128 + 3 * 2 * (128 * 515)
-        assert [(call.number, call.payload_nbytes) for call in matrices] == [(2, 4 * numel)]
+    own = {call.kind: call for call in budget.collectives if call.kind in OF_STEP.values()}
+    assert (
+        sorted(own)
+        == {
+            "adamw": [],
+            "lamb": ["small all-reduces"],
+            "adamp": ["small all-reduces"],
+            "muon": ["all-to-all of matrices"],
+        }[name]
+    )
+    for kind, call in own.items():
+        sent = [counts[3][kind] for _, counts in found]
+        assert [counts[2][kind] for _, counts in found] == [call.number] * ranks
+        # All ranks send parts of the matrices, and have the same sums.
+        total = sum(sent) if name == "muon" else sent[0]
+        assert total == call.payload_nbytes
+        if name == "muon":
+            assert call.sent_nbytes == pytest.approx(total * (ranks - 1) / ranks**2)
     layer = 2 * (128 * 515) + 515 + 128
     gathered = budget.for_a_time["forward: gathered layers"]
     item = (travels_as or dtype).itemsize
     assert gathered == pytest.approx((16 * 128 + 128 + 3 * layer) * item, rel=0.02)
+
+
+def test_an_accelerator_compares_calls() -> None:
+    """By 24 bytes, in a step that communicates."""
+    for name, numbers in (("adamw", []), ("lamb", [(3, 24)]), ("adamp", [(2, 24)])):
+        cls, own = OPTIMIZERS[name]
+        build = functools.partial(cls, **own)
+        shapes, found = shapes_of_module(Net()), {}
+        for device in ("cpu", "npu"):
+            budget = plan_fsdp(shapes, build, world_size=4, device=device)
+            found[device] = [call for call in budget.collectives if call.axis == "all"]
+        more = [
+            (npu.number, npu.payload_nbytes - cpu.payload_nbytes)
+            for cpu, npu in zip(found["cpu"], found["npu"], strict=True)
+        ]
+        assert more == numbers, name
 
 
 def test_what_is_refused() -> None:

@@ -216,7 +216,7 @@ EXHAUSTIVE = re.compile(
             # Plans against real ranks, but for one of each kind.
             r"test_plan\.py::test_memory.*\[adamw-(stage 1-4|stage 2-2|no|native-4|native,|b|few)",
             r"test_plan\.py::test_memory.*\[lamb-(stage|no|native-|native.*4|bf16 wires-4|few.*4)",
-            r"test_plan\.py::test_every_kind.*\[(a|lamb-d|sgd|bert-dtype0|.*norm-dtype1)",
+            r"test_plan\.py::test_every_kind.*\[(a|lamb-d|sgd|rows-n|bert-dtype0|.*norm-dtype1)",
             r"test_plan_times\.py::.*(stage 2|no overlap|200mbit-DDP|1gbit-shardfuse lamb)",
             r"test_checkpoint_alone\.py::.*\[(?!(saves|fails in load)-auto)",
             r"test_save_beside_training\.py::test_the_state_of_the_call\[lamb",

@@ -111,5 +111,9 @@ def test_a_watch_keeps_nothing_alive() -> None:
     del model, parent
     gc.collect()
     assert watch.modules() == []
+    for _ in range(100):  # an optimizer that never steps, beside models that come and go
+        nn.Linear(2, 2)
+    gc.collect()
+    assert not watch._by_id
     del watch
     assert len(ddp._watches) == num_before
