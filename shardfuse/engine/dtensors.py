@@ -459,8 +459,14 @@ class DTensorShards(ShardProvider):
             spec = shard.spec
             key = (spec.group, spec.policy, spec.dtype, shard.copies)
             self._sets.setdefault(key, []).append(shard)
-        sizes = [sum(s.spec.numel for s in members) for members in self._sets.values()]
-        self._small = small_sets(sizes)
+        # Without regard to copies: numbers then have the form, and updates the bits, that they have
+        # without sharding.
+        sizes: Counter[tuple[int, str, str]] = Counter()
+        for key, members in self._sets.items():
+            sizes[key[:3]] += sum(shard.spec.numel for shard in members)
+        kinds = [*sizes]
+        small = {kinds[number] for number in small_sets([*sizes.values()])}
+        self._small = {number for number, key in enumerate(self._sets) if key[:3] in small}
         number_of = {s.number: i for i, own in enumerate(self._sets.values()) for s in own}
         new.sort(key=lambda shard: number_of[shard.number])
         staged: dict[tuple[str, str], list[LocalShard]] = {}

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from shardfuse import ShardedAdamW
 from tests.support import dtensors
 from tests.support.deepspeed_runs import ORACLES, PARAMS
 from tests.support.dtensors import BUILD, GROUPS, REDUCING, SECOND, SHAPES, WORLDS, Sharded
@@ -74,3 +81,35 @@ def test_every_optimizer(world: str, expected: dict[str, dict[str, Tensor]]) -> 
                 else:
                     assert torch.equal(value, expected[name][param]), (name, param)
     assert set(ORDER) == set(SHAPES)
+
+
+def train_with_copies(*, is_sharded: bool) -> list[Tensor]:
+    """Train five groups, each of a sharded parameter and a replicated one."""
+    generator = torch.Generator().manual_seed(0)
+    placements: list[Any] = [Shard(0), Replicate()]
+    params = []
+    for number in range(10):
+        value = torch.randn(9, 11, generator=generator)
+        if is_sharded:
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            value = distribute_tensor(value, mesh, [placements[number % 2]])
+        params.append(nn.Parameter(value))
+    groups = [{"params": params[i : i + 2], "lr": 0.01 * (1 + i)} for i in range(0, 10, 2)]
+    sharding = {"kernel": "eager", **({} if is_sharded else {"process_group": "alone"})}
+    optimizer = ShardedAdamW(groups, weight_decay=0.1, sharding=sharding)
+    for _ in range(STEPS):
+        for param in params:
+            grad = torch.randn(9, 11, generator=generator)
+            param.grad = grad
+            if is_sharded:
+                place: Any = param
+                param.grad = distribute_tensor(grad, place.device_mesh, place.placements)
+        optimizer.step()
+    return [dtensors.full(p) for p in params]
+
+
+def test_copies_do_not_change_bits() -> None:
+    """Parameters of a group update in one way, also where they are ten sets of few elements."""
+    expected = train_with_copies(is_sharded=False)
+    for found in run_procs(2, functools.partial(train_with_copies, is_sharded=True)):
+        assert all(map(torch.equal, found, expected))
