@@ -345,6 +345,15 @@ class DTensorGrads(ExternalGrads):
 # States and units
 
 
+class _Kind(NamedTuple):
+    """Parameters that are one set without sharding."""
+
+    group: int
+    policy: str
+    dtype: str
+    frozen: bool  # when the optimizer was built
+
+
 class _UnitPlan(NamedTuple):
     """Elements that are updated together."""
 
@@ -434,7 +443,7 @@ class DTensorShards(ShardProvider):
         self._flat_of: dict[int, _Flat] = {}
         self._given: Counter[int] = Counter()  # by group
         self._all: list[LocalShard] = []  # of all parameters, also frozen ones
-        self._sets: dict[tuple[int, str, str, str], list[LocalShard]] = {}  # by group, policy, ...
+        self._sets: dict[tuple[_Kind, str], list[LocalShard]] = {}  # by kind, and where copies are
         self._small: set[int] = set()
         self._units: list[tuple[_Flat, _UnitPlan]] = []
         self._counted: dict[str, Tensor] = {}
@@ -457,16 +466,16 @@ class DTensorShards(ShardProvider):
             return False
         for shard in new:
             spec = shard.spec
-            key = (spec.group, spec.policy, spec.dtype, shard.copies)
-            self._sets.setdefault(key, []).append(shard)
+            kind = _Kind(spec.group, spec.policy, spec.dtype, spec.frozen)
+            self._sets.setdefault((kind, shard.copies), []).append(shard)
         # Without regard to copies: numbers then have the form, and updates the bits, that they have
         # without sharding.
-        sizes: Counter[tuple[int, str, str]] = Counter()
-        for key, members in self._sets.items():
-            sizes[key[:3]] += sum(shard.spec.numel for shard in members)
+        sizes: Counter[_Kind] = Counter()
+        for (kind, _), members in self._sets.items():
+            sizes[kind] += sum(shard.spec.numel for shard in members)
         kinds = [*sizes]
         small = {kinds[number] for number in small_sets([*sizes.values()])}
-        self._small = {number for number, key in enumerate(self._sets) if key[:3] in small}
+        self._small = {number for number, (kind, _) in enumerate(self._sets) if kind in small}
         number_of = {s.number: i for i, own in enumerate(self._sets.values()) for s in own}
         new.sort(key=lambda shard: number_of[shard.number])
         staged: dict[tuple[str, str], list[LocalShard]] = {}
@@ -614,12 +623,19 @@ class DTensorShards(ShardProvider):
     def param_sets(self) -> Sequence[ParamSet]:
         """Parameters of one group, policy and dtype, with copies on the same ranks."""
         found = []
-        for number, ((group, policy, dtype, _), members) in enumerate(self._sets.items()):
+        for number, ((kind, _), members) in enumerate(self._sets.items()):
             steps = {shard.step for shard in members}
             step = steps.pop() + 1 if len(steps) == 1 else 1
             shares = number in self._small
             found.append(
-                ParamSet(number, self.groups[group], policy, dtype, shares_calls=shares, step=step)
+                ParamSet(
+                    number,
+                    self.groups[kind.group],
+                    kind.policy,
+                    kind.dtype,
+                    shares_calls=shares,
+                    step=step,
+                )
             )
         return found
 

@@ -8,6 +8,7 @@ test_dtensors.py, which look at whole tensors, run on the CPU alone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from shardfuse import ShardedAdamP, ShardedAdamW, ShardedBertAdam, ShardedLamb, ShardedSGD
+from shardfuse.checkpoint import async_save, load, save
 from shardfuse.engine.dtensors import local_part
 from tests.support import npu, placing
 from tests.support.dtensors import Net, rank_grads
@@ -114,6 +116,46 @@ def test_no_host_waits(dtype: torch.dtype) -> None:
     """From the second step on: at first ranks compare options, and tables are made."""
     for found in run_procs(2, count_waits, dtype, timeout=100.0):
         assert {name: own[1:] for name, own in found.items()} == {key: [[]] * 3 for key in BUILDS}
+
+
+def save_and_load(folder: str) -> None:
+    """At once, and beside training: a fresh model has the state of the call."""
+
+    def step(model: Net, optimizer: Any, number: int) -> None:
+        model(rank_grads(number, dist.get_rank(), 2)).backward()
+        torch.accelerator.synchronize()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def state_of(model: Net, optimizer: Any) -> list[Tensor]:
+        torch.accelerator.synchronize()
+        params: list[Any] = list(model.parameters())
+        moments: list[Any] = [optimizer.state[param]["exp_avg"] for param in params]
+        return [each.detach().to_local().clone() for each in (*params, *moments)]
+
+    model = sharded_net()
+    optimizer = ShardedAdamW(list(model.named_parameters()), lr=0.05, sharding=EAGER)
+    for is_beside in (False, True):
+        for number in range(2):
+            step(model, optimizer, number)
+        kept = state_of(model, optimizer)
+        state = {"model": model, "optimizer": optimizer}
+        if is_beside:
+            saving = async_save(state, f"{folder}/{is_beside}")
+            step(model, optimizer, 2)
+            saving.wait()
+        else:
+            save(state, f"{folder}/{is_beside}")
+            step(model, optimizer, 2)
+        other = sharded_net()
+        fresh = ShardedAdamW(list(other.named_parameters()), lr=0.05, sharding=EAGER)
+        load({"model": other, "optimizer": fresh}, f"{folder}/{is_beside}")
+        assert all(map(torch.equal, state_of(other, fresh), kept)), is_beside
+        assert not all(map(torch.equal, state_of(model, optimizer), kept))
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    run_procs(2, save_and_load, str(tmp_path), timeout=100.0)
 
 
 def offload() -> None:
