@@ -345,7 +345,7 @@ class DTensorGrads(ExternalGrads):
 # States and units
 
 
-class _Kind(NamedTuple):
+class _SetKey(NamedTuple):
     """Parameters that are one set without sharding."""
 
     group: int
@@ -443,7 +443,9 @@ class DTensorShards(ShardProvider):
         self._flat_of: dict[int, _Flat] = {}
         self._given: Counter[int] = Counter()  # by group
         self._all: list[LocalShard] = []  # of all parameters, also frozen ones
-        self._sets: dict[tuple[_Kind, str], list[LocalShard]] = {}  # by kind, and where copies are
+        self._sets: dict[
+            tuple[_SetKey, str], list[LocalShard]
+        ] = {}  # by kind, and where copies are
         self._small: set[int] = set()
         self._units: list[tuple[_Flat, _UnitPlan]] = []
         self._counted: dict[str, Tensor] = {}
@@ -466,11 +468,11 @@ class DTensorShards(ShardProvider):
             return False
         for shard in new:
             spec = shard.spec
-            kind = _Kind(spec.group, spec.policy, spec.dtype, spec.frozen)
+            kind = _SetKey(spec.group, spec.policy, spec.dtype, spec.frozen)
             self._sets.setdefault((kind, shard.copies), []).append(shard)
         # Without regard to copies: numbers then have the form, and updates the bits, that they have
         # without sharding.
-        sizes: Counter[_Kind] = Counter()
+        sizes: Counter[_SetKey] = Counter()
         for (kind, _), members in self._sets.items():
             sizes[kind] += sum(shard.spec.numel for shard in members)
         kinds = [*sizes]

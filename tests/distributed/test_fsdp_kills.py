@@ -158,9 +158,7 @@ def run_until_killed(
 
 
 @pytest.mark.parametrize(("num_kills", "train"), [(4, train), (20, train), (20, train_muon)])
-def test_killed_while_saving(
-    num_kills: int, train: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_killed_while_saving(num_kills: int, train: Callable[..., Any], tmp_path: Path) -> None:
     """At any moment of a save: the last whole checkpoint loads, and the job goes on bitwise."""
     expected = run_procs(WORLD_SIZE, train, str(tmp_path / "whole"), timeout=100.0)[0]
     chance, folder, num_torn = random.Random(num_kills), tmp_path / "killed", 0

@@ -59,4 +59,4 @@ def test_the_best_rate_is_shown_with_its_seeds() -> None:
         run("tuned", "one", 1, [2.4], lr=2.0),
     ]
     (line,) = summary(rows).tables[0].rows
-    assert list(line) == ["one", "3.0000 (1), 2.0000 (2)", "2.2000 ± 0.2000 (2 seeds)"]
+    assert list(line) == ["one", "3.0000 (1), 2.0000 (2)", "2.2000 \u00b1 0.2000 (2 seeds)"]
