@@ -67,7 +67,7 @@ class Exchange(Protocol):
         would lose those in every bucket.
         """
 
-    def post_receive(self, mark: int, receives: Route) -> None:
+    def post_receive(self, mark: int, receives: Route, label: str) -> None:
         """Post the receives of the move of that mark ahead, if that helps."""
 
     def flush(self) -> None:
@@ -113,7 +113,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
             self._chosen.flush()
 
     def _restart(self) -> None:
-        self.forget_posted()
+        self.forget_posted("")
         if isinstance(self._chosen, SharedMemoryExchange):
             self._chosen.restart(self.session.generation)
 
@@ -188,11 +188,11 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         else:
             parts = self._receive_buffers(slot, tensor)
         receives = list(zip(self._sources, parts, strict=True))
-        self._sockets.post_receive(mark, receives)
+        self._sockets.post_receive(mark, receives, label)
 
-    def forget_posted(self) -> None:
-        self._sockets.forget_posted()
-        self._gathered.clear()
+    def forget_posted(self, sender: str) -> None:
+        for mark in self._sockets.forget_posted(sender):
+            self._gathered.pop(mark, None)
 
     def _is_small(self, tensor: torch.Tensor) -> bool:
         return tensor.nbytes * (self.world_size - 1) <= _SMALL_NBYTES
@@ -375,13 +375,15 @@ class SocketExchange:
     def __init__(self, launch: Callable[..., Any], watchdog: Any) -> None:
         self._launch = weakref.WeakMethod(launch)
         self._watchdog = watchdog
-        self._posted: dict[int, Completion[None]] = {}  # receives posted ahead, by mark
+        # Receives posted ahead, with their labels, by mark.
+        self._posted: dict[int, tuple[str, Completion[None]]] = {}
 
     def move(
         self, mark: int, receives: Route, sends: Route, *, keeps_input: bool
     ) -> Completion[None]:
         # Only messages of one tag, and so of one size, meet.
-        completion = self._posted.pop(mark, None) or self._receive(mark, receives)
+        posted = self._posted.pop(mark, None)
+        completion = self._receive(mark, receives) if posted is None else posted[1]
         launch, tag, works = self._launch(), _tag(mark), []
         assert launch is not None
         for rank, part in sends:
@@ -389,13 +391,16 @@ class SocketExchange:
         completion.add(works, [part for _, part in sends])
         return completion
 
-    def post_receive(self, mark: int, receives: Route) -> None:
+    def post_receive(self, mark: int, receives: Route, label: str) -> None:
         assert mark not in self._posted, "posted twice"
-        self._posted[mark] = self._receive(mark, receives)
+        self._posted[mark] = label, self._receive(mark, receives)
 
-    def forget_posted(self) -> None:
-        """Forget the posted receives, of which no message will come."""
-        self._posted.clear()
+    def forget_posted(self, sender: str) -> list[int]:
+        """Forget posted receives of labels with ``sender`` in them; return their marks."""
+        marks = [mark for mark, (label, _) in self._posted.items() if sender in label]
+        for mark in marks:
+            del self._posted[mark]
+        return marks
 
     def flush(self) -> None:
         """Do nothing: gloo has copied the data, or wait() has waited for the peer."""
@@ -467,7 +472,7 @@ class SharedMemoryExchange:
         self._in_flight.append((number, completion))
         return completion
 
-    def post_receive(self, mark: int, receives: Route) -> None:
+    def post_receive(self, mark: int, receives: Route, label: str) -> None:
         """Do nothing: the reader reads when it waits."""
 
     def flush(self) -> None:

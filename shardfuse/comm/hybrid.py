@@ -103,8 +103,8 @@ class HybridCommunicator:
     ) -> None:
         self._shard.post_receive(kind, tensor, label=label, slot=slot)
 
-    def forget_posted(self) -> None:
-        self._shard.forget_posted()
+    def forget_posted(self, sender: str) -> None:
+        self._shard.forget_posted(sender)
 
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, *, label: str | None = None

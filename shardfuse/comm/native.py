@@ -386,7 +386,7 @@ class ProcessGroupCommunicator:
     ) -> None:
         """Do nothing: backends manage their receive buffers."""
 
-    def forget_posted(self) -> None:
+    def forget_posted(self, sender: str) -> None:
         """Do nothing: none is posted."""
 
     def _renew_buffers(self) -> None:

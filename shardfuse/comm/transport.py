@@ -258,8 +258,11 @@ class Communicator(Protocol):
         read. See [Note: posted receives] in gloo.py.
         """
 
-    def forget_posted(self) -> None:
-        """Free the receives that were posted ahead, and that no rank will send to. Local."""
+    def forget_posted(self, sender: str) -> None:
+        """Free receives posted ahead under labels of a ``sender``, to which no rank will send.
+
+        Local. ``sender`` is a part of its labels, and of no other's.
+        """
 
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp = "sum", *, label: str | None = None
@@ -315,7 +318,7 @@ class SingleRank:
     ) -> None:
         """Do nothing: there is no peer."""
 
-    def forget_posted(self) -> None:
+    def forget_posted(self, sender: str) -> None:
         """Do nothing: none is posted."""
 
     def all_gather(

@@ -206,7 +206,7 @@ class FullGrads(GradSource):
             added.append(grads)
         self._iteration.increment()  # receives were posted in the old order
         for comm in (self._sender, self._comm.world):
-            comm.forget_posted()
+            comm.forget_posted(self._names.sender)
         order = in_backward_order([*self._flats.values(), *added])
         self._states = [BucketState(grads, bucket) for grads, bucket in order]
         self._pending = PendingGrads(order)

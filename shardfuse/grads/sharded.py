@@ -177,7 +177,7 @@ class ShardedGrads(GradSource):
         self._pending = PendingGrads(order)
         self._capacity = num_in_flight([bucket.numel for _, bucket in order])
         self._num_orders.increment()
-        self._sender.forget_posted()  # what was posted in the old order
+        self._sender.forget_posted(self._names.sender)  # what was posted in the old order
         self._begin_order()
         self._flats.update({shard.flat.index: shard for shard in added})
         if self.phase is GradPhase.REDUCED:  # by a clip or unscale_(): the new flats have no sums

@@ -407,17 +407,19 @@ class MessageNames:
     """Labels and receive buffers of one source's messages, apart from those of others."""
 
     def __init__(self, comm: Communicator) -> None:
-        self._number = _num_sources[comm] = _num_sources.get(comm, 0) + 1  # equal on all ranks
-        self.first_slot = self._number * _SLOTS_PER_SOURCE
+        number = _num_sources[comm] = _num_sources.get(comm, 0) + 1  # equal on all ranks
+        self.first_slot = number * _SLOTS_PER_SOURCE
         """The first of the communicator's receive buffers for this source."""
+        self.sender = f"sender {number},"
+        """A part of every label of this source."""
 
     def label(self, iteration: int, index: int, resend: int = 0) -> str:
         """Return the label of bucket ``index`` of an iteration."""
-        return f"sender {self._number}, round {iteration}, bucket {index}, attempt {resend}"
+        return f"{self.sender} round {iteration}, bucket {index}, attempt {resend}"
 
     def agreement(self, iteration: int) -> str:
         """Return the label of the all-reduce of the facts that hosts must know in an iteration."""
-        return f"sender {self._number}, round {iteration}, agreement"
+        return f"{self.sender} round {iteration}, agreement"
 
 
 def is_nested_backward() -> bool:

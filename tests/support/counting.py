@@ -75,9 +75,9 @@ class CountingCommunicator:
         """Pass on: it is no collective."""
         self.inner.post_receive(kind, tensor, **options)
 
-    def forget_posted(self) -> None:
+    def forget_posted(self, sender: str) -> None:
         """Pass on: it is no collective."""
-        self.inner.forget_posted()
+        self.inner.forget_posted(sender)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", **options: Any) -> Any:
         """Record and pass on."""

@@ -125,7 +125,7 @@ class LazyCommunicator:
             if rank != self.rank:
                 _spoil(part)
 
-    def forget_posted(self) -> None:
+    def forget_posted(self, sender: str) -> None:
         """Do nothing: what was posted is not kept."""
 
     def _clear(self, slot: int) -> list[Tensor]:
