@@ -243,15 +243,19 @@ def register_hooks(source: _HasHook, flat: Flat, params: Sequence[Tensor]) -> No
     source_ref = weakref.ref(source)
     for position, param in enumerate(params):
         if param.requires_grad:
-            hook = functools.partial(_on_grad, source_ref, flat.index, position)
+            hook = functools.partial(_on_grad, source_ref, flat.index, position, param.data_ptr())
             param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 @untraced  # once: for each param's own function it takes longer than all else
-def _on_grad(source_ref: weakref.ref[_HasHook], flat: int, position: int, param: Tensor) -> None:
+def _on_grad(
+    source_ref: weakref.ref[_HasHook], flat: int, position: int, address: int, param: Tensor
+) -> None:
     """Be a param's post-accumulate hook."""
     source = source_ref()
-    if source is not None:
+    # A param elsewhere is that of an optimizer which was built on it later, and which takes the
+    # gradient; or it was re-allocated, of which step() raises an error.
+    if source is not None and param.data_ptr() == address:
         source.on_grad(flat, position)
 
 

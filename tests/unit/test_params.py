@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfuse import ShardedAdam, ShardedAdamW, ShardedBertAdam, ShardedLamb, ShardedSGD
-from tests.support.harness import run_threads
+from tests.support.harness import run_procs, run_threads
 from tests.support.models import TiedModel
 from tests.support.runs import assert_bitwise
 
@@ -202,6 +202,32 @@ def test_two_optimizers_on_one_model() -> None:
         first.step()
     second.step()
     assert torch.equal(params[0].detach(), torch.full((3000,), 0.75))
+
+
+def train_by_the_second(stage: int, overlaps: bool) -> list[Tensor]:
+    """Train by the later one of two optimizers on the same parameters, with the first alive."""
+    sharding = {"stage": stage, "kernel": "eager"}
+    if stage == 1:
+        sharding |= {"overlap_grad_sync": overlaps}
+    params = [nn.Parameter(torch.ones(3000)), nn.Parameter(torch.ones(5))]
+    first = ShardedSGD(params, 0.5, sharding=sharding)
+    second = ShardedSGD(params, 0.25, sharding=sharding)
+    for _ in range(2):
+        sum(param.sum() for param in params).backward()  # type: ignore[union-attr]
+        second.step()
+        second.zero_grad()
+    second.synchronize()
+    with pytest.raises(RuntimeError, match="belong to another optimizer"):
+        first.step()
+    return [param.detach().clone() for param in params]
+
+
+@pytest.mark.parametrize(("stage", "overlaps"), [(1, False), (1, True), (2, True)])
+def test_the_later_one_of_two_optimizers_trains(stage: int, overlaps: bool) -> None:
+    """Hooks of the first one do not take its gradients, as they did at stage 2."""
+    for own in run_procs(2, train_by_the_second, stage, overlaps):
+        for param in own:
+            assert torch.equal(param, torch.full_like(param, 0.5))
 
 
 def test_replaced_parameters() -> None:
