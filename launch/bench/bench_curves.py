@@ -1,7 +1,7 @@
 """Loss curves of a small GPT on real text: by DDP and torch's AdamW, and by shardfuse.
 
 A 10.8 M model is trained by every way to run AdamW, with equal rates, weights and batches. A 0.5 M
-model is trained by AdamW, LAMB and Muon, each with its best of three rates, and by three seeds.
+model is trained by AdamW, LAMB and Muon, each with its best of five rates, and by three seeds.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ EQUAL = tuple(name for name in METHODS if "AdamW" in name)
 """Methods whose rule is AdamW's: their curves are to be equal."""
 EQUAL_LR = 1e-3
 RATES = {
-    BASELINE: (1e-3, 2e-3, 4e-3),
-    "shardfuse LAMB": (5e-3, 1e-2, 2e-2),
-    "shardfuse Muon": (1e-2, 2e-2, 4e-2),
+    BASELINE: (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
+    "shardfuse LAMB": (5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
+    "shardfuse Muon": (1e-2, 2e-2, 4e-2, 8e-2, 1.6e-1),
 }
 """Learning rates that are tried with the first seed. AdamW's best also serves Muon's AdamW part."""
 WORDS = 1_100_000
@@ -172,7 +172,7 @@ def summary(rows: Sequence[Row]) -> Summary:
             f"{WORLD_SIZE * size.batch * size.length} bytes."
             for name, size in sizes.items()
         )
-        + " For a seed, all methods have the same weights and batches. Three rates were tried for "
+        + " For a seed, all methods have the same weights and batches. Five rates were tried for "
         "each tuned method, a factor of 2 apart."
     )
     return Summary("Loss curves of a small GPT", method_text, tables, targets, panels)
