@@ -449,10 +449,7 @@ class ProcessGroupCommunicator:
 
 
 class _GroupCopy:
-    """A process group of the ranks of another one, for the messages of one user.
-
-    It outlives its user: another user may get it.
-    """
+    """A process group of another one's ranks, for the messages of one user after another."""
 
     def __init__(self, comm: ProcessGroupCommunicator) -> None:
         self.comm = comm
@@ -498,9 +495,8 @@ def group_copy(comm: Communicator, user: object) -> Communicator:
     collectives while the ranks communicate by ``comm`` in any order: the model's own collectives
     (SyncBatchNorm), other optimizers, a save. Its own order must still be the same on all ranks.
 
-    On a device, kernels of two groups may wait for peers at the same time, in another order on each
-    rank. NCCL's documents allow that as long as the device has room for both; each takes a few of
-    its multiprocessors. (Not run on hardware.)
+    On a device, kernels of two groups may wait for peers at the same time, in different orders.
+    NCCL allows that while the device has room for both. (Not run on hardware.)
 
     The group is kept for a later user when ``user`` is freed: a communicator of HCCL takes twice
     HCCL_BUFFSIZE (2 x 200 MB) of the device, one of NCCL tens of MB. A group in which ranks have
@@ -515,22 +511,28 @@ def group_copy(comm: Communicator, user: object) -> Communicator:
         return comm
     group = comm._live_group()
     copies = _shared[group].copies
-    # torch names the new group by this count.
-    num_groups = len(dist.distributed_c10d._world.pg_names)
-    mine = [num_groups, -num_groups, *(n for copy in copies for n in copy.numbers())]
+    # torch names the new group by its ranks and this count, which falls when a group is destroyed.
+    world, ranks = dist.distributed_c10d._world, dist.get_process_group_ranks(group)
+    num_groups = len(world.pg_names)
+    name_of = getattr(dist.distributed_c10d, "_hash_ranks_to_str", lambda ranks: "")
+    is_taken = name_of(ranks) in world.pg_names.values()
+    mine = [num_groups, -num_groups, is_taken, *(n for copy in copies for n in copy.numbers())]
     agreed = torch.tensor(mine, device=comm.device)
     comm.all_reduce(agreed, "max").wait()
-    most, least, *numbers = agreed.tolist()
+    most, least, is_taken, *numbers = agreed.tolist()
     for copy, is_used, launched, fewest in zip(
         copies, numbers[::3], numbers[1::3], numbers[2::3], strict=True
     ):
         if not is_used and launched == -fewest:
             return copy.lend(user)
-    if most != -least:
+    if most != -least or is_taken:
         logger.warning(
-            "Ranks are members of different numbers of process groups, so that torch cannot make "
-            "one for the optimizer alone. Gradients that are sent during backward share the "
-            "model's group: all ranks must launch collectives in one order."
+            "torch cannot make a process group for the optimizer alone, because %s. Gradients that "
+            "are sent during backward share the model's group: all ranks must launch collectives "
+            "in one order.",
+            "a group of its name is left since another one was destroyed"
+            if is_taken
+            else "ranks are members of different numbers of groups",
         )
         return comm
     copies.append(_GroupCopy(_connected(comm, group)))

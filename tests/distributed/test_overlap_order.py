@@ -210,6 +210,33 @@ def test_ranks_in_different_numbers_of_groups(caplog: pytest.LogCaptureFixture) 
     assert run_procs(3, group_without_counterpart) == ["shared", "shared", "none"]
 
 
+def group_after_a_destroyed_one() -> tuple[str, list[float]]:
+    """Return what a second optimizer sends through, and losses of its steps."""
+    early = dist.new_group()
+    models = [nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))) for _ in range(2)]
+    sharding = {**NATIVE, **ON}
+    first = ShardedSGD(models[0].named_parameters(), lr=0.1, sharding=sharding)
+    dist.destroy_process_group(early)
+    second = ShardedSGD(models[1].named_parameters(), lr=0.1, sharding=sharding)
+    losses = []
+    for _ in range(3):
+        for model, optimizer in zip(models, (first, second), strict=True):
+            loss = model(batch(0)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    sender: Any = second._grads._sender
+    return "shared" if sender is second.communicator else "own", losses
+
+
+def test_a_group_that_was_destroyed_before() -> None:
+    """torch names the next group by the number of groups: by a name that another one has."""
+    for sender, losses in run_procs(2, group_after_a_destroyed_one):
+        assert sender == "shared"
+        assert losses[2] < losses[1] < losses[0]
+
+
 def by_default() -> tuple[bool, bool]:
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
     options = {"bucket_cap_mb": 0.004, "kernel": "eager"}
