@@ -85,7 +85,7 @@ def _draw_lines(axes: Any, panel: Panel) -> None:
     if panel.limit is not None:
         axes.axhline(panel.limit, color="tab:red", linestyle="--", linewidth=1)
     # Below the axes: no place among the lines is free for every result.
-    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
 
 
 def _draw_spans(axes: Any, panel: Panel) -> None:
