@@ -11,7 +11,7 @@ SETTINGS = {
     "train_micro_batch_size_per_gpu": 16,
     "optimizer": {
         "type": "AdamW",
-        "params": {"lr": 1e-2, "betas": [0.9, 0.999], "weight_decay": 0.01},
+        "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True},
     },
     "gradient_clipping": 1.0,
     "zero_optimization": {"stage": 1},
