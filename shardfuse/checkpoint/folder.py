@@ -266,12 +266,20 @@ class Checkpoints:
         """Return steps, newest first, and a fault if ``latest`` names another. Collective."""
         if ranks.comm.rank == 0:
             self._warn_of_names(malformed_step_names(self.folder))
-        steps = broadcast_steps(ranks, self.folder)
-        latest_plus_one = ranks.broadcast_number(self._read_latest() if ranks.comm.rank == 0 else 0)
-        if not latest_plus_one or [latest_plus_one - 1] == steps[:1]:
-            return steps, []
-        is_step = latest_plus_one < NO_STEP
-        return steps, [f"{LATEST} names {f'step-{latest_plus_one - 1}' if is_step else 'none'}"]
+        for _ in range(_MAX_ATTEMPTS):
+            steps = broadcast_steps(ranks, self.folder)
+            latest_plus_one = ranks.broadcast_number(
+                self._read_latest() if ranks.comm.rank == 0 else 0
+            )
+            latest = latest_plus_one - 1
+            if not latest_plus_one or [latest] == steps[:1]:
+                return steps, []
+            is_step = latest_plus_one < NO_STEP
+            # A folder that is listed while another process saves and removes in it may miss both
+            # the new checkpoint and the old one.
+            if not is_step or latest in steps or self._was_removed(ranks, latest):
+                break
+        return steps, [f"{LATEST} names {f'step-{latest}' if is_step else 'none'}"]
 
     def _read_latest(self) -> int:
         """Return the step in ``latest`` plus 1; 0 without the file, NO_STEP if it names none."""

@@ -300,7 +300,7 @@ def pruned_link(place: Path) -> str:
     (place / "run" / "step-1").symlink_to(place / "moved")
     text = attempt(lambda: run.save(state(1), 2), keeps=place / "moved")
     assert run.steps() == [2]
-    return f"{text}; the link goes, what it names stays"
+    return f"{text}; the link goes, its target stays"
 
 
 @attack

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardfuse import ShardedAdamW
-from shardfuse.checkpoint import Checkpoints, load, save
+from shardfuse.checkpoint import Checkpoints, folder, load, save
 from tests.support.harness import run_threads
 
 pytestmark = pytest.mark.timeout(300)
@@ -145,3 +145,19 @@ def test_the_latest(world_size: int, tmp_path: Path) -> None:
     run = Checkpoints(tmp_path, keep=1)
     read_meanwhile(run.save, Checkpoints(tmp_path).load_latest, world_size)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", f"step-{NUM_SAVES + 1}"]
+
+
+def test_a_listing_that_misses_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder is no snapshot: while one name goes and another comes, neither may be listed."""
+    Checkpoints(tmp_path).save(state(3), 3)
+    listings, list_steps = [0], folder.broadcast_steps
+
+    def listed(*args: Any) -> list[int]:
+        listings[0] += 1
+        return [] if listings[0] == 1 else list_steps(*args)
+
+    monkeypatch.setattr(folder, "broadcast_steps", listed)
+    held = state(-1)
+    assert Checkpoints(tmp_path).load_latest(held) == 3
+    assert values_of(held) == {3.0}
+    assert listings == [2]
