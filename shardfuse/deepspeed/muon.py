@@ -65,7 +65,7 @@ def from_muon_options(
     for keys, rate in zip((_MUON, _ADAMW), rates, strict=True):
         shared = {key: value for key, value in given.items() if key in keys}
         defaults.append({**keys, **shared, **({} if rate is None else {"lr": rate})})
-    groups = [part for group in _groups(params) for part in _divided(group, *defaults)]
+    groups = [part for group in _groups(params) for part in _matrices_and_others(group, *defaults)]
     return groups, arguments
 
 
@@ -74,7 +74,7 @@ def _groups(params: Iterable[Any]) -> list[Mapping[str, Any]]:
     return members if members and isinstance(members[0], Mapping) else [{"params": members}]
 
 
-def _divided(
+def _matrices_and_others(
     group: Mapping[str, Any], muon: Mapping[str, Any], adamw: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Yield the matrices of ``group``, by the number of matrices in each, and the others."""

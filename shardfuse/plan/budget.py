@@ -158,13 +158,13 @@ def group_shapes(
     config: ShardConfig,
 ) -> GroupedShapes:
     """Return parameters in the groups that an optimizer with a MatrixRule makes of them."""
-    own = _alone(config)
+    own = _single_rank_config(config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of names that the model itself does not need
         return GroupedShapes(lambda params: build(params, sharding=own), shapes, dtype, device)
 
 
-def _alone(config: ShardConfig) -> ShardConfig:
+def _single_rank_config(config: ShardConfig) -> ShardConfig:
     return replace(
         config,
         process_group="alone",
@@ -185,7 +185,7 @@ def _build_counted(
     """Return an optimizer of parameters of these shapes, with a CountingCommunicator."""
     ones = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
     params = [(f"p{i}", param) for i, param in enumerate(ones)]
-    own = _alone(config)
+    own = _single_rank_config(config)
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", UserWarning
@@ -406,7 +406,7 @@ class _Costs:
             num_buckets=len(layout.buckets),
             bucket_nbytes=max(b.numel for b in layout.buckets) * self.dtype.itemsize,
             memory=self._memory(padded),
-            for_a_time=self._for_a_time(padded),
+            for_a_time=self._temporary_nbytes(padded),
             building_nbytes=self._building(padded, device),
             published=formulas(
                 numel,
@@ -498,7 +498,7 @@ class _Costs:
         memory["optimizer states and masters"] = round(self._state_nbytes / self.shards)
         return memory
 
-    def _for_a_time(self, padded: int) -> dict[str, int]:
+    def _temporary_nbytes(self, padded: int) -> dict[str, int]:
         """Return the bytes that are held in backward only, and in a step, by kind."""
         largest = max(math.prod(shape) for _, shape in self.shapes)
         found = {"backward: the largest fresh gradient": largest * self.dtype.itemsize}

@@ -102,7 +102,7 @@ def plan_fsdp(
             "gradients": own * item,
             "optimizer states and masters": states,
         },
-        for_a_time=_for_a_time(layers, shards, sent_item, exchange),
+        for_a_time=_temporary_nbytes(layers, shards, sent_item, exchange),
         building_nbytes=own * item + states,  # of a model that is made on the meta device
         published=formulas(numel, world_size, item, traits.state_itemsize),
         collectives=tuple(_collectives(layers, shards, num_replicas, sent_item, small, exchange)),
@@ -156,7 +156,7 @@ def _state_nbytes(
     return round(nbytes)
 
 
-def _for_a_time(
+def _temporary_nbytes(
     layers: dict[str, int], shards: int, item: int, exchange: ExchangeCost | None
 ) -> dict[str, int]:
     """Return the bytes beside the shards for a time; see [Note: the most at once]."""

@@ -66,7 +66,7 @@ class ExchangeCost:
 
 
 @dataclass(frozen=True)
-class _Set:
+class _PlannedParamSet:
     number: int
     group: Mapping[str, Any]
     policy: str
@@ -90,18 +90,20 @@ class GroupedShapes:
         dtype: torch.dtype,
         device: str,
     ) -> None:
-        empty = [(name, torch.nn.Parameter(_empty(shape, dtype))) for name, shape in shapes]
+        empty = [
+            (name, torch.nn.Parameter(_without_memory(shape, dtype))) for name, shape in shapes
+        ]
         optimizer = build(empty)
         rule = optimizer._rule
         assert isinstance(rule, MatrixRule)
         self._rule, groups = rule, optimizer.param_groups
         shape_of = dict(shapes)
         self.specs = []
-        sets: dict[tuple[int, str], _Set] = {}
+        sets: dict[tuple[int, str], _PlannedParamSet] = {}
         for own in optimizer.layout.specs:
             shape, group = shape_of[own.name], groups[own.group]
             policy = rule.policy(own.name, True, shape, group)
-            sets.setdefault((own.group, policy), _Set(len(sets), group, policy))
+            sets.setdefault((own.group, policy), _PlannedParamSet(len(sets), group, policy))
             stride = dense_stride(shape, torch.empty(shape, device="meta").stride())
             spec = ParamSpec(
                 name=own.name,
@@ -172,7 +174,7 @@ class GroupedShapes:
         )
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _without_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of as many dimensions and rows, without memory."""
     return torch.empty((*shape[:-1], 0) if len(shape) > 1 else (1,), dtype=dtype)
 
