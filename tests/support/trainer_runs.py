@@ -319,5 +319,17 @@ def error(params: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return max_relative_error(params, expected, [param.detach() for param in start])
 
 
+def distance(params: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return the norm of all differences, relative to that of the movement since the start."""
+    error(params, expected)  # checks that what can move has moved
+    start = [param.detach() for param in build_model().parameters()]
+    return _norm_of_difference(params, expected) / _norm_of_difference(expected, start)
+
+
+def _norm_of_difference(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    norms = [(a.detach().double() - b.double()).norm() for a, b in zip(left, right, strict=True)]
+    return float(torch.stack(norms).norm())
+
+
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
