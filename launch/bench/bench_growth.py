@@ -41,7 +41,13 @@ _SMALL = 16
 
 _FLAT_LIMIT, _LINEAR_LIMIT = 0.1, 1.0
 _MANY_RANKS = 16
-METHODS = ("shardfuse Adam", "shardfuse Adam, sockets", "DDP + torch foreach Adam")
+DDP = "DDP + torch foreach Adam"
+ADAM = ("shardfuse Adam", "shardfuse Adam, sockets")
+METHODS = {
+    "ranks": (*ADAM, "shardfuse LAMB, sockets", DDP),
+    "tensors": (*ADAM, DDP),
+    "groups": (*ADAM, DDP),
+}
 TIMED = ("construct_ms", "step_ms")
 COUNTED = ("messages", "sent_bytes", "memory_bytes", "store_requests_per_s")
 _UNITS = {"step_ms": "step, ms", "messages": "messages a step"}
@@ -74,11 +80,12 @@ class _Model(nn.Module):
 def _build(method: str, model: _Model, num_groups: int) -> tuple[nn.Module, Any]:
     params = list(model.weights)
     members = [{"params": params[i::num_groups], "lr": _LR / (i + 1)} for i in range(num_groups)]
-    if method.startswith("DDP"):
+    if method == DDP:
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
         return ddp, torch.optim.Adam(members, lr=_LR, foreach=True)
     how = "pairwise" if "sockets" in method else "auto"
-    return model, ShardedAdam(members, lr=_LR, sharding={"collectives": how})
+    rule = ShardedLamb if "LAMB" in method else ShardedAdam
+    return model, rule(members, lr=_LR, sharding={"collectives": how})
 
 
 def measure(
@@ -127,9 +134,10 @@ def _launched(axis: str, x: int, arguments: dict[str, int], index: int, steps: i
     world_size = arguments["world_size"]
     own = {key: value for key, value in arguments.items() if key != "world_size"}
     target = "launch.bench.bench_growth:measure"
-    rows = [_row(axis, method, x, index) for method in METHODS]
+    names = METHODS[axis]
+    rows = [_row(axis, method, x, index) for method in names]
     try:
-        ranks = run_ranks(target, {"names": METHODS, "steps": steps, **own}, world_size=world_size)
+        ranks = run_ranks(target, {"names": names, "steps": steps, **own}, world_size=world_size)
     except LaunchError as error:
         print(error, flush=True)
         return [{**row, "note": "failed"} for row in rows]
@@ -272,14 +280,12 @@ def _targets(axis: str, method: str, column: str, slope: float) -> list[Target]:
         if column not in ("sent_bytes", "memory_bytes", "store_requests_per_s"):
             return []
         limit = _FLAT_LIMIT
-    elif method.startswith("DDP"):
+    elif method == DDP:
         return []
     else:
         limit = _LINEAR_LIMIT
     text = f"{axis}, {method}: exponent of {column} <= {limit}"
-    slope = round(
-        slope, 2
-    )  # as it is shown: a line through rounded points may exceed 1 by a little
+    slope = round(slope, 2)  # as shown: a line through rounded points may exceed 1 by a little
     return [Target(text, f"{slope:.2f}", slope <= limit)]
 
 
@@ -289,8 +295,9 @@ def _against_ddp(rows: Sequence[Row]) -> list[Target]:
     for (x,), same in groups(rows, "x").items():
         by_method = groups(same, "method")
         step_ms = {method: middle(own, "step_ms") for (method,), own in by_method.items()}
-        for method in METHODS[:-1] if x >= _MANY_RANKS else ():
-            ratio = step_ms[method] / step_ms[METHODS[-1]]
-            text = f"{method}, {int(x)} ranks: a step at most as long as {METHODS[-1]}'s"
+        ours = [method for method in step_ms if method != DDP]
+        for method in ours if x >= _MANY_RANKS else ():
+            ratio = step_ms[method] / step_ms[DDP]
+            text = f"{method}, {int(x)} ranks: a step at most as long as {DDP}'s"
             targets.append(Target(text, f"{ratio:.2f}", ratio <= 1))
     return targets
