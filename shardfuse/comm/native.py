@@ -1,17 +1,9 @@
-"""ProcessGroupCommunicator: the collectives of torch.distributed, each as its backend has it.
-
-A wait for gloo, NCCL or HCCL ends only when the transport does. Watchdog is a thread that polls the
-peers meanwhile and, if the ranks are out of step, aborts the transport: the wait then raises, and
-the state of the group has the cause.
-"""
+"""ProcessGroupCommunicator: the collectives of torch.distributed, each as its backend has it."""
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from shardfuse.comm.regions import digest
-from shardfuse.comm.session import LATE_S, PATIENCE_S, GroupSession, GroupState, PeerError
+from shardfuse.comm.session import GroupSession, GroupState
 from shardfuse.comm.transport import (
     AsyncModel,
     BufferPool,
@@ -35,6 +27,7 @@ from shardfuse.comm.transport import (
     ReduceOp,
     restore_if_changed,
 )
+from shardfuse.comm.watchdog import Watchdog
 from shardfuse.layout import BLOCK
 
 logger = logging.getLogger("shardfuse")
@@ -661,240 +654,3 @@ def backend_for(process_group: Any, device: torch.device) -> str:
         f"The process group has no backend for {device.type!r} tensors (it has {config!r}). "
         f"Call init_process_group({dist.get_default_backend_for_device(device)!r})."
     )
-
-
-# The watchdog
-
-
-_IDLE_S = 5.0
-_PERIOD_S = 1.0
-"""Between two polls where waits do not block the host."""
-
-_MAX_PROBES = 10
-"""Of connections, once the store is gone."""
-
-_REMEDY = (
-    " Every rank has to make the same calls in the same order, and as many backward() before each."
-)
-
-
-class Watchdog:
-    """Polls the peers whenever a wait takes long.
-
-    [Note: the watchdog's thread] On accelerators the thread calls nothing of the device, not even
-    query() of an event. The device may wait for a collective that no peer joins, and while any
-    thread captures a CUDA graph, a query of another thread invalidates the capture (pytorch
-    #104555). Instead, each region copies a result into pinned memory, and the thread reads that.
-    The numbers there only grow, so the thread may read at any time. Only the abort uses the device.
-    (Not run on hardware.)
-
-    Args:
-        state: of the process group.
-        abort: aborts the transport, so that waits in it raise.
-        find_lost: returns the ranks to which this rank has lost its connection; None where the
-            transport cannot tell.
-        device: of the tensors. On the CPU wait() blocks the host. On accelerators it does not, and
-            the thread polls once a second from the first collective on.
-        mismatch_code: the part of the transport's error that reports different collectives on
-            ranks; None if it does not compare them.
-    """
-
-    def __init__(
-        self,
-        state: GroupState,
-        abort: Callable[[], None],
-        *,
-        device: torch.device,
-        find_lost: Callable[[], Sequence[int] | None] = lambda: None,
-        mismatch_code: str | None = None,
-    ) -> None:
-        self._state = state
-        self._abort = abort
-        self._find_lost = find_lost
-        self._device = device
-        self._host_waits = device.type == "cpu"
-        self._mismatch_code = mismatch_code
-        self._waits: dict[int, float] = {}  # of each waiting thread: since when
-        self._result: torch.Tensor | None = (
-            None  # on the device: two differences, a region's number
-        )
-        self._seen: torch.Tensor | None = None  # in pinned memory
-        self._launched = 0  # the number of the region that was compared last
-        self._progress = 0, 0.0  # the number last seen, and since when
-        self._before = 0
-        self._has_logged_error = False
-        self._num_probes = 0
-        self._lost_with_store: Sequence[int] | None = None  # ranks
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-
-    def wait(self, work: Any) -> None:
-        """Call ``work.wait()``.
-
-        Raises:
-            PeerError: a rank failed, does something else, or cannot be reached.
-        """
-        thread = threading.get_ident()
-        self._waits[thread] = time.monotonic()
-        if self._thread is None or not self._thread.is_alive():
-            self._start()
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self.attribute_error(error) from error
-        finally:
-            if self._host_waits:
-                self._waits.pop(thread, None)
-
-    @property
-    def _since(self) -> float | None:
-        """When the oldest wait began; a thread that reads parameters may wait beside another."""
-        return min(list(self._waits.values()), default=None)
-
-    def attribute_error(
-        self, error: RuntimeError, *, failed: str = "the connection to another rank"
-    ) -> PeerError:
-        """Return the PeerError for an ``error`` of the transport, of which ``failed`` has failed.
-
-        Ranks have time to publish their calls: a transport that compares collectives raises before
-        they have. If no peer publishes anything, because hosts ran ahead of their devices, the
-        error names the remedy all the same.
-        """
-        code = self._mismatch_code
-        remedy = _REMEDY if code is not None and code in str(error) else ""
-        # Later, peers that have raised have closed their connections, too.
-        suspects = self._lost_with_store or self._find_lost()
-        return self._state.attribute_error(error, suspects=suspects, failed=failed, remedy=remedy)
-
-    def compare(self, result: torch.Tensor, before: int) -> None:
-        """Take the result of the comparison: (3,), two zeros if ranks agree, and a region's number.
-
-        Where waits do not block the host it adds up on the device, and the thread reads it.
-
-        Raises:
-            PeerError: this rank and ``before``, or others, differ.
-        """
-        self._before = before
-        if self._host_waits:
-            if result[:2].any():
-                self._state.raise_mismatch(before)
-            return
-        if self._seen is None or self._result is None:
-            self._seen = torch.zeros(3, dtype=result.dtype, pin_memory=True)
-            self._result = result
-        else:
-            torch.maximum(self._result, result, out=self._result)
-        self._launched = self._state.current.number
-        self._seen.copy_(self._result, non_blocking=True)
-
-    def _start(self) -> None:
-        with self._lock:
-            if self._thread is None or not self._thread.is_alive():
-                device = torch.empty(0, device=self._device).device  # with the index of this one
-                self._thread = threading.Thread(
-                    target=_run,
-                    args=(weakref.ref(self), device),
-                    name="shardfuse-watch",
-                    daemon=True,
-                )
-                self._thread.start()
-                _watchdogs.add(self)
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._stop.set()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout=2.0)
-
-    def _tick(self, idle_since: float) -> bool:
-        """Poll if a wait takes long; return whether the thread can end."""
-        now, since = time.monotonic(), self._since
-        if since is None:
-            if now - idle_since < _IDLE_S:
-                return False
-            with self._lock:
-                if self._since is None:
-                    self._thread = None
-                    return True
-            return False
-        if self._host_waits and now - since < PATIENCE_S:
-            return False
-        try:
-            # Where waits do not block the host, it is not known whether this rank still waits.
-            self._state.poll_peers(lambda: self._host_waits and self._since == since)
-            self._read_result()
-            if self._state.has_lost_store:
-                self._name_store_host()
-        except PeerError as error:
-            if not self._host_waits:
-                logger.error("%s", error)
-                self._state.attribute_error(error)  # closes the state: why no region can follow
-            self._abort()
-            with self._lock:
-                self._thread = None
-            return True
-        return False
-
-    def _name_store_host(self) -> None:
-        """Raise PeerError if a rank has ended, and with it the store: no peer can report it."""
-        self._num_probes += 1
-        if self._num_probes <= _MAX_PROBES:
-            self._lost_with_store = self._find_lost()
-        if self._lost_with_store:
-            raise self.attribute_error(RuntimeError("the process group's store is gone"))
-
-    def _read_result(self) -> None:
-        """Raise PeerError if the device has found a difference; log if it waits for a late rank."""
-        if self._seen is None:
-            return
-        *differences, number = self._seen.tolist()
-        if any(differences):
-            self._state.raise_mismatch(self._before)
-        now = time.monotonic()
-        if number != self._progress[0] or number >= self._launched:
-            self._progress = number, now
-        elif now - self._progress[1] >= LATE_S:
-            self._state.log_late_rank(now - self._progress[1])
-
-    def _note_error(self) -> None:
-        """Log, once, the exception that a tick has raised."""
-        if not self._has_logged_error:
-            self._has_logged_error = True
-            logger.exception("[rank %d] The watchdog goes on after an error.", self._state.rank)
-
-
-_watchdogs: weakref.WeakSet[Watchdog] = weakref.WeakSet()
-
-
-def _run(watchdog_ref: weakref.ref[Watchdog], device: torch.device) -> None:
-    if device.type != "cpu":
-        # A new thread has device 0, where an abort would create a context.
-        torch.get_device_module(device).set_device(device.index)
-    idle_since = time.monotonic()
-    while True:
-        watchdog = watchdog_ref()
-        if watchdog is None:
-            return
-        period = PATIENCE_S if watchdog._host_waits else _PERIOD_S
-        stop = watchdog._stop
-        try:
-            if watchdog._since is not None:
-                idle_since = time.monotonic()
-            if watchdog._tick(idle_since):
-                return
-        except Exception:
-            watchdog._note_error()
-        del watchdog
-        if stop.wait(period):
-            return
-
-
-def _stop_all() -> None:
-    # A thread that is in C++ when the interpreter ends would end the process by a signal.
-    for watchdog in list(_watchdogs):
-        watchdog.stop()
-
-
-atexit.register(_stop_all)

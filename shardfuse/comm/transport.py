@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import enum
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast, runtime_checkable
@@ -88,8 +89,25 @@ def bucket_nbytes(
 class Watcher(Protocol):
     """Waits for works of torch where a peer may fail; see watchdog.py."""
 
-    def wait(self, work: Any) -> None:
-        """Call ``work.wait()``."""
+    def wait(self, works: deque[Any]) -> None:
+        """Take out the works one after the other, and call ``wait()`` of each."""
+
+
+def wait_in_order(works: deque[Any], before_each: Callable[[], None] | None = None) -> None:
+    """Take out the works one after the other, and call ``wait()`` of each.
+
+    Never polled: gloo fills the output of a reduce-scatter inside wait(). Each is taken out before
+    it is waited for, because gloo's are waited for once, and a signal's handler may wait for the
+    rest meanwhile.
+    """
+    while True:
+        try:
+            work = works.popleft()
+        except IndexError:
+            return
+        if before_each is not None:
+            before_each()
+        work.wait()
 
 
 class Completion(Generic[T]):
@@ -115,7 +133,7 @@ class Completion(Generic[T]):
         are_of_torch: bool = True,
     ) -> None:
         self._finish: Callable[[], T] | None = finish
-        self._works: Sequence[Any] = works
+        self._works = deque(works)
         self._keeps_alive = keeps_alive
         self._watcher = watcher
         self._while_waiting = while_waiting
@@ -142,19 +160,15 @@ class Completion(Generic[T]):
         if not self._works:
             return
         with self._while_waiting():
-            # Never polled: gloo fills the output of a reduce-scatter inside wait(). A work of gloo
-            # is waited for once, although a signal's handler may wait for the rest meanwhile.
-            while self._works:
-                work, *self._works = self._works
-                if self._watcher is None:
-                    work.wait()
-                else:
-                    self._watcher.wait(work)
+            if self._watcher is None:
+                wait_in_order(self._works)
+            else:
+                self._watcher.wait(self._works)
         self._keeps_alive = ()
 
     def add(self, works: Sequence[Any], keeps_alive: Sequence[torch.Tensor]) -> None:
         """Wait for these works, too."""
-        self._works = [*self._works, *works]
+        self._works.extend(works)
         self._keeps_alive = [*self._keeps_alive, *keeps_alive]
 
     def during(self, while_waiting: Callable[[], AbstractContextManager[None]]) -> None:

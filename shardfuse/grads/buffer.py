@@ -9,6 +9,7 @@ import itertools
 import operator
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +29,8 @@ from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec, slots_in
 
 _SHORT_NUMEL = 64 << 10
 """A 1-D gradient of at most so many elements is copied together with its neighbours."""
+
+_NOTHING = nullcontext()
 
 _get_grad = operator.attrgetter("grad")
 _get_nbytes = operator.attrgetter("nbytes")
@@ -108,7 +111,8 @@ class GradBuffer:
         is_new = grad._version == 0 and len(param._post_accumulate_grad_hooks) == 1
         if grad.requires_grad or not (is_new or is_sole_owner(param)):
             return
-        with torch.no_grad():
+        # With create_graph=True alone: entering the context takes longer than a short copy.
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
             if has_external_refs(self.views, position):
                 detach_copy(self.views[position])
             view = self.view(position).copy_(grad)

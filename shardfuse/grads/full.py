@@ -293,22 +293,29 @@ class FullGrads(GradSource):
         model = self._model
         if not self.control.may_send(is_ordered=model is AsyncModel.ORDERED):
             return
+        if self._streams is not None:
+            self._streams.note(grads.buffer.data.device)
+        if not self._pending.mark_ready(flat, position):
+            if self._num_sent:
+                is_own = "nested" not in self._causes and not is_nested_backward()
+                self._causes.add("again" if is_own else "nested")
+            return
+        if model is AsyncModel.UNORDERED and self._pending.all_ready:
+            return  # step() follows, and its first message must not wait behind the last bucket
+        if model is AsyncModel.ORDERED and not self._is_queued:
+            self._is_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._send_all)
+        if not self._next_is_ready:
+            return
         with self._comm.session.reports_errors("backward()"):
-            if self._streams is not None:
-                self._streams.note(grads.buffer.data.device)
-            if not self._pending.mark_ready(flat, position):
-                if self._num_sent:
-                    is_own = "nested" not in self._causes and not is_nested_backward()
-                    self._causes.add("again" if is_own else "nested")
-                return
-            if model is AsyncModel.UNORDERED and self._pending.all_ready:
-                return  # step() follows, and its first message must not wait behind the last bucket
-            if model is AsyncModel.ORDERED and not self._is_queued:
-                self._is_queued = True
-                torch.autograd.Variable._execution_engine.queue_callback(self._send_all)
-            while self._num_sent < len(self._states) and self._pending.is_ready(self._num_sent):
+            while self._next_is_ready:
                 if not self._send_early():
                     break
+
+    @property
+    def _next_is_ready(self) -> bool:
+        """Whether autograd has made all gradients of the bucket that is sent next."""
+        return self._num_sent < len(self._states) and self._pending.is_ready(self._num_sent)
 
     @property
     def _sees_all_writes(self) -> bool:

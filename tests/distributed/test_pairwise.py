@@ -159,14 +159,14 @@ def step_and_count(name: str, collectives: str) -> tuple[list[Tensor], int, int]
         params, lr=0.1, sharding={"collectives": collectives, "bucket_cap_mb": 0.1}
     )
     sent = 0
-    original = dist.isend
+    original = gloo._send
 
-    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def counted(part: Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal sent
-        sent += tensor.nbytes
-        return original(tensor, *args, **kwargs)
+        sent += part.nbytes
+        return original(part, *args, **kwargs)
 
-    dist.isend = counted
+    gloo._send = counted
     try:
         for step in range(2):
             sent = 0
@@ -174,7 +174,7 @@ def step_and_count(name: str, collectives: str) -> tuple[list[Tensor], int, int]
                 param.grad = torch.full_like(param, float(dist.get_rank() + step))
             optimizer.step()
     finally:
-        dist.isend = original
+        gloo._send = original
     return [param.detach() for param in params], sent, len(optimizer.layout.buckets)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from shardfuse import ShardedAdamW
 from shardfuse.comm import native
 from shardfuse.comm import session as session_module
-from shardfuse.comm.native import Watchdog
 from shardfuse.comm.session import GroupState, PeerError
+from shardfuse.comm.watchdog import Watchdog
 from tests.support import placing
 from tests.support.harness import log_of_shardfuse, run_procs
 
@@ -63,7 +64,7 @@ def test_a_tick_that_raises_does_not_end_the_thread(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(state, "poll_peers", fail_first)
     with pytest.raises(PeerError, match="rank 1 failed in step"):
-        watchdog.wait(work)
+        watchdog.wait(deque([work]))
     assert told == ["[rank 0] The watchdog goes on after an error."]
     assert find() is None  # of a region that has failed here, too
 
@@ -82,7 +83,7 @@ def test_a_thread_that_has_ended_is_started_again(monkeypatch: pytest.MonkeyPatc
         assert thread is not None
         thread.join(PATIENCE_S)
     with pytest.raises(PeerError, match="rank 1 failed in step"):
-        watchdog.wait(work)
+        watchdog.wait(deque([work]))
     assert watchdog._thread is not thread
 
 

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from shardfuse.comm import session
-from shardfuse.comm.native import Watchdog
 from shardfuse.comm.session import GroupState
+from shardfuse.comm.watchdog import Watchdog
 
 REMEDY = "as many backward() before each"
 
