@@ -2,6 +2,7 @@
 
 python -m tests.faults                    everything, about 15 minutes on two cores
 python -m tests.faults --only unfreeze killed --worlds 2
+python -m tests.faults --only killed --optimizers adam --worlds 4 8 16 --repeat 20
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 import argparse
 import datetime
 import itertools
+import math
 import os
 import platform
+import shlex
+import statistics
 import sys
 from pathlib import Path
 
@@ -20,6 +24,10 @@ from tests.faults.runner import Ending, Setting, run
 from tests.faults.table import FAULTS
 
 COLLECTIVES = ("auto", "pairwise", "native")
+REPEATED_HEADER = (
+    "| fault | collectives | optimizer | world | runs | survivors | wrong "
+    "| seconds to the error, median | most |\n|---|---|---|---|---|---|---|---|---|"
+)
 HEADER = (
     "| fault | collectives | optimizer | world | seconds to the error on each survivor "
     "| exit codes | what the first survivor says |\n|---|---|---|---|---|---|---|"
@@ -35,6 +43,18 @@ def row(name: str, setting: Setting, endings: list[Ending]) -> str:
     short = message if len(message) <= 160 else message[:157] + "..."
     where = f"{setting.collectives} | {setting.optimizer} | {setting.world_size}"
     return f"| {name} | {where} | {seconds} | {codes} | {short} |"
+
+
+def repeated_row(name: str, setting: Setting, runs: list[list[Ending]], num_wrong: int) -> str:
+    """Return a line of the table of faults that were repeated; ``num_wrong``: endings."""
+    survivors = [ending for endings in runs for ending in endings[:-1]]
+    known = [ending.seconds for ending in survivors if ending.seconds is not None] or [math.nan]
+    seconds = f"{statistics.median(known):.2f} | {max(known):.2f}"
+    where = f"{setting.collectives} | {setting.optimizer} | {setting.world_size}"
+    counts = f"{len(runs)} | {len(survivors)} | {num_wrong}"
+    return (
+        f"| {name} | {where} | {counts} | {statistics.median(seconds):.2f} | {max(seconds):.2f} |"
+    )
 
 
 def problems(name: str, endings: list[Ending]) -> list[str]:
@@ -55,32 +75,39 @@ def main() -> int:
     parser.add_argument("--worlds", nargs="*", type=int, default=[2, 3])
     parser.add_argument("--collectives", nargs="*", default=list(COLLECTIVES))
     parser.add_argument("--optimizers", nargs="*", default=["adam", "lamb"])
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each; the table counts them")
     parser.add_argument("--write", type=Path, help="file for the table")
     options = parser.parse_args()
+    header = HEADER if options.repeat == 1 else REPEATED_HEADER
     rows, wrong = [], 0
     settings = itertools.product(
         options.only, options.collectives, options.optimizers, options.worlds
     )
-    print(HEADER)
+    print(header)
     for name, collectives, optimizer, world_size in settings:
         if collectives not in (FAULTS[name].only or COLLECTIVES):
             continue
         setting = Setting(collectives, optimizer, world_size)
-        endings = run(name, setting)
-        rows.append(row(name, setting, endings))
+        runs = [run(name, setting) for _ in range(options.repeat)]
+        found = [problem for endings in runs for problem in problems(name, endings)]
+        if options.repeat == 1:
+            rows.append(row(name, setting, runs[0]))
+        else:
+            rows.append(repeated_row(name, setting, runs, len(found)))
         print(rows[-1], flush=True)
-        for problem in problems(name, endings):
-            wrong += 1
+        for problem in found:
             print(f"WRONG: {name} {setting}: {problem}", flush=True)
-    summary = f"{len(rows)} runs of {len(options.only)} faults, {wrong} wrong"
+        wrong += len(found)
+    num_runs = len(rows) * options.repeat
+    summary = f"{num_runs} runs of {len(options.only)} faults, {wrong} wrong"
     if options.write is not None:
         about = (
             "# Faults of one rank, and what the others learn\n\n"
-            f"`python -m tests.faults --write FILE`, {datetime.date.today()}, torch "
+            f"`python -m tests.faults {shlex.join(sys.argv[1:])}`, {datetime.date.today()}, torch "
             f"{torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores. "
             f"The last rank has the fault; its exit code comes last.\n\n{summary}.\n\n"
         )
-        options.write.write_text(about + "\n".join([HEADER, *rows]) + "\n")
+        options.write.write_text(about + "\n".join([header, *rows]) + "\n")
     print(summary)
     return int(wrong > 0)
 
