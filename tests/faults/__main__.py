@@ -51,10 +51,7 @@ def repeated_row(name: str, setting: Setting, runs: list[list[Ending]], num_wron
     known = [ending.seconds for ending in survivors if ending.seconds is not None] or [math.nan]
     seconds = f"{statistics.median(known):.2f} | {max(known):.2f}"
     where = f"{setting.collectives} | {setting.optimizer} | {setting.world_size}"
-    counts = f"{len(runs)} | {len(survivors)} | {num_wrong}"
-    return (
-        f"| {name} | {where} | {counts} | {statistics.median(seconds):.2f} | {max(seconds):.2f} |"
-    )
+    return f"| {name} | {where} | {len(runs)} | {len(survivors)} | {num_wrong} | {seconds} |"
 
 
 def problems(name: str, endings: list[Ending]) -> list[str]:

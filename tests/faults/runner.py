@@ -141,7 +141,8 @@ def _rank_main(rank: int, name: str, setting: Setting, port: int, pipe: Any) -> 
             rank=rank,
             world_size=setting.world_size,
             store=dist.TCPStore("127.0.0.1", port),
-            timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+            # Dozens of ranks on few cores take longer to meet.
+            timeout=timedelta(seconds=max(GROUP_TIMEOUT_S, setting.world_size - 16)),
         )
         sharding = {"collectives": setting.collectives, "kernel": "eager", "bucket_cap_mb": 0.01}
         job = Job(OPTIMIZERS[setting.optimizer], sharding, lambda: report("mark"))
