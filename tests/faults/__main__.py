@@ -98,9 +98,11 @@ def main() -> int:
     num_runs = len(rows) * options.repeat
     summary = f"{num_runs} runs of {len(options.only)} faults, {wrong} wrong"
     if options.write is not None:
+        path = str(options.write)
+        command = shlex.join("FILE" if word == path else word for word in sys.argv[1:])
         about = (
             "# Faults of one rank, and what the others learn\n\n"
-            f"`python -m tests.faults {shlex.join(sys.argv[1:])}`, {datetime.date.today()}, torch "
+            f"`python -m tests.faults {command}`, {datetime.date.today()}, torch "
             f"{torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores. "
             f"The last rank has the fault; its exit code comes last.\n\n{summary}.\n\n"
         )
