@@ -263,6 +263,7 @@ _RETIRED = """
     Progress Terms Foreign Partitions Held Master note_quiet look_again doubt is_noted has_more
     dormant woken is_held is_unseen move_out lie_at is_lent set_out has_arrived epoch everyone
     laid_out_elsewhere hand_over intake levels_to_caller told_steps tried grain cohort span
+    beside_training
 """
 RETIRED = frozenset(_RETIRED.split())
 """Private names that engineers of DDP, FSDP or Megatron would not search for; see the glossary."""

@@ -25,12 +25,12 @@ def main() -> None:
 
     torch.manual_seed(rank)  # each rank draws its own samples
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
-    optimizer = ShardedAdamW(model.named_parameters(), lr=1e-2)
+    optimizer = ShardedAdamW(model, lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 50)
     state = {"model": model, "optimizer": optimizer, "schedule": schedule}
 
     # Entering it loads the newest whole checkpoint; SIGTERM saves, and ends all ranks together.
-    with Job("runs/example", state, save_every=10, beside_training=True) as job:
+    with Job("runs/example", state, save_every=10, async_save=True) as job:
         if rank == 0:
             print(f"world size {dist.get_world_size()}, goes on after step {job.step}", flush=True)
         for step in job.steps(STEPS):

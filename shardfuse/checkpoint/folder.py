@@ -25,7 +25,8 @@ from shardfuse.checkpoint.replacement import (
     remove_checkpoint_files,
     unrelated_names,
 )
-from shardfuse.checkpoint.saving import AsyncSave, async_save, save
+from shardfuse.checkpoint.saving import AsyncSave, save
+from shardfuse.checkpoint.saving import async_save as start_async_save
 from shardfuse.files import FolderHandle, is_folder
 
 logger = logging.getLogger("shardfuse")
@@ -81,15 +82,15 @@ class Checkpoints:
         step: int,
         *,
         info: Mapping[str, Any] | None = None,
-        beside_training: bool = False,
+        async_save: bool = False,
     ) -> None:
         """Save the state after ``step`` steps, then remove old checkpoints. Collective.
 
         Args:
             state, info: as for shardfuse.checkpoint.save().
             step: number of finished steps, or of samples or tokens.
-            beside_training: return at once, as async_save() does. wait() and the next save wait for
-                it, so there are never two saves at once.
+            async_save: return at once, as shardfuse.checkpoint.async_save() does. wait() and the
+                next save wait for it, so there are never two saves at once.
 
         Raises:
             ValueError: ``step`` is not an integer, or less than 0.
@@ -102,13 +103,13 @@ class Checkpoints:
         step = operator.index(step) if is_number else step  # also numpy's integers
         ranks = CheckpointGroup(state, self._group, f"{self.folder} is not cleaned up")
         with ranks.region("Checkpoints.save()", f"step = {step!r}"):
-            ranks.agree(None)  # compares steps now; a save beside training would only do so later
+            ranks.agree(None)  # compares steps now; an asynchronous save would only do so later
             if not is_number or not 0 <= step < NO_STEP - 1:
                 raise ValueError(f"Invalid step: {step!r}. Must be a whole number >= 0.")
         info_with_step = {**(info or {}), "step": step}
         write_latest = functools.partial(self._write_latest, step)
-        if beside_training:
-            saving = async_save(
+        if async_save:
+            saving = start_async_save(
                 state,
                 self.path(step),
                 process_group=self._group,
@@ -127,7 +128,7 @@ class Checkpoints:
         self._remove_old(ranks, step)
 
     def wait(self) -> None:
-        """Wait for a save beside training, then remove old checkpoints. Collective.
+        """Wait for an asynchronous save, then remove old checkpoints. Collective.
 
         Raises:
             CheckpointError: on all ranks, if any rank could not write.
@@ -139,7 +140,7 @@ class Checkpoints:
 
     @property
     def under_way(self) -> AsyncSave | None:
-        """The save beside training that no call has waited for yet, or None."""
+        """The asynchronous save that no call has waited for yet, or None."""
         return None if self._running_save is None else self._running_save[0]
 
     def _write_latest(self, step: int) -> None:
@@ -203,8 +204,8 @@ class Checkpoints:
     ) -> int | None:
         """Load the newest intact checkpoint; return its step, or None if there is none. Collective.
 
-        Damaged checkpoints are skipped, with a warning of the logger "shardfuse" that names them. A
-        save beside training is waited for; if it fails, there is a warning, too.
+        Damaged checkpoints are skipped, with a warning of the logger "shardfuse" that names them.
+        An asynchronous save is waited for; if it fails, there is a warning, too.
 
         Args:
             state: as for shardfuse.checkpoint.load().

@@ -590,11 +590,11 @@ def save_and_load(comm: Communicator, device: Device) -> Finding:
     return Finding("", "failed", "a checkpoint came back different", "Check the file system.")
 
 
-_STEPS_BESIDE = 3
+_STEPS_DURING_SAVE = 3
 
 
 def async_save(comm: Communicator, device: Device) -> Finding:
-    """A checkpoint that is written beside steps has the parameters and states of its start.
+    """An asynchronous save during steps has the parameters and states of its start.
 
     The same steps after a load lead to the same parameters, which shows the states.
     """
@@ -603,11 +603,11 @@ def async_save(comm: Communicator, device: Device) -> Finding:
         saved = _make_steps(first, 1)
         saving = checkpoint.async_save(first, folder)
         started = time.perf_counter()
-        later = _make_steps(first, _STEPS_BESIDE)
+        later = _make_steps(first, _STEPS_DURING_SAVE)
         stepped_s = time.perf_counter() - started
         saving.wait()
         checkpoint.load(second, folder)
-        loaded, again = _make_steps(second, 0), _make_steps(second, _STEPS_BESIDE)
+        loaded, again = _make_steps(second, 0), _make_steps(second, _STEPS_DURING_SAVE)
     values = {"steps_beside_s": stepped_s, "copied_nbytes": saving.extra_nbytes}
     remedy = "Report this, and use checkpoint.save() until then."
     if not _are_equal(saved, loaded):
@@ -616,7 +616,9 @@ def async_save(comm: Communicator, device: Device) -> Finding:
     if not _are_equal(later, again):
         text = "states in it are not those of its start: steps after a load differ"
         return Finding("", "failed", text, remedy, values)
-    return Finding("", "ok", f"has its start's bits, with {_STEPS_BESIDE} steps beside", "", values)
+    return Finding(
+        "", "ok", f"is bitwise the state of its start, after {_STEPS_DURING_SAVE} steps", "", values
+    )
 
 
 def _integers(numel: int, rank: int, device: Device) -> Tensor:

@@ -69,7 +69,7 @@ class Job:
     * If torchrun is killed, the ranks that it has started stop in the same way.
     * Each rank's random state is restored. With another number of ranks the generators start
       afresh, with a warning.
-    * Leaving waits for a save beside training, on all ranks.
+    * Leaving waits for an asynchronous save, on all ranks.
     * If one rank leaves with an error, the others do not wait for it: each raises PeerError, which
       quotes that error.
 
@@ -79,7 +79,7 @@ class Job:
             shardfuse.checkpoint.save(). Loading replaces values in this dict.
         save_every: finished steps between two saves.
         keep: number of intact checkpoints that remain after a save.
-        beside_training: write while training continues, as async_save() does.
+        async_save: write while training continues, as shardfuse.checkpoint.async_save() does.
         signals: signals that stop the run; SIGTERM, SIGINT, SIGUSR1 and SIGHUP if left out. Slurm's
             ``--signal`` sends one. The main thread handles them. SIGHUP stays ignored if it is, as
             under nohup.
@@ -106,7 +106,7 @@ class Job:
         *,
         save_every: int,
         keep: int = 2,
-        beside_training: bool = False,
+        async_save: bool = False,
         signals: Sequence[int] = DEFAULT_SIGNALS,
         process_group: Any = None,
         trusted: bool = False,
@@ -125,7 +125,7 @@ class Job:
         self._lock, self._signals = FolderLock(), StopSignals(signals)
         self.step, self.is_stopped = 0, False
         self.checkpoints = Checkpoints(folder, keep=keep, process_group=process_group)
-        self._state, self._save_every, self._beside_training = state, save_every, beside_training
+        self._state, self._save_every, self._async_save = state, save_every, async_save
         self._group, self._trusted = process_group, trusted
         self._comm: Communicator
         self._generation = 0
@@ -194,10 +194,10 @@ class Job:
             is_stop = self._stop.should_stop_after(self.step, self._signals.is_requested)
             self.is_stopped = is_stop and self.step < num_steps
             if self.step % self._save_every == 0 and self.step < num_steps and not is_stop:
-                self._save(beside_training=self._beside_training)
+                self._save(async_save=self._async_save)
                 saved_at = self.step
         if self.step != saved_at:
-            self._save(beside_training=False)
+            self._save(async_save=False)
         self.checkpoints.wait()
         self._stop.remove_request()
 
@@ -222,10 +222,8 @@ class Job:
         generators = PerRank(RandomState(), on_resize=_warn_of_fresh_generators)
         return {_RANDOM_KEY: generators, **self._state}
 
-    def _save(self, *, beside_training: bool) -> None:
-        self.checkpoints.save(
-            self._state_with_generators(), self.step, beside_training=beside_training
-        )
+    def _save(self, *, async_save: bool) -> None:
+        self.checkpoints.save(self._state_with_generators(), self.step, async_save=async_save)
 
     def _wait_for_step_before_last(self) -> None:
         """Wait until an accelerator has finished the step before the last. Not run on hardware."""

@@ -22,7 +22,7 @@ WORDS = {
     "saves": "Checkpoints.save()",
     "saves to a folder": "checkpoint.save()",
     "loads": "Checkpoints.load_latest()",
-    "saves beside training": "checkpoint.async_save()",
+    "asynchronous saves": "checkpoint.async_save()",
     "waits": "checkpoint.wait()",
     "fails in load": "division by zero",
     "fails in clean-up": "division by zero",
@@ -34,10 +34,10 @@ def fail(*_: Any) -> None:
 
 
 def act(case: str, path: Path, job: Job, checkpoints: Checkpoints, is_odd: bool) -> None:
-    if case == "saves beside training":
-        checkpoints.save(job.objects, 2, beside_training=is_odd)
+    if case == "asynchronous saves":
+        checkpoints.save(job.objects, 2, async_save=is_odd)
     elif case == "waits":
-        checkpoints.save(job.objects, 2, beside_training=True)
+        checkpoints.save(job.objects, 2, async_save=True)
         if is_odd:
             checkpoints.wait()
     elif case == "fails in load":

@@ -365,15 +365,15 @@ def run_job(folder: str, stop_at: int | None = None, **options: Any) -> tuple[in
     return job.step, values(model)
 
 
-def _stop_job(folder: str, stop_at: int, is_beside: bool) -> tuple[int, list[Tensor]]:
-    return run_job(folder, stop_at, beside_training=is_beside)
+def _stop_job(folder: str, stop_at: int, is_async: bool) -> tuple[int, list[Tensor]]:
+    return run_job(folder, stop_at, async_save=is_async)
 
 
-@pytest.mark.parametrize("is_beside", [False, True])
-def test_a_stopped_job(is_beside: bool, tmp_path: Path) -> None:
-    """It goes on bitwise, also with saves beside training."""
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_stopped_job(is_async: bool, tmp_path: Path) -> None:
+    """It goes on bitwise, also with asynchronous saves."""
     expected = run_procs(2, run_job, str(tmp_path / "whole"))
-    for step, _ in run_procs(2, _stop_job, str(tmp_path / "cut"), 2, is_beside):
+    for step, _ in run_procs(2, _stop_job, str(tmp_path / "cut"), 2, is_async):
         assert step == 5
     for own, same in zip(run_procs(2, run_job, str(tmp_path / "cut")), expected, strict=True):
         assert own[0] == same[0] == 8

@@ -119,7 +119,7 @@ def test_no_host_waits(dtype: torch.dtype) -> None:
 
 
 def save_and_load(folder: str) -> None:
-    """At once, and beside training: a fresh model has the state of the call."""
+    """By save() and async_save(): a fresh model has the state of the call."""
 
     def step(model: Net, optimizer: Any, number: int) -> None:
         model(rank_grads(number, dist.get_rank(), 2)).backward()
@@ -135,22 +135,22 @@ def save_and_load(folder: str) -> None:
 
     model = sharded_net()
     optimizer = ShardedAdamW(list(model.named_parameters()), lr=0.05, sharding=EAGER)
-    for is_beside in (False, True):
+    for is_async in (False, True):
         for number in range(2):
             step(model, optimizer, number)
         kept = state_of(model, optimizer)
         state = {"model": model, "optimizer": optimizer}
-        if is_beside:
-            saving = async_save(state, f"{folder}/{is_beside}")
+        if is_async:
+            saving = async_save(state, f"{folder}/{is_async}")
             step(model, optimizer, 2)
             saving.wait()
         else:
-            save(state, f"{folder}/{is_beside}")
+            save(state, f"{folder}/{is_async}")
             step(model, optimizer, 2)
         other = sharded_net()
         fresh = ShardedAdamW(list(other.named_parameters()), lr=0.05, sharding=EAGER)
-        load({"model": other, "optimizer": fresh}, f"{folder}/{is_beside}")
-        assert all(map(torch.equal, state_of(other, fresh), kept)), is_beside
+        load({"model": other, "optimizer": fresh}, f"{folder}/{is_async}")
+        assert all(map(torch.equal, state_of(other, fresh), kept)), is_async
         assert not all(map(torch.equal, state_of(model, optimizer), kept))
 
 

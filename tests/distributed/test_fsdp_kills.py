@@ -119,7 +119,7 @@ def train_job(folder: str, victim: int = -1, kills_at: int = 0, delay_s: float =
     """Train by a Job, which saves after each step; otherwise as train()."""
     model, optimizers = build()
     state = {"model": model, "first": optimizers[0], "second": optimizers[1]}
-    with Job(folder, state, save_every=1, beside_training=kills_at % 2 == 0) as job:
+    with Job(folder, state, save_every=1, async_save=kills_at % 2 == 0) as job:
         for step in job.steps(NUM_STEPS):
             step_once(model, optimizers, step)
             if dist.get_rank() == victim and step + 1 == kills_at:
@@ -187,7 +187,7 @@ def newest_of(folder: Path) -> int:
 
 @pytest.mark.parametrize("num_kills", [4, 20])
 def test_killed_job(num_kills: int, tmp_path: Path) -> None:
-    """In a step or a save, beside training or not: what loads is whole, and it goes on bitwise."""
+    """In a step or a save, asynchronous or not: it continues bitwise from an intact checkpoint."""
     expected = run_procs(WORLD_SIZE, train, str(tmp_path / "whole"), timeout=100.0)[0]
     chance, folder = random.Random(num_kills), tmp_path / "job"
     ends = []

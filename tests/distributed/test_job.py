@@ -87,12 +87,10 @@ def train(
     return job.step, job.is_stopped, [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("beside_training", [False, True])
-def test_a_job_that_is_stopped_ends_as_if_it_had_not_been(
-    beside_training: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_job_that_is_stopped_ends_as_if_it_had_not_been(async_save: bool, tmp_path: Path) -> None:
     """One rank is told in step 3 and 4; all stop after the same one, and go on bit for bit."""
-    options = {"beside_training": beside_training}
+    options = {"async_save": async_save}
     expected = run_procs(2, train, str(tmp_path / "whole"))
     for stop_at, last in ((3, 6), (7, 10), (10, NUM_STEPS)):
         for step, is_stopped, _ in run_procs(2, _train, str(tmp_path / "cut"), stop_at, options):

@@ -1,4 +1,4 @@
-"""A save that runs beside training, and what else happens meanwhile: loads, hooks, an early end."""
+"""Loads, hooks and an early end of the process while an asynchronous save runs."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_load_latest_waits(held: threading.Event, tmp_path: Path) -> None:
         job.train(1)
         dist.barrier()
         held.clear()
-        checkpoints.save(job.objects, 2, beside_training=True)
+        checkpoints.save(job.objects, 2, async_save=True)
         dist.barrier()
         threading.Timer(0.2, held.set).start()
         return checkpoints.load_latest(job.objects)
@@ -121,7 +121,7 @@ def test_a_loop_that_is_left_by_break(held: threading.Event, tmp_path: Path) -> 
 
     def body() -> None:
         job = Job(ShardedAdam)
-        with LoopJob(tmp_path, job.objects, save_every=1, beside_training=True) as loop:
+        with LoopJob(tmp_path, job.objects, save_every=1, async_save=True) as loop:
             for step in loop.steps(5):
                 if step == 1:
                     break

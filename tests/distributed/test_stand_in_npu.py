@@ -205,9 +205,7 @@ def test_collectives_are_of_streams_and_of_the_device_only() -> None:
     assert run_threads(2, reduce_behind_a_gate) == [(True, 5.0), (True, 5.0)]
 
 
-def test_a_save_beside_training_keeps_to_its_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_async_save_keeps_to_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread uses the device of its rank, and waits for no kernel that training launches."""
     write, used = ShardWriter.write, set[tuple[str, int, bool]]()
 

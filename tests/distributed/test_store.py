@@ -54,7 +54,7 @@ def save_beside(folder: Path, told: list[str | None] | None) -> str:
     return ""
 
 
-def test_a_save_beside_training_needs_no_store(tmp_path: Path) -> None:
+def test_an_async_save_needs_no_store(tmp_path: Path) -> None:
     """As after the death of torchrun's agent: wait() once waited for a thread that never ends."""
     assert run_threads(2, save_beside, tmp_path / "saved", None) == ["", ""]
     (verdict,) = verify(tmp_path / "saved")

@@ -50,7 +50,7 @@ FAST = re.compile(
             r"test_fuzz\.py::test_a_seed_is_a_program",
             r"test_resharding\.py::test_two_to_three.*\[(ShardedAdamW|ShardedLamb)\]",
             r"test_damage\.py::test_(no_whole|a_damaged|nothing_is_run)",
-            r"test_save_beside_training\.py::test_(the_state_of_the_call\[adam|never)",
+            r"test_checkpoint_async_save\.py::test_(the_state_of_the_call\[adam|never)",
             r"^tests/unit/test_(imports|deepspeed_files)\.py",
             r"^tests/distributed/test_imports\.py::test_torch\[adamw",
             # Of pytest --device npu.
@@ -92,7 +92,7 @@ EXHAUSTIVE = re.compile(
             r"test_bert_config\.py::test_ranks_all_exit_with_code_2",
             r"test_npu_scripts\.py::test_paths_are_from_where_the_user_is",
             r"test_kept_ddp_memory\.py::test_freed_memory_is_given_back_once",
-            r"test_save_beside_training\.py::test_a_rank_that_dies_in_a_save\[1-",
+            r"test_checkpoint_async_save\.py::test_a_rank_that_dies_in_a_save\[1-",
             r"test_fuzz\.py::test_random_programs\[3\]",
             r"test_fuzz\.py::test_programs_(over_fsdp|of_muon)\[[34]\]",
             r"test_(fsdp|muon)_kills\.py::.*\[20",
@@ -219,7 +219,7 @@ EXHAUSTIVE = re.compile(
             r"test_plan\.py::test_every_kind.*\[(a|lamb-d|sgd|rows-n|bert-dtype0|.*norm-dtype1)",
             r"test_plan_times\.py::.*(stage 2|no overlap|200mbit-DDP|1gbit-shardfuse lamb)",
             r"test_checkpoint_alone\.py::.*\[(?!(saves|fails in load)-auto)",
-            r"test_save_beside_training\.py::test_the_state_of_the_call\[lamb",
+            r"test_checkpoint_async_save\.py::test_the_state_of_the_call\[lamb",
             # Whole jobs by their real commands, of which the default has one of each kind.
             r"test_acceptance\.py::test_(whole|quick|the_stand_in_is_built|nothing_is_left|ranks_that_take_too_long)",
             r"test_npu_scripts\.py::test_(a_signal|deepspeed|several_nodes|refused\[(devices|memory))",

@@ -134,23 +134,23 @@ def test_steps_may_count_samples_or_tokens(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def save_as(folder: Path, wrong: Any, is_beside: bool) -> tuple[str, list[int], int | None]:
+def save_as(folder: Path, wrong: Any, is_async: bool) -> tuple[str, list[int], int | None]:
     """Return what ranks hear of which the last saves as ``wrong``; then what a save of 4 leaves."""
     step = 3 if dist.get_rank() == 0 else wrong
     run, objects = Checkpoints(folder), checkpoints.Job(ShardedAdam).objects
-    run.save(objects, 2, beside_training=is_beside)
+    run.save(objects, 2, async_save=is_async)
     with pytest.raises(RuntimeError) as caught:
-        run.save(objects, step, beside_training=is_beside)
-    run.save(objects, 4, beside_training=is_beside)
+        run.save(objects, step, async_save=is_async)
+    run.save(objects, 4, async_save=is_async)
     run.wait()
     return f"{caught.type.__name__}: {caught.value}", run.steps(), run.load_latest(objects)
 
 
-@pytest.mark.parametrize("is_beside", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("wrong", [-3, "3", 5])
-def test_one_rank_alone_saves_another_step(wrong: Any, is_beside: bool, tmp_path: Path) -> None:
+def test_one_rank_alone_saves_another_step(wrong: Any, is_async: bool, tmp_path: Path) -> None:
     """The others do not wait for it: all hear of it, and all go on."""
-    found = run_procs(2, save_as, tmp_path, wrong, is_beside)
+    found = run_procs(2, save_as, tmp_path, wrong, is_async)
     for text, steps, loaded in found:
         assert (steps, loaded) == ([4, 2], 4), text
         assert text.startswith("PeerError")

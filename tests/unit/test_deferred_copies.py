@@ -1,4 +1,4 @@
-"""Copies of live memory for a save beside training: how many, when, and what is left of them."""
+"""Copies of live memory for an asynchronous save: how many, when, and what is left of them."""
 
 from __future__ import annotations
 

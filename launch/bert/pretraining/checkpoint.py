@@ -38,11 +38,11 @@ class Checkpoints:
         """Save the state after `step` finished steps, or begin to. Collective."""
         state = {**self._objects, "step": torch.tensor(step)}
         info = {"run": self._run}
-        self._shards.save(state, step, info=info, beside_training=self._is_async)
+        self._shards.save(state, step, info=info, async_save=self._is_async)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Wait at the end for a save beside training. Collective.
+        """Wait at the end for an asynchronous save. Collective.
 
         Raises `UsageError` on every rank where any could not write, whenever that is told.
         """

@@ -111,7 +111,7 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
     add("--dry-run", nargs="?", type=int, const=0, metavar="RANKS",
         help="show what the run would be on so many ranks, and train nothing")  # fmt: skip
     add("--save-every", type=int, default=1000, help="steps between checkpoints")
-    add("--async-save", action="store_true", help="write checkpoints beside training")
+    add("--async-save", action="store_true", help="write checkpoints while training continues")
     add("--eval-every", type=int, default=250, help="steps between held-out evaluations")
     add("--eval-samples", type=int, default=512, help="held-out samples")
     add("--log-every", type=int, default=100, help="steps between lines where no bar can be shown")

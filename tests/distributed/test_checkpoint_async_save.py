@@ -106,7 +106,7 @@ def test_never_two_at_once(tmp_path: Path) -> None:
         job, checkpoints = Job(ShardedAdam), Checkpoints(tmp_path, keep=2)
         for step in (1, 2, 3, 4):
             job.train(1)
-            checkpoints.save(job.objects, step, beside_training=True)
+            checkpoints.save(job.objects, step, async_save=True)
             assert checkpoints.under_way is not None
         checkpoints.wait()
         assert checkpoints.under_way is None
@@ -120,11 +120,11 @@ def fail(folder: Path, how: str) -> str:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     job, checkpoints = Job(ShardedAdam), Checkpoints(folder)
     job.train(1)
-    checkpoints.save(job.objects, 1, beside_training=True)
+    checkpoints.save(job.objects, 1, async_save=True)
     checkpoints.wait()
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-    checkpoints.save(job.objects, 2, beside_training=True)
+    checkpoints.save(job.objects, 2, async_save=True)
     try:
         if how == "wait":
             checkpoints.wait()
@@ -194,7 +194,7 @@ if rank == int(sys.argv[4]):
         saving.checksum_of = lambda data: os._exit(9)  # in the writer's thread
     else:
         collective.CheckpointGroup.agree = lambda *_: os._exit(9)  # on the step
-checkpoints.save(job.objects, 2, beside_training=True)
+checkpoints.save(job.objects, 2, async_save=True)
 checkpoints.wait()
 """
 
@@ -223,7 +223,7 @@ def save_alone(folder: Path) -> tuple[str, list[int]]:
     with pytest.raises(PeerError) as caught:
         save_if_first(state, folder / "of-one")
     state["optimizer"].step()
-    checkpoints.save(state, 1, beside_training=True)
+    checkpoints.save(state, 1, async_save=True)
     checkpoints.wait()
     return str(caught.value), checkpoints.steps()
 
