@@ -1,7 +1,8 @@
-"""Loss curves of a small GPT on real text: by DDP and torch's AdamW, and by shardfuse.
+"""Loss curves of a small GPT and of the BERT job: by DDP and torch's AdamW, and by shardfuse.
 
-A 10.8 M model is trained by every way to run AdamW, with equal rates, weights and batches. A 0.5 M
-model is trained by AdamW, LAMB and Muon, each with its best of five rates, and by three seeds.
+A GPT of 10.8 M is trained by every way to run AdamW, with equal rates, weights and batches, and so
+is the job's BERT, in two phases. A GPT of 0.5 M is trained by AdamW, LAMB and Muon, each with its
+best of five rates, and by three seeds.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from launch.bench import bert
 from launch.bench.environment import ROOT
 from launch.bench.gpt import BASELINE, BETAS, CLIP, DECAY, METHODS, SIZES
 from launch.bench.launches import LaunchError, run_ranks
@@ -23,6 +25,7 @@ EQUAL_SIZE, TUNED_SIZE = "10.8 M", "0.5 M"
 EQUAL = tuple(name for name in METHODS if "AdamW" in name)
 """Methods whose rule is AdamW's: their curves are to be equal."""
 EQUAL_LR = 1e-3
+GPT_PART, BERT_PART = "equal rates", "BERT"
 RATES = {
     BASELINE: (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
     "shardfuse LAMB": (5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
@@ -35,20 +38,23 @@ TIMEOUT_S = 3600.0
 
 def text() -> str:
     """Return the path of the text: documentation of the installed Python packages."""
-    sys.path.insert(0, str(ROOT / "launch" / "bert"))  # where the BERT job finds its modules
     from pretraining.docstrings import build_docstring_corpus
 
     return str(build_docstring_corpus(ROOT / "runs" / "text", WORDS))
 
 
 def run(options: Options) -> Iterator[Row]:
-    """Yield a row per run; the second part chooses each method's rate from its own runs."""
+    """Yield a row per run; the tuned part chooses each method's rate from its own runs."""
     corpus = text()
     equal, tuned = ("tiny", "tiny") if options.quick else (EQUAL_SIZE, TUNED_SIZE)
     seeds = SEEDS[:1] if options.quick else SEEDS
     for method in filter(options.wants, EQUAL):
         for seed in seeds if method == BASELINE else seeds[:1]:
-            yield _launch("equal rates", method, equal, {"lr": EQUAL_LR}, seed, corpus)
+            yield _launch(GPT_PART, method, equal, {"lr": EQUAL_LR}, seed, corpus)
+    for method in bert.METHODS:
+        if options.wants(f"{BERT_PART}, {method}"):
+            for seed in seeds if method == BASELINE else seeds[:1]:
+                yield _launch_bert(method, seed, corpus, is_quick=options.quick)
     best = EQUAL_LR
     for method in filter(options.wants, RATES):
         found: dict[float, float] = {}
@@ -88,9 +94,23 @@ def _launch(
     except LaunchError as error:
         print(error, file=sys.stderr)
         return {**row, "note": "failed"}
-    points = found[0]
+    return {**row, **_outcome(found[0])}
+
+
+def _launch_bert(method: str, seed: int, corpus: str, *, is_quick: bool) -> Row:
+    lr = bert.phases(bert.optimizer_of(method), is_quick=is_quick)[0]["lr"]
+    row: Row = {"part": BERT_PART, "size": "1.5 M", "method": method, "lr": lr, "seed": seed}
+    try:
+        points = bert.train(method, seed, corpus, is_quick=is_quick, timeout_s=TIMEOUT_S)
+    except LaunchError as error:
+        print(error, file=sys.stderr)
+        return {**row, "note": "failed"}
+    return {**row, **_outcome(points)}
+
+
+def _outcome(points: Sequence[Sequence[float]]) -> Row:
     curve = " ".join(f"{step}:{loss:.6f}" for step, loss in points)
-    return {**row, "note": "", "loss": points[-1][1], "curve": curve}
+    return {"note": "", "loss": points[-1][1], "curve": curve}
 
 
 def curve(row: Row) -> list[tuple[float, float]]:
@@ -99,15 +119,21 @@ def curve(row: Row) -> list[tuple[float, float]]:
     return [(float(step), float(loss)) for step, loss in pairs]
 
 
-def largest_differences(rows: Sequence[Row]) -> tuple[float, float]:
-    """Return the largest difference of a curve from DDP's, at equal rates, and of another seed."""
-    equal = [row for row in measured(rows) if row["part"] == "equal rates"]
-    base = {row["seed"]: row for row in equal if row["method"] == BASELINE}
-    others = [row for row in equal if row["method"] != BASELINE]
+def largest_differences(rows: Sequence[Row], part: str = GPT_PART) -> tuple[float, float]:
+    """Return the largest difference from DDP's curve: of AdamW by another way, of another seed."""
+    base, others = _of_part(rows, part)
+    same_rule = [row for row in others if "AdamW" in row["method"]]
     return (
-        max((_difference(row, base[0.0]) for row in others), default=0.0),
+        max((_difference(row, base[0.0]) for row in same_rule), default=0.0),
         max((_difference(row, base[0.0]) for row in base.values()), default=0.0),
     )
+
+
+def _of_part(rows: Sequence[Row], part: str) -> tuple[dict[float, Row], list[Row]]:
+    """Return a part's rows: of DDP by seed, and of other methods."""
+    own = [row for row in measured(rows) if row["part"] == part]
+    base = {row["seed"]: row for row in own if row["method"] == BASELINE}
+    return base, [row for row in own if row["method"] != BASELINE]
 
 
 def _difference(one: Row, other: Row) -> float:
@@ -119,31 +145,22 @@ def _difference(one: Row, other: Row) -> float:
 def summary(rows: Sequence[Row]) -> Summary:
     """Return the tables, targets and pictures of the curves."""
     good = measured(rows)
-    equal = [row for row in good if row["part"] == "equal rates"]
     tuned = [row for row in good if row["part"] == "tuned"]
     tables, targets, panels = [], [], []
-    base = {row["seed"]: row for row in equal if row["method"] == BASELINE}
-    if base:
-        _, noise = largest_differences(rows)
-        others = [row for row in equal if row["method"] != BASELINE]
-        lines = [[BASELINE, f"{base[0.0]['loss']:.4f}", ""]]
-        lines += [
-            [row["method"], f"{row['loss']:.4f}", f"{_difference(row, base[0.0]):.5f}"]
-            for row in others
-        ]
-        header = ["method", "held-out loss at the end", "largest difference from DDP's curve"]
-        tables.append(Table(f"AdamW at equal rates, {equal[0]['size']} parameters", header, lines))
-        targets = [
-            Target(
-                f"{row['method']}: the curve differs from DDP's by less than another seed's",
-                f"{_difference(row, base[0.0]):.5f} of {noise:.5f}",
-                _difference(row, base[0.0]) < noise,
-            )
-            for row in others
-            if len(base) > 1
-        ]
-        shown = {row["method"]: curve(row) for row in (base[0.0], *others)}
-        panels.append(_panel(f"AdamW, {equal[0]['size']} parameters", shown))
+    for part, model in ((GPT_PART, "GPT"), (BERT_PART, "BERT, two phases")):
+        base, others = _of_part(rows, part)
+        if base:
+            title = f"{model}, {base[0.0]['size']} parameters"
+            lines = [[BASELINE, f"{base[0.0]['loss']:.4f}", ""]]
+            lines += [
+                [row["method"], f"{row['loss']:.4f}", f"{_difference(row, base[0.0]):.5f}"]
+                for row in others
+            ]
+            header = ["method", "held-out loss at the end", "largest difference from DDP's curve"]
+            tables.append(Table(title, header, lines))
+            targets += _targets(model, base, others) if len(base) > 1 else []
+            shown = {row["method"]: curve(row) for row in (base[0.0], *others)}
+            panels.append(_panel(title, shown, "token" if part == BERT_PART else "byte"))
     if tuned:
         lines, shown = [], {}
         for method in dict.fromkeys(row["method"] for row in tuned):
@@ -160,9 +177,10 @@ def summary(rows: Sequence[Row]) -> Summary:
                 for points in zip(*map(curve, chosen), strict=True)
             ]
         header = ["method", "one seed: loss (learning rate)", "the best rate: mean, half-range"]
-        tables.append(Table(f"Tuned, {tuned[0]['size']} parameters", header, lines))
-        panels.append(_panel(f"tuned, {tuned[0]['size']} parameters, mean of seeds", shown))
-    sizes = {row["size"]: SIZES[row["size"]] for row in good}
+        tables.append(Table(f"GPT, tuned, {tuned[0]['size']} parameters", header, lines))
+        panels.append(_panel(f"GPT, tuned, {tuned[0]['size']} parameters, mean of seeds", shown))
+    sizes = {row["size"]: SIZES[row["size"]] for row in good if row["part"] != BERT_PART}
+    first, second = bert.phases("adamw", is_quick=False)
     method_text = (
         "Two ranks over gloo on one host, one thread each. A GPT that predicts the bytes of the "
         "documentation of Python packages; every twentieth document is held out. Loss in nats per "
@@ -172,11 +190,37 @@ def summary(rows: Sequence[Row]) -> Summary:
             f"{WORLD_SIZE * size.batch * size.length} bytes."
             for name, size in sizes.items()
         )
-        + " For a seed, all methods have the same weights and batches. Five rates were tried for "
-        "each tuned method, a factor of 2 apart."
+        + " Five rates were tried for each tuned method, a factor of 2 apart. BERT: the job of "
+        "launch/bert on the same text, `tiny`, masked-token loss in nats; "
+        + ", then ".join(
+            f"{p['steps']} steps of {p['global_batch_size']} x {p['seq_len']} tokens at rate "
+            f"{p['lr']:g}"
+            for p in (first, second)
+        )
+        + f" (LAMB: {bert.LR['lamb']:g} and half of it, not tuned). Between the phases moments are "
+        "kept and their count of steps begins anew. The baseline has the job's model, samples and "
+        "schedule, and DDP and torch in place of shardfuse. For a seed, all methods of a part have "
+        "the same weights and batches."
     )
-    return Summary("Loss curves of a small GPT", method_text, tables, targets, panels)
+    return Summary("Loss curves of a small GPT and of BERT", method_text, tables, targets, panels)
 
 
-def _panel(title: str, lines: dict[str, list[tuple[float, float]]]) -> Panel:
-    return Panel(title, "held-out loss, nats per byte", lines=lines, x_axis="step", is_curve=True)
+def _targets(model: str, base: dict[float, Row], others: Sequence[Row]) -> list[Target]:
+    noise = max(_difference(row, base[0.0]) for row in base.values())
+    differences = {
+        row["method"]: _difference(row, base[0.0]) for row in others if "AdamW" in row["method"]
+    }
+    return [
+        Target(
+            f"{model}, {method}: the curve differs from DDP's by less than another seed's",
+            f"{difference:.5f} of {noise:.5f}",
+            difference < noise,
+        )
+        for method, difference in differences.items()
+    ]
+
+
+def _panel(title: str, lines: dict[str, list[tuple[float, float]]], unit: str = "byte") -> Panel:
+    return Panel(
+        title, f"held-out loss, nats per {unit}", lines=lines, x_axis="step", is_curve=True
+    )

@@ -76,7 +76,7 @@ def _draw_bars(axes: Any, panel: Panel) -> None:
 
 def _draw_lines(axes: Any, panel: Panel) -> None:
     for label, points in panel.lines.items():
-        xs, ys = zip(*sorted(points), strict=True)
+        xs, ys = zip(*sorted(points, key=lambda point: point[0]), strict=True)
         axes.plot(xs, ys, "-" if panel.is_curve else "o-", label=label, alpha=0.8)
     if not panel.is_curve:
         axes.set_xscale("log")

@@ -45,8 +45,8 @@ def test_curves_are_compared_with_another_seed() -> None:
     rows = [
         run("equal rates", BASELINE, 0, [3.0, 2.0]),
         run("equal rates", BASELINE, 1, [3.1, 2.0]),
-        run("equal rates", "near", 0, [3.05, 2.0]),
-        run("equal rates", "far", 0, [3.0, 2.2]),
+        run("equal rates", "AdamW, near", 0, [3.05, 2.0]),
+        run("equal rates", "AdamW, far", 0, [3.0, 2.2]),
     ]
     assert largest_differences(rows) == (pytest.approx(0.2), pytest.approx(0.1))
     assert [target.is_met for target in summary(rows).targets] == [True, False]

@@ -76,7 +76,7 @@ class Trainer:
     def __init__(self, config: RunConfig, ranks: Ranks, corpus: PreparedCorpus) -> None:
         self.config = config
         self.ranks = ranks
-        self.legs = list(_legs(config, ranks.launch.world_size, corpus))
+        self.legs = list(make_legs(config, ranks.launch.world_size, corpus))
         self.model = new_model(config, corpus.summary.vocab_size).to(ranks.device).train()
         take_weights(self.model, config, ranks)
         if config.is_sharded_on(ranks.launch.world_size):
@@ -281,7 +281,8 @@ class Trainer:
         return {"seconds": seconds, "samples_per_second": self._samples_per_second}
 
 
-def _legs(config: RunConfig, world_size: int, corpus: PreparedCorpus) -> Iterator[Leg]:
+def make_legs(config: RunConfig, world_size: int, corpus: PreparedCorpus) -> Iterator[Leg]:
+    """Yield the phases of a run, with their samples and evaluations."""
     vocab_size, special = corpus.summary.vocab_size, corpus.summary.special
     for number, (phase, steps) in enumerate(
         zip(config.phases, spans(config.phases), strict=True), start=1
