@@ -20,7 +20,7 @@ def main() -> None:
 
     torch.manual_seed(rank)  # each rank draws its own samples
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
-    optimizer = ShardedLamb(model.named_parameters(), lr=0.05, weight_decay=0.01, variant="google")
+    optimizer = ShardedLamb(model, lr=0.05, weight_decay=0.01, variant="google")
     up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=WARMUP)
     down = torch.optim.lr_scheduler.PolynomialLR(optimizer, STEPS - WARMUP)
     schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [up, down], [WARMUP])

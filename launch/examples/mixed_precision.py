@@ -25,7 +25,7 @@ def main() -> None:
     torch.manual_seed(rank)  # each rank draws its own samples
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
     # clip_grad_norm: every step clips, after the scale has been undone.
-    optimizer = ShardedAdamW(model.named_parameters(), lr=1e-2, sharding={"clip_grad_norm": 1.0})
+    optimizer = ShardedAdamW(model, lr=1e-2, sharding={"clip_grad_norm": 1.0})
     scaler = ShardedGradScaler(device.type, enabled=dtype == torch.float16)
 
     for step in range(STEPS):

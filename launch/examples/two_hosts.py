@@ -35,7 +35,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
     # Over gloo's sockets gradients leave under backward, and params arrive under the next forward.
     sharding = {"grad_sync_dtype": "bfloat16", "param_sync_dtype": "bfloat16"}
-    optimizer = ShardedAdamW(model.named_parameters(), lr=1e-2, sharding=sharding)
+    optimizer = ShardedAdamW(model, lr=1e-2, sharding=sharding)
 
     for step in range(STEPS):
         inputs = torch.randn(BATCH, 16, device=device)

@@ -8,6 +8,7 @@ checksum alone. So torch writes one of each; the others are that one with other 
 
 from __future__ import annotations
 
+import ctypes
 import io
 import math
 import os
@@ -94,7 +95,9 @@ _lazy_template = lru_cache(1024)(_LazyTemplate)
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    # Not by numpy(), because torch runs without NumPy, too.
+    flat = tensor.contiguous()
+    return ctypes.string_at(flat.data_ptr(), flat.nbytes)
 
 
 def _filled(template: _Template, values: bytes) -> bytes:

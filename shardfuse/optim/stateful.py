@@ -44,12 +44,13 @@ def warn_of_saves_on_one_rank(name: str) -> None:
     """Warn once in this process that state_dict() on rank 0 alone will raise, and name the remedy.
 
     Without the warning, the error would come with the first checkpoint, hours after the start.
-    There is no warning if the program saves in a supported way.
+    There is no warning if the program saves in a supported way, or shows no sign of saving: then
+    state_dict() itself raises, with the same remedy.
     """
     if "rank 0" in _logged:
         return
     _logged.add("rank 0")
-    if not saves_on_all_ranks():
+    if may_save_on_one_rank():
         logger.warning("%s: state_dict() on rank 0 alone will raise. %s.", name, remedy())
 
 
@@ -411,10 +412,14 @@ _SAVING_METHODS = {
 }
 """A program that names one of these saves the states of all ranks."""
 
+_SIGNS_OF_SAVING = ("state_dict", "save", "checkpoint")
+"""A program that saves has a name with one of these in it, or another package saves for it."""
+
 _CONSOLIDATING_CALLERS = ("lightning.", "lightning_fabric.", "pytorch_lightning.")
 """Modules that call consolidate_state_dict() themselves."""
 
-_INSTALLED_PATHS = ("site-packages", "dist-packages", os.path.dirname(os.__file__))
+_PACKAGE_PATHS = ("site-packages", "dist-packages")
+_INSTALLED_PATHS = (*_PACKAGE_PATHS, os.path.dirname(os.__file__))
 """Parts of paths of installed modules."""
 
 
@@ -428,18 +433,24 @@ def remedy() -> str:
     return "Call consolidate_state_dict() on all ranks before it"
 
 
-def saves_on_all_ranks() -> bool:
-    """Return whether the calling program will save the states of all ranks.
+def may_save_on_one_rank() -> bool:
+    """Return whether the calling program may save, and has not arranged that on all ranks.
 
-    It will if its own code names a method for that, if it has imported shardfuse.checkpoint, or if
-    Lightning is among the callers. This reads code, and runs none: that of the calling frames, and
-    of functions in their modules and beside the main program. It takes milliseconds.
+    It may save if its own code has a name such as save_model, or if another package, such as
+    Trainer, calls step(). It has arranged it if its own code names a method for that, if it has
+    imported shardfuse.checkpoint, or if Lightning is among the callers. This reads code, and runs
+    none: that of the calling frames, and of functions in their modules and beside the main program.
+    It takes milliseconds.
     """
     if "shardfuse.checkpoint" in sys.modules:
-        return True
+        return False
     if any(name.startswith(_CONSOLIDATING_CALLERS) for name in _names_of_callers()):
-        return True
-    return any(_SAVING_METHODS.intersection(code.co_names) for code in _own_code())
+        return False
+    names = {name for code in _own_code() for name in code.co_names}
+    if names & _SAVING_METHODS:
+        return False
+    has_sign = any(sign in name.lower() for name in names for sign in _SIGNS_OF_SAVING)
+    return has_sign or any(_is_of_package(frame.f_globals) for frame in _callers())
 
 
 def _callers() -> Iterator[FrameType]:
@@ -478,8 +489,17 @@ def _own_code() -> Iterator[CodeType]:
 def _is_own(space: Mapping[str, Any]) -> bool:
     """Return whether a module belongs to the program, by its globals."""
     path = str(space.get("__file__", ""))
-    is_ours = str(space.get("__name__")).partition(".")[0] in ("shardfuse", "torch")
-    return not is_ours and not any(part in path for part in _INSTALLED_PATHS)
+    return not _is_known(space) and not any(part in path for part in _INSTALLED_PATHS)
+
+
+def _is_of_package(space: Mapping[str, Any]) -> bool:
+    """Return whether a module belongs to another package than torch and ours, by its globals."""
+    path = str(space.get("__file__", ""))
+    return not _is_known(space) and any(part in path for part in _PACKAGE_PATHS)
+
+
+def _is_known(space: Mapping[str, Any]) -> bool:
+    return str(space.get("__name__")).partition(".")[0] in ("shardfuse", "torch")
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

@@ -436,3 +436,16 @@ def test_saving_on_one_rank(name: str, tmp_path: Any) -> None:
         errors = [line for line in text.splitlines() if line.startswith("ERROR")]
         assert len(errors) == int(bool(re.search(r"\bsave\(|call\(save", body)))
         assert all(remedy in line for line in errors)
+
+
+@pytest.mark.parametrize(
+    ("body", "number"),
+    [("train()", 0), ("def keep(io):\n    io.save_all(optimizer)\ntrain()", 1)],
+    ids=["no", "by another package"],
+)
+def test_a_sign_of_saving(body: str, number: int, tmp_path: Any) -> None:
+    """A program that has no name for it is not told of saves."""
+    source = textwrap.dedent(PROGRAM).partition("def save")[0] + body + "\ndist.barrier()\n"
+    (code, text), _ = run_scripts(source, 2, tmp_path / "store", timeout=100)
+    assert code == 0, text
+    assert text.count("state_dict() on rank 0 alone") == number, text

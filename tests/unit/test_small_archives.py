@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,6 +43,22 @@ def test_torch_reads_them(name: str) -> None:
         assert found is not None
         assert found.dtype == tensor.dtype
         assert torch.equal(found, tensor)
+
+
+def test_torch_without_numpy(tmp_path: Path) -> None:
+    """Torch warns of it when it is imported; small tensors are saved and loaded as ever."""
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(name='numpy')")
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import torch; from shardfuse.checkpoint import load, save\n"
+        "state = {f'x{i}': torch.tensor([float(i)]) for i in range(12)}\n"
+        "save(state, sys.argv[1] + '/saved'); found = dict.fromkeys(state, torch.zeros(1))\n"
+        "load(found, sys.argv[1] + '/saved'); print(sum(found.values()).item())"
+    )
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "66.0\n"), done.stderr
 
 
 @pytest.mark.parametrize(
