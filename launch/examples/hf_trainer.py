@@ -28,6 +28,7 @@ def main() -> None:
         average_tokens_across_devices=False,  # this model's loss does not count tokens
         logging_steps=10,
         save_steps=20,
+        ddp_find_unused_parameters=False,  # for this model DDP would warn of Trainer's choice
         use_cpu=not torch.accelerator.is_available(),
     )
     torch.manual_seed(0)

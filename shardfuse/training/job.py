@@ -238,7 +238,7 @@ class Job:
 
 def _warn_of_fresh_generators(saved: int, present: int) -> None:
     logger.warning(
-        "The checkpoint is of %d ranks, and there are %d now: random generators start afresh.",
+        "The checkpoint was saved by %d ranks, this run has %d: random generators start afresh.",
         saved,
         present,
     )

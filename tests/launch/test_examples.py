@@ -34,6 +34,20 @@ NEEDS = {
 }
 """The packages that an example imports besides ours and torch."""
 
+OWN_LINES = re.compile(
+    r"(step|epoch) \d+  loss [0-9.]+(  gradient norm [0-9.]+|  torch\.\w+)?"
+    r"|world size \d, goes on after step \d+|rank \d of 2, node \d, .*"
+    r"|The checkpoint was saved by 2 ranks, this run has 1: random generators start afresh\."
+)
+PROBLEMS = re.compile(r"warn|error|fail|deprecated|will raise|had other values", re.IGNORECASE)
+"""Words that no line of a framework has."""
+FOREIGN = [
+    "`isinstance(treespec, LeafSpec)` is deprecated",  # Lightning calls torch so
+    "The hostname of the client socket cannot be retrieved",  # torch, where hosts have no names
+]
+FRAMEWORKS = [name for name in NEEDS if name != "accelerate_loop.py"]
+"""Examples whose framework prints lines of its own."""
+
 REASON = hosts.reason_unavailable()
 
 
@@ -73,13 +87,19 @@ class Run:
             start_new_session=True,
         )
 
-    def output(self) -> str:
-        """Return what the command printed, once it has ended well."""
+    def output(self, *, has_framework: bool = False) -> str:
+        """Return what the command printed, once it has ended well, and as expected."""
         try:
             out, err = self._process.communicate(timeout=TIMEOUT_S)
         finally:
             self.end()
         assert self._process.returncode == 0, out + err
+        lines = [line for line in (out + err).splitlines() if line.strip()]
+        lines = [line for line in lines if not any(known in line for known in FOREIGN)]
+        if has_framework:
+            assert not [line for line in lines if PROBLEMS.search(line)], out + err
+        else:
+            assert not [line for line in lines if not OWN_LINES.fullmatch(line)], out + err
         return out
 
     def end(self) -> None:
@@ -96,7 +116,7 @@ def run(name: str, index: int, cwd: Path) -> str:
         pytest.skip(f"{', '.join(missing)} not installed")
     if not (cwd / "launch").exists():
         (cwd / "launch").symlink_to(ROOT / "launch")
-    return Run(PAGE[name][index], cwd, []).output()
+    return Run(PAGE[name][index], cwd, []).output(has_framework=name in FRAMEWORKS)
 
 
 def losses_in(output: str) -> list[float]:
