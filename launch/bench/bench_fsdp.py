@@ -1,7 +1,8 @@
-"""A step over parameters that FSDP2 has sharded, against torch's AdamW and a LAMB by tensors.
+"""A step over parameters that FSDP2 has sharded, against torch's AdamW and Muon, a LAMB by tensors.
 
 Every rank has the local shards of DTensors and of their gradients; nothing else runs. All
 optimizers step in turn in the same processes. A LAMB by tensors makes a collective for each norm.
+Muon is also measured on whole tensors: torch's on each rank, and ours at stage 1.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from launch.bench.launches import LaunchError, run_ranks
 from launch.bench.options import Options, Row
 from launch.bench.timing import median
-from shardfuse import ShardedAdamW, ShardedLamb
+from shardfuse import ShardedAdamW, ShardedLamb, ShardedMuon
 
 WORLD_SIZE = 2
 ROUNDS = 3
 REPEATS = 10
 WIDTH = 256
 NUM_TENSORS = (48, 300)
+MUON_REPEATS = 2
+MUON_WIDTH = 192
+MUON_TENSORS = (48,)
 _WARM_UP = 2
 _LR = 1e-3
 
@@ -57,13 +61,40 @@ class TensorLamb(torch.optim.Optimizer):
                 p.add_(u, alpha=-group["lr"] * float(ratio))
 
 
-METHODS: Mapping[str, Callable[[list[tuple[str, nn.Parameter]]], Any]] = {
+class TorchMuon:
+    """torch.optim.Muon for matrices, the only tensors that it takes, and AdamW for the rest."""
+
+    def __init__(self, params: Sequence[tuple[str, nn.Parameter]]) -> None:
+        matrices = [pair for pair in params if pair[1].dim() == 2]
+        others = [pair for pair in params if pair[1].dim() != 2]
+        self._parts = torch.optim.Muon(matrices, lr=_LR), torch.optim.AdamW(others, lr=_LR)
+
+    def step(self) -> None:
+        """Update all tensors."""
+        for part in self._parts:
+            part.step()
+
+
+Methods = Mapping[str, Callable[[list[tuple[str, nn.Parameter]]], Any]]
+
+METHODS: Methods = {
     "ShardedAdamW": functools.partial(ShardedAdamW, lr=_LR),
     "ShardedLamb": functools.partial(ShardedLamb, lr=_LR, variant="nvlamb"),
     "torch AdamW, foreach": functools.partial(torch.optim.AdamW, lr=_LR, foreach=True),
     "torch AdamW, fused": functools.partial(torch.optim.AdamW, lr=_LR, fused=True),
     "LAMB by tensors": TensorLamb,
 }
+
+MUONS: Methods = {
+    "ShardedMuon": functools.partial(ShardedMuon, lr=_LR),
+    "torch Muon": TorchMuon,
+    "ShardedMuon, stage 1": functools.partial(ShardedMuon, lr=_LR),
+    "torch Muon, replicated": TorchMuon,
+}
+"""Newton-Schulz iterations take most of their time, so they are launched apart from the others."""
+
+WHOLE = ("ShardedMuon, stage 1", "torch Muon, replicated")
+"""Those over whole tensors. At stage 1 a step has its reduce-scatter and all-gather, too."""
 
 
 def shapes(num_tensors: int, width: int) -> list[tuple[int, ...]]:
@@ -83,10 +114,12 @@ def measure(names: Sequence[str], num_tensors: int, width: int, repeats: int) ->
     optimizers = {}
     for name in names:
         torch.manual_seed(0)
-        params = [nn.Parameter(put(torch.randn(s))) for s in shapes(num_tensors, width)]
-        for param in params:
-            param.grad = put(torch.randn(param.shape))
-        optimizers[name] = METHODS[name]([(str(i), p) for i, p in enumerate(params)])
+        place = (lambda value: value) if name in WHOLE else put
+        params = [nn.Parameter(place(torch.randn(s))) for s in shapes(num_tensors, width)]
+        grads = [place(torch.randn(param.shape)) for param in params]
+        optimizers[name] = {**METHODS, **MUONS}[name]([(str(i), p) for i, p in enumerate(params)])
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for index in range(_WARM_UP + repeats):
         for name, optimizer in optimizers.items():
@@ -101,31 +134,42 @@ def measure(names: Sequence[str], num_tensors: int, width: int, repeats: int) ->
 
 def run(options: Options) -> Iterator[Row]:
     """Yield a row per method, number of tensors and launch."""
-    names = [name for name in METHODS if options.wants(name)]
+    parts = (
+        (METHODS, NUM_TENSORS, WIDTH, REPEATS),
+        (MUONS, MUON_TENSORS, MUON_WIDTH, MUON_REPEATS),
+    )
     for index in range(options.num_rounds(ROUNDS)):
-        for num_tensors in (12,) if options.quick else NUM_TENSORS:
-            arguments = {
-                "names": names,
-                "num_tensors": num_tensors,
-                "width": 16 if options.quick else WIDTH,
-                "repeats": 2 if options.quick else REPEATS,
-            }
-            try:
-                ranks = run_ranks(
-                    "launch.bench.bench_fsdp:measure", arguments, world_size=WORLD_SIZE
-                )
-            except LaunchError as error:
-                print(error, flush=True)
-                yield from ({"method": name, "round": index, "note": "failed"} for name in names)
+        for methods, sizes, width, repeats in parts:
+            names = [name for name in methods if options.wants(name)]
+            if not names:
                 continue
-            for name in names:
-                wall, thread = zip(*ranks[0]["times"][name], strict=True)
-                yield {
-                    "method": name,
-                    "tensors": num_tensors,
-                    "round": index,
-                    "step_ms": round(median(wall), 3),
-                    "thread_ms": round(median(thread), 3),
-                    "thread_us_per_tensor": round(median(thread) / num_tensors * 1e3, 2),
-                    "note": "",
+            for num_tensors in (12,) if options.quick else sizes:
+                arguments = {
+                    "names": names,
+                    "num_tensors": num_tensors,
+                    "width": 16 if options.quick else width,
+                    "repeats": 2 if options.quick else repeats,
                 }
+                yield from _launch(index, arguments)
+
+
+def _launch(index: int, arguments: dict[str, Any]) -> Iterator[Row]:
+    names, num_tensors = arguments["names"], arguments["num_tensors"]
+    try:
+        ranks = run_ranks("launch.bench.bench_fsdp:measure", arguments, world_size=WORLD_SIZE)
+    except LaunchError as error:
+        print(error, flush=True)
+        yield from ({"method": name, "round": index, "note": "failed"} for name in names)
+        return
+    for name in names:
+        wall, thread = zip(*ranks[0]["times"][name], strict=True)
+        yield {
+            "method": name,
+            "tensors": num_tensors,
+            "width": arguments["width"],
+            "round": index,
+            "step_ms": round(median(wall), 3),
+            "thread_ms": round(median(thread), 3),
+            "thread_us_per_tensor": round(median(thread) / num_tensors * 1e3, 2),
+            "note": "",
+        }
