@@ -89,6 +89,9 @@ class SGDRule(ElementwiseRule):
     def state_names(self, group: Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
+    def initial(self, name: str) -> float:
+        return -0.0  # states have no step by which to tell those before the first update
+
     def settings(self, group: Group, policy: str, step: int) -> Settings:
         momentum, dampening = float(group["momentum"]), float(group["dampening"])
         first = step == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -31,7 +32,14 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._pytree import tree_map_only
 
-from shardfuse import ShardedAdamP, ShardedAdamW, ShardedBertAdam, ShardedGradScaler, ShardedLamb
+from shardfuse import (
+    ShardedAdamP,
+    ShardedAdamW,
+    ShardedBertAdam,
+    ShardedGradScaler,
+    ShardedLamb,
+    ShardedSGD,
+)
 from shardfuse.comm.session import PeerError
 from shardfuse.optim import npu
 from shardfuse.training import StepMonitor
@@ -271,6 +279,42 @@ def move_states() -> None:
 
 def test_states_of_torch() -> None:
     run_procs(2, move_states, timeout=200.0)
+
+
+def move_first_momenta(folder: str) -> None:
+    """The first update of a momentum is not damped, also where other parameters have had theirs."""
+    for form in ("own", "sharded", "full", "flat", "files"):
+        options = StateDictOptions(
+            full_state_dict=form == "full", flatten_optimizer_state_dict=form == "flat"
+        )
+        models = [fsdp_net(names=FEW) for _ in range(2)]
+        build = functools.partial(ShardedSGD, lr=0.1, momentum=0.9, dampening=0.3, sharding=EAGER)
+        kept, moved = (build(named(model)) for model in models)
+        for step in range(3):
+            for model, optimizer in zip(models, (kept, moved), strict=True):
+                model(rank_grads(step, dist.get_rank(), 2)).backward()
+                if not step:
+                    model.layers[0].weight.grad = None
+                optimizer.step()
+                optimizer.zero_grad()
+            assert all(map(torch.equal, *map(values, models))), (form, step)
+            saved = moved.state_dict()
+            if form != "own":
+                saved = get_optimizer_state_dict(models[1], moved, options=options)
+            moved = build(named(models[1]))
+            if form == "files":
+                path = f"{folder}/{step}"
+                dcp.save({"optimizer": saved}, checkpoint_id=path)
+                saved = get_optimizer_state_dict(models[1], moved, options=options)
+                dcp.load({"optimizer": saved}, checkpoint_id=path)
+            if form == "own":
+                moved.load_state_dict(saved)
+            else:
+                set_optimizer_state_dict(models[1], moved, copied(saved), options=options)
+
+
+def test_first_momenta(tmp_path: Path) -> None:
+    run_procs(2, move_first_momenta, str(tmp_path))
 
 
 def save_and_go_on(folder: str) -> dict[str, list[Tensor]]:

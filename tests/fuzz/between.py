@@ -68,7 +68,7 @@ class BetweenSteps(Draws):
     def add_group(self) -> None:
         """Append a new group."""
         if self.features["added_groups"] and self.num_groups < self.most_groups:
-            group = self.draw_group(0.2)
+            group = self.draw_group(0.2, is_added=True)
             self.add("add_group", specs=group.specs, overrides=group.overrides)
 
     def reload(self) -> None:

@@ -122,8 +122,8 @@ class Draws:
         drawn = self.chance.choices(kinds, [6, 1, 1, 2])[0]
         return drawn if self.features["low_precision"] else ("float32",)
 
-    def draw_group(self, frozen_share: float = 0.15) -> Group:
-        """Return a group of new parameters."""
+    def draw_group(self, frozen_share: float = 0.15, *, is_added: bool = False) -> Group:
+        """Return a group of new parameters; ``is_added``: of an optimizer that is built."""
         specs = []
         for _ in range(self.chance.randint(1, 5)):
             shape = self.chance.choice(_SHAPES)
@@ -148,7 +148,7 @@ class Draws:
         if self.maybe(0.4):
             overrides["weight_decay"] = self.chance.choice([0.0, 0.2])
         if self.is_muon:
-            specs, own = self._as_muon(specs)
+            specs, own = self._as_muon(specs, is_added)
             overrides |= own
         if not self.num_groups:
             # One at least that trains.
@@ -177,12 +177,12 @@ class Draws:
         """The bounds of clips to choose among; of ShardedMuon's none that rounds gradients."""
         return [1e6] if self.is_muon else [0.5, 10.0, 1e6]
 
-    def _as_muon(self, specs: list[Spec]) -> tuple[list[Spec], dict[str, Any]]:
+    def _as_muon(self, specs: list[Spec], is_added: bool) -> tuple[list[Spec], dict[str, Any]]:
         """Return a group's parameters and options for ShardedMuon: of two shapes of matrices.
 
         Added groups must be of one kind. In one that is divided, matrices come first.
         """
-        kinds = ["muon", "adamw"] if self.ops else ["muon", "adamw", "divided", "divided"]
+        kinds = ["muon", "adamw"] + ["divided"] * 2 * (not is_added)
         kind, split = self.chance.choice(kinds), self.chance.choice([1, 1, 2, 3])
         if kind == "adamw":
             return specs, {"use_muon": False, "eps": self.chance.choice([1e-8, 1e-3])}
