@@ -6,15 +6,20 @@ in the next call that does.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from shardfuse.checkpoint import load, save
+from shardfuse.checkpoint.storage import ShardReader, ShardWriter
 from tests.faults.programs import OPTIMIZERS, Job
 
 
@@ -23,7 +28,7 @@ class FsdpJob:
 
     def __init__(self, job: Job) -> None:
         self.job, self.is_bad, self.mark = job, job.is_bad, job.mark
-        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.model: Any = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(3)))
         for layer in self.model:
             fully_shard(layer, mesh=mesh)
@@ -149,3 +154,84 @@ def killed(job: FsdpJob) -> None:
     if job.is_bad:
         os.kill(os.getpid(), signal.SIGKILL)
     job.step()
+
+
+def _in_files(job: FsdpJob, owner: type, act: Callable[[], None], at: int = 1) -> None:
+    """Save or load, and have the bad rank act in place of a call of the files' writer or reader.
+
+    The first call of the reader fills copies, and the second the model and the optimizer.
+    """
+    name = "read" if owner is ShardReader else "write"
+    original, calls = getattr(owner, name), []
+
+    def call(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == at:
+            job.mark()
+            act()
+        return original(*args)
+
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        dist.broadcast_object_list(folders)
+        state = {"model": job.model, "optimizer": job.optimizer}
+        if owner is ShardReader:
+            save(state, f"{folders[0]}/saved")
+        if job.is_bad:
+            setattr(owner, name, call)
+        if owner is ShardReader:
+            load(state, f"{folders[0]}/saved")
+        else:
+            save(state, f"{folders[0]}/saved")
+
+
+def _fill_disc() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _lose_disc() -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def _lack_memory() -> None:
+    raise MemoryError("no memory for 1 shard")
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@_sharded
+def disc_full_in_save(job: FsdpJob) -> None:
+    """One rank's disc is full."""
+    _in_files(job, ShardWriter, _fill_disc)
+
+
+@_sharded
+def fails_in_save(job: FsdpJob) -> None:
+    """One rank lacks memory as it saves."""
+    _in_files(job, ShardWriter, _lack_memory)
+
+
+@_sharded
+def killed_in_save(job: FsdpJob) -> None:
+    """One rank is killed when it has begun to save."""
+    _in_files(job, ShardWriter, _die)
+
+
+@_sharded
+def disc_fails_in_load(job: FsdpJob) -> None:
+    """One rank's disc fails as it reads."""
+    _in_files(job, ShardReader, _lose_disc)
+
+
+@_sharded
+def fails_in_load(job: FsdpJob) -> None:
+    """One rank lacks memory as it fills its shards."""
+    _in_files(job, ShardReader, _lack_memory, at=2)
+
+
+@_sharded
+def killed_in_load(job: FsdpJob) -> None:
+    """One rank is killed as it loads."""
+    _in_files(job, ShardReader, _die)
