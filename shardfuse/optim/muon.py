@@ -149,8 +149,9 @@ def _split_by_use_muon(
         param = member[1] if isinstance(member, Sequence) else member
         num_dims = param.dim() if isinstance(param, Tensor) else 0
         is_matrix = num_dims == 2 or (num_dims == 3 and split != 1)
-        is_hidden = getattr(param, "use_muon", id(param) not in adamw_ids)
-        kinds[bool(is_matrix and is_hidden)].append(member)
+        # One that is marked and is no matrix is refused by name, as in a group with use_muon.
+        is_hidden = getattr(param, "use_muon", is_matrix and id(param) not in adamw_ids)
+        kinds[bool(is_hidden)].append(member)
     for use_muon in (True, False):
         if kinds[use_muon] or (use_muon and not members):
             yield {**group, "params": kinds[use_muon], "use_muon": use_muon}

@@ -109,6 +109,15 @@ ZERO = (
 )
 
 
+def test_convolutions_follow_adamw() -> None:
+    """At every stage, as without DeepSpeed; torch.optim.Muon takes matrices alone."""
+    entries = (*ENTRIES, Entry("conv.weight", (8, 4, 3, 3)))
+    job = dataclasses.replace(OURS, entries=entries)
+    expected = run_procs(runs.WORLD, without_deepspeed, job)[0]
+    for ends in run_procs(runs.WORLD, at_stages, job, timeout=TIMEOUT):
+        assert_alike(ends, expected)
+
+
 def test_offloaded_and_in_another_order() -> None:
     """Options of ZeRO that place partitions elsewhere."""
     jobs = [dataclasses.replace(OURS, stage=2, zero=zero) for zero in ZERO]

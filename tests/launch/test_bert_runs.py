@@ -15,7 +15,7 @@ from pretraining.metrics import MetricsFile, read_records
 from tests.launch import jobs
 from tests.launch.jobs import SMALL
 
-OPTIMIZERS = ["lamb", "adamw", "adam", "bertadam", "sgd"]
+OPTIMIZERS = ["lamb", "adamw", "adam", "bertadam", "muon", "sgd"]
 
 ROUNDING = 2e-5
 """fp32 sums in another order, over a few steps; a wrong gradient scale is off by far more."""

@@ -187,8 +187,16 @@ def test_sets_are_refused_and_empty_groups_kept() -> None:
     assert [len(group["params"]) for group in optimizer.param_groups] == [0, 1, 0]
 
 
+def marked(*shape: int) -> nn.Parameter:
+    param = ones(*shape)
+    param.use_muon = True  # type: ignore[attr-defined]
+    return param
+
+
 BAD: list[tuple[Any, dict[str, Any], str]] = [
     ([{"params": [ones(3)], "use_muon": True}], {}, r"param_groups\[0\]\[0\] \(3,\).*use_muon"),
+    ([ones(2, 2), marked(4, 3, 2, 2)], {}, r"\[1\] \(4, 3, 2, 2\).*\"use_muon\": False"),
+    ([marked(3)], {}, r"\(3,\).*\"use_muon\": False"),
     ([{"params": [ones(2, 3, 3)], "use_muon": True}], {}, r'own with "split": 2'),
     ([{"params": [ones(4, 3)], "split": 3, "use_muon": True}], {}, "no multiple of split"),
     ([ones(2, 2)], {"momentum": 1.5}, "Invalid momentum value: 1.5"),

@@ -32,6 +32,7 @@ DEFAULT_LR: dict[str, float] = {
     "adamw": 2e-3,
     "adam": 2e-3,
     "bertadam": 2e-3,
+    "muon": 2e-3,
     "sgd": 0.5,
 }
 """Peak learning rates that learn with the default model, batch and number of steps."""

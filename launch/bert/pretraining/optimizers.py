@@ -17,12 +17,16 @@ from shardfuse import (
     ShardedAdamW,
     ShardedBertAdam,
     ShardedLamb,
+    ShardedMuon,
     ShardedOptimizer,
     ShardedSGD,
 )
 
 EXCLUDED = ("bias", "LayerNorm")
 """Regular expressions: parameters with no weight decay and, in LAMB, no layer adaptation."""
+
+HIDDEN = r"encoder\.layer\."
+"""Regular expression: parameters of which Muon updates the matrices, and AdamW all others."""
 
 
 NamedParams = Iterable[tuple[str, nn.Parameter]]
@@ -47,6 +51,16 @@ def build_optimizer(
             exclude_from_layer_adaptation=EXCLUDED,
             sharding=sharding,
             **eps,
+        )
+    if config.optimizer == "muon":
+        # Updates as large as AdamW's, so that one learning rate serves all groups.
+        return ShardedMuon(
+            muon_groups(named, config.weight_decay),
+            lr=lr,
+            weight_decay=config.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+            adamw={"betas": betas, **eps},
+            sharding=sharding,
         )
     groups = decay_groups(named, config.weight_decay)
     if config.optimizer == "adamw":
@@ -81,6 +95,18 @@ def decay_groups(named: NamedParams, weight_decay: float) -> list[dict[str, Any]
     return [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": excluded, "weight_decay": 0.0},
+    ]
+
+
+def muon_groups(named: NamedParams, weight_decay: float) -> list[dict[str, Any]]:
+    """Return a group of the hidden layers' matrices, and decay_groups() of all others for AdamW."""
+    members = list(named)
+    matrices = [(n, p) for n, p in members if p.dim() == 2 and re.search(HIDDEN, n)]
+    hidden = {name for name, _ in matrices}
+    others = decay_groups([pair for pair in members if pair[0] not in hidden], weight_decay)
+    return [
+        {"params": matrices, "use_muon": True},
+        *({**group, "use_muon": False} for group in others),
     ]
 
 

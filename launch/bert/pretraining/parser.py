@@ -12,7 +12,7 @@ from pretraining.errors import UsageError
 from pretraining.phases import DecayFrom
 
 ModelSizeName = Literal["tiny", "mini", "small", "base", "large"]
-OptimizerName = Literal["lamb", "adamw", "adam", "bertadam", "sgd"]
+OptimizerName = Literal["lamb", "adamw", "adam", "bertadam", "muon", "sgd"]
 DtypeName = Literal["fp32", "bf16", "fp16"]
 LambVariantName = Literal["npu", "apex", "nvlamb", "google", "paddle", "deepspeed"]
 
@@ -80,7 +80,7 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
     add("--lr", type=float, help="peak learning rate (default: one per optimizer, see README)")
     add("--weight-decay", type=float, default=0.01, help="not on biases and LayerNorm")
     add("--betas", type=float, nargs=2, default=(0.9, 0.99), metavar=("B1", "B2"),
-        help="moment decay; sgd takes B1 as momentum")  # fmt: skip
+        help="moment decay; sgd takes B1 as momentum, muon both for AdamW")  # fmt: skip
     add("--eps", type=float, help="beside the root of the second moment (default: the optimizer's)")
     add("--warmup", type=float, default=0.05, help="share of the steps")
     add("--decay-power", type=float, default=1.0, help="of the polynomial decay to 0")
