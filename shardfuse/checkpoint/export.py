@@ -118,7 +118,7 @@ def _read_optimizer(source: _FullTensorReader, key: str) -> dict[str, Any]:
 def _group_states(
     params: Sequence[tuple[int, ParamMeta]], states: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[int, dict[str, Any]]:
-    """Return one group's entries, from {name of a param: {state: (numel,)}}."""
+    """Return one group's entries, from {name of a param: {state: (numel,), or its shape}}."""
     names = {name for _, meta in params for name in states.get(meta.name, ())}
     entries = {}
     for number, meta in params:
@@ -130,7 +130,11 @@ def _group_states(
             if tensor is not None:
                 if tensor.numel() != math.prod(meta.shape):
                     raise LookupError(f"{name} of {meta.name} has {tensor.numel():,} elements")
-                tensors[name] = tensor.as_strided(meta.shape, meta.stride)
+                if tuple(tensor.shape) == tuple(meta.shape):  # else in storage order
+                    ordered = torch.empty_strided(meta.shape, meta.stride, dtype=tensor.dtype)
+                    tensors[name] = ordered.copy_(tensor)
+                else:
+                    tensors[name] = tensor.as_strided(meta.shape, meta.stride)
             elif 0 in meta.shape and name != MASTER:  # states without elements are not saved
                 tensors[name] = torch.zeros(meta.shape)
         if step > 0 or MASTER in tensors:

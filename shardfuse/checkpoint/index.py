@@ -368,7 +368,7 @@ class FileRecord(NamedTuple):
 
 
 class ParamMeta(NamedTuple):
-    """Name and memory layout of a parameter; its states are saved as (numel,) only."""
+    """Name and memory layout of a parameter; its states are saved as (numel,), or in its shape."""
 
     name: str
     shape: list[int]

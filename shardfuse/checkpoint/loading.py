@@ -171,7 +171,6 @@ class _LoadOperation:
         objects.check_world_size(self.manifest.world_size, comm.world_size)
         values, counts = _allocate_values(self.manifest, state), self.manifest.counts
         self._staged = objects.staged_copies(values, counts)
-        self._live = objects.live_tensors()
         indices = self._plan(source, comm.rank, trusted)
         entries = {entry for reader in self._readers for entry in reader.entries()}
         # Verified and read by the same descriptors; see [Note: open by descriptor].
@@ -212,12 +211,14 @@ class _LoadOperation:
             indices = manifest.read_indices(source, subset)
             saved = SavedEntries(indices, manifest.tensors)
             self._saved = set(saved.keys)
+            shapes = {key: meta.shape for key, meta in saved.tensors.items()}
+            objects.expect(shapes)
             plan = functools.partial(ShardReader, source, saved)
             try:
                 self._staged_reader = plan(self._staged, trusted=trusted)
-                self._live_reader = plan(objects.select_saved(self._live, self._saved))
+                self._live_reader = plan(objects.select_saved(objects.live_tensors(), self._saved))
                 self._master_reader = plan(objects.master_reads(self._saved))
-                objects.check_shapes({key: meta.shape for key, meta in saved.tensors.items()})
+                objects.check_shapes(shapes)
             except CheckpointError as error:
                 if subset is None:
                     remedy = objects.advice_on_unfrozen(self._saved | {*manifest.counts})

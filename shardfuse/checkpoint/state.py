@@ -192,7 +192,14 @@ class TrainingState:
                 result[key] = {k: v for k, v in entries.items() if k not in self._computed[key]}
         return result
 
-    @cached_property
+    def expect(self, saved: Mapping[str, Sequence[int]]) -> None:
+        """Fill states in the form of a checkpoint with tensors of the shapes ``saved``."""
+        for key, parts in self.parts.items():
+            prefix = f"{key}.state."
+            own = {k: shape for k, shape in saved.items() if k.startswith(prefix)}
+            parts.expect({k.removeprefix(f"{key}."): shape for k, shape in own.items()})
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all live tensors by key, of whichever rank fills them."""
         found = {

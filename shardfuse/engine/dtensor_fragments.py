@@ -1,11 +1,11 @@
 """This rank's part of an optimizer over DTensors as fragments, for shardfuse.checkpoint.
 
 The fragments are those of whole tensors, as of flat buffers: parameters are saved as boxes of their
-shape, states as runs of elements in storage order. So a checkpoint does not depend on placements.
+shape, states as runs of elements in storage order. So any placement loads them.
 
 [Note: runs] Adjacent rows of a tensor are one run. A shard along another dimension has a run in
-each row: a rank writes 4,096 runs of each state of a matrix (4096, 14336) that is sharded along
-dimension 1.
+each row, 4,096 in a matrix (4096, 14336). States of such a parameter are saved as boxes of its
+shape, one or few a rank; a load takes the form that it finds (LocalCheckpointState.expect()).
 """
 
 from __future__ import annotations
@@ -80,6 +80,13 @@ def elements_of(shard: LocalShard, local: Tensor) -> Iterator[Chunk]:
             yield Chunk((begin + first * steps[last],), elements)
 
 
+def _is_cut_by_rows(shard: LocalShard) -> bool:
+    """Return whether states are saved as runs; the same on all ranks. See [Note: runs]."""
+    cut = {shard_dim(placement) for placement in shard.placements} - {None}
+    outermost = max(range(len(shard.spec.shape)), key=shard.spec.stride.__getitem__, default=None)
+    return cut <= {outermost}
+
+
 _Cut = Callable[[LocalShard, Tensor], Iterator[Chunk]]
 
 
@@ -116,8 +123,12 @@ class DTensorCheckpointState(LocalCheckpointState):
 
     def _states(self, *, to_write: bool) -> Iterator[tuple[str, FragmentTensor]]:
         for shard in self._own(to_write=to_write):
+            is_by_rows = _is_cut_by_rows(shard)
             for name, value in self._shards.state_of(shard.number).items():
-                yield f"state.{shard.spec.name}.{name}", _fragments(shard, value, elements_of)
+                key = f"state.{shard.spec.name}.{name}"
+                is_shaped = not is_by_rows if to_write else key in self._shaped
+                cut = boxes_of if is_shaped else elements_of
+                yield key, _fragments(shard, value, cut)
 
     def _counts(self) -> dict[str, int]:
         firsts = [s for s in self._own(to_write=True) if _has_first_element(s)]
@@ -126,12 +137,12 @@ class DTensorCheckpointState(LocalCheckpointState):
         return {shard.spec.name: shard.step for shard in firsts}
 
     def _state_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {
-            f"state.{shard.spec.name}.{name}": (shard.spec.numel,)
-            for shard in self._shards.shards
-            if shard.spec.numel
-            for name in self._shards.state_of(shard.number)
-        }
+        found = {}
+        for shard in self._shards.shards:
+            for name in self._shards.state_of(shard.number) if shard.spec.numel else ():
+                key = f"state.{shard.spec.name}.{name}"
+                found[key] = shard.spec.shape if key in self._shaped else (shard.spec.numel,)
+        return found
 
     def params(self) -> list[Tensor]:
         return [shard.param for shard in self._shards.shards]
@@ -157,7 +168,9 @@ class DTensorCheckpointState(LocalCheckpointState):
             if (is_kept or shard.spec.dtype == "float32") and (key in saved) != is_kept:
                 own = _fragments(shard, shard.tensor, boxes_of)
                 place = (
-                    _fragments(shard, shard.tensor, elements_of)
+                    _fragments(
+                        shard, shard.tensor, boxes_of if key in self._shaped else elements_of
+                    )
                     if kept is None
                     else _fragments(shard, kept, boxes_of)
                 )
@@ -181,11 +194,15 @@ class DTensorCheckpointState(LocalCheckpointState):
         return found
 
     def ranges(self) -> list[tuple[str, int, int]]:
-        return [
-            (shard.spec.name, chunk.offsets[0], chunk.data.numel())
-            for shard in self._own()
-            for chunk in elements_of(shard, shard.tensor.detach())
-        ]
+        found = []
+        for shard in self._own():
+            name = shard.spec.name
+            if not _is_cut_by_rows(shard):
+                found.append((name, 0, shard.spec.numel))
+                continue
+            chunks = elements_of(shard, shard.tensor.detach())
+            found += [(name, chunk.offsets[0], chunk.data.numel()) for chunk in chunks]
+        return found
 
     def residuals(self) -> dict[str, FragmentTensor]:
         return {}

@@ -210,7 +210,7 @@ class MasterRef(NamedTuple):
     param: Tensor
     key: str  # of the master in a checkpoint
     is_kept: bool  # True: in an arena, because the parameter is kept or sent in low precision
-    place: FragmentTensor  # of the parameter's shape if it is an arena's, else (numel,)
+    place: FragmentTensor  # of the parameter's shape if it is an arena's, else as expect() has it
     own: FragmentTensor  # this rank's fragments of the parameter itself
 
 
@@ -231,6 +231,20 @@ class LocalCheckpointState:
     def __init__(self, opt: OptimizerState, loaded: Callable[[], None]) -> None:
         self._optimizer_state = opt
         self._loaded = loaded
+        self._shaped: set[str] = set()  # keys of states to fill that are saved in a param's shape
+
+    def expect(self, saved: Mapping[str, Sequence[int]]) -> None:
+        """Fill states in the form of a checkpoint, which has tensors of the shapes ``saved``.
+
+        They are runs of elements, or boxes of a shape that is not cut by rows (DTensors). Local.
+        """
+        by_name = {spec.name: spec.shape for spec in self.specs if len(spec.shape) > 1}
+        self._shaped = {
+            key
+            for key, shape in saved.items()
+            if len(shape) > 1
+            and tuple(shape) == by_name.get(key.rpartition(".")[0].removeprefix("state."))
+        }
 
     @property
     def comm(self) -> Communicator:
@@ -287,7 +301,8 @@ class LocalCheckpointState:
             for name in arenas_of(state):
                 for spec in state.specs:
                     if spec.numel and holds(state, name, spec):
-                        found[f"state.{spec.name}.{name}"] = (spec.numel,)
+                        key = f"state.{spec.name}.{name}"
+                        found[key] = spec.shape if key in self._shaped else (spec.numel,)
         return found
 
     def step_keys(self) -> list[str]:
@@ -307,10 +322,21 @@ class LocalCheckpointState:
         has = self._writes if to_write else _always
         for state in self._optimizer_state.flats:
             for name, arena in arenas_of(state).items():
-                held = held_fragments(state, arena.view, flat_chunks, has=has)
+                held = self._held(state, name, arena.view, has=has)
                 for param, tensor in held.items():
                     if holds(state, name, spec := state.spec_of[param]):
                         yield f"state.{spec.name}.{name}", tensor
+
+    def _held(
+        self, state: FlatState, name: str, segment: Callable[[Bucket], Tensor], **options: Any
+    ) -> dict[int, FragmentTensor]:
+        """Return held_fragments() of the state ``name``, each in the form of expect()."""
+        found = held_fragments(state, segment, flat_chunks, **options)
+        for param in found if self._shaped else ():
+            if f"state.{state.spec_of[param].name}.{name}" in self._shaped:
+                options["only"] = {param}
+                found |= held_fragments(state, segment, shaped_chunks, **options)
+        return found
 
     def params(self) -> list[Tensor]:
         """Return the parameters that have elements: load() fills them on all ranks. Local."""
@@ -348,7 +374,7 @@ class LocalCheckpointState:
             shard = functools.partial(_shard, state)
             own = held_fragments(state, shard, shaped_chunks, only=only)
             places = (
-                held_fragments(state, shard, flat_chunks, only=only)
+                self._held(state, MASTER, shard, only=only)
                 if arena is None
                 else held_fragments(state, arena.view, shaped_chunks, only=only)
             )

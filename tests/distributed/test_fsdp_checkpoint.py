@@ -29,6 +29,7 @@ from shardfuse.checkpoint import (
     loading,
     save,
 )
+from shardfuse.checkpoint.export import read_optimizer
 from shardfuse.checkpoint.index import CheckpointReader, Manifest
 from shardfuse.training import Job
 from tests.support.dtensors import (
@@ -212,6 +213,53 @@ def test_every_placement(tmp_path: Path) -> None:
                     assert torch.equal(mine, same), (world, name)
 
 
+def save_columns(dtype: torch.dtype, folder: str) -> dict[str, Tensor]:
+    """Save a matrix that is sharded by columns; return it and its states."""
+    mesh = init_device_mesh(device_type(), (2,))
+    generator = torch.Generator().manual_seed(0)
+    value, grad = (torch.randn(8192, 6, generator=generator).to(dtype) for _ in range(2))
+    param: Any = nn.Parameter(distribute_tensor(value, mesh, [Shard(1)]))
+    optimizer = ShardedAdamW([("matrix", param)], lr=0.1, sharding=EAGER)
+    param.grad = distribute_tensor(grad, mesh, [Shard(1)])
+    optimizer.step()
+    state = {"model": Holder({"matrix": param}), "optimizer": optimizer}
+    save(state, folder)
+    kept = {"weight": full(param), **{k: full(v) for k, v in optimizer.state[param].items()}}
+    for value in optimizer.state[param].values():
+        value.zero_()
+    with torch.no_grad():
+        param.zero_()
+    load(state, folder)
+    own = {"weight": full(param), **{k: full(v) for k, v in optimizer.state[param].items()}}
+    assert all(torch.equal(own[name], kept[name]) for name in kept)
+    return kept
+
+
+def load_columns(folder: str, kept: dict[str, Tensor]) -> None:
+    """Load into flat buffers, in fp32, where masters are the parameter."""
+    param = nn.Parameter(torch.zeros(8192, 6))
+    optimizer = ShardedAdamW([("matrix", param)], lr=0.1, sharding=EAGER)
+    load({"model": Holder({"matrix": param}), "optimizer": optimizer}, folder)
+    optimizer.consolidate_state_dict(to=None)
+    own = optimizer.state_dict()["state"][0]
+    assert all(torch.equal(own[name], kept[name]) for name in ("exp_avg", "exp_avg_sq"))
+    assert torch.equal(param.detach(), kept.get("param", kept["weight"]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_columns_are_few_entries(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A rank writes one box of each tensor, and no run for each row; all readers read it."""
+    folder = str(tmp_path / "saved")
+    kept = run_procs(2, save_columns, dtype, folder)[0]
+    for rank in range(2):
+        items = json.loads((tmp_path / "saved" / f"part-{rank}.json").read_text())["content"]
+        keys = [key for key, *_ in items["items"] if "matrix" in key and not key.endswith("step")]
+        assert len(keys) == len(set(keys)) == len(kept) - 1
+    run_procs(3, load_columns, folder, kept)
+    state = read_optimizer(folder)["state"][0]
+    assert torch.equal(state["exp_avg"], kept["exp_avg"])
+
+
 # Masters
 
 
@@ -289,9 +337,9 @@ def be_refused(folder: str) -> None:
     with pytest.raises(CheckpointError, match=r"extra.own is a DTensor.* torch.distributed.check"):
         save({"extra": extra, "optimizer": optimizer}, folder)
     # Elements in another order than those of the whole tensor.
-    local = torch.ones(3, 2).t()
-    shape, stride = torch.Size((2, 6)), (6, 1)
-    turned = DTensor.from_local(local, mesh, [Shard(1)], shape=shape, stride=stride)
+    local = torch.ones(6, 2).t()
+    shape, stride = torch.Size((4, 6)), (6, 1)
+    turned = DTensor.from_local(local, mesh, [Shard(0)], shape=shape, stride=stride)
     param = nn.Parameter(turned)
     with pytest.raises(CheckpointError, match=r"x has the strides \(6, 1\), and its local shard"):
         save({"optimizer": ShardedAdamW([("x", param)], sharding=EAGER)}, folder)
