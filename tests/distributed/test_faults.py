@@ -23,6 +23,7 @@ SETTINGS = {
     "group_on_one": Setting("native", "lamb", 3),
     "halved_model": Setting("auto", "adam", 3),
     "killed": Setting("auto", "adam", 3),
+    "killed_in_load_latest": Setting("auto", "adam", 3),
     "killed_in_step": Setting("auto", "lamb", 2),
     "fsdp_absent_gradient": Setting("auto", "lamb", 2),
     "fsdp_state_loaded_on_one": Setting("auto", "adam", 2),

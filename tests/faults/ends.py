@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardfuse.checkpoint import save
+from shardfuse.checkpoint import Checkpoints, folder, save
 from shardfuse.checkpoint.storage import ShardWriter
 from shardfuse.comm import native
 from shardfuse.grads.source import HostAllReduceMax
@@ -77,11 +77,32 @@ def killed_before_a_group(job: Job) -> None:
 
 def killed_in_save(job: Job) -> None:
     """One rank is killed when it has begun to save."""
-    with tempfile.TemporaryDirectory() as folder:
-        folders = [folder]
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
         dist.broadcast_object_list(folders)
         _die_in(job, ShardWriter, "write")
         save({"optimizer": job.optimizer}, f"{folders[0]}/saved")
+
+
+def killed_in_load_latest(job: Job) -> None:
+    """One rank is killed as the ranks list a folder again, whose listing has missed the newest."""
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        dist.broadcast_object_list(folders)
+        Checkpoints(folders[0]).save({"optimizer": job.optimizer}, 3)
+        listings, broadcast_steps = [0], folder.broadcast_steps
+
+        def listed(*args: Any) -> list[int]:
+            listings[0] += 1
+            if listings[0] == 1:
+                return []
+            job.mark()
+            if job.is_bad:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return broadcast_steps(*args)
+
+        folder.broadcast_steps = listed
+        Checkpoints(folders[0]).load_latest({"optimizer": job.optimizer})
 
 
 def _die_in(job: Job, owner: Any, name: str) -> None:

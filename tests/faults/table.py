@@ -93,6 +93,7 @@ FAULTS = {
             only=("native",),
         ),
         Fault(ends.killed_in_save, (), _ENDED, ended="killed"),
+        Fault(ends.killed_in_load_latest, (), _ENDED, ended="killed"),
         Fault(ends.leaves_early, (), _ENDED, ended="done"),
         Fault(ends.fails_in_forward, (), _ENDED),
         Fault(ends.saves_early, ("consolidate_state_dict()", "step()")),
