@@ -76,6 +76,8 @@ NIGHTLY = re.compile(
             r"test_dead_ranks\.py::.*\b16\b",
             r"test_sixteen_ranks\.py::test_an_error_reaches_all",
             r"test_overlap\.py::test_random_schedules\[[3-9][0-9]",
+            # At worlds 3 and 4 the oracle is followed, and sharded is unsharded at worlds 1 to 4.
+            r"test_(elementwise|family|lamb|adamp|paddle)\.py::test_follows_the_oracle\[.*-[12]\]",
         ]
     )
 )
