@@ -24,7 +24,8 @@ from shardfuse.optim import paddle
 from tests.support.deepspeed_runs import PARAMS
 from tests.support.placing import device_type
 
-# Large and small; of less rows than ranks; uneven; not whole blocks; of one element; of none.
+# Large and small; of less rows than ranks; uneven; not whole blocks; of one element; of none; no
+# dimension.
 SHAPES: dict[str, tuple[int, ...]] = {
     "embedding": (8191, 6),
     "wide": (48, 512),
@@ -35,9 +36,16 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "one": (1,),
     "empty": (0, 4),
     "head": (64, 300),
+    "scalar": (),
 }
 
-GROUPS = (("embedding", "wide", "few.rows", "odd"), ("cube", "norm", "one", "empty", "head"))
+_NOT_FSDP = ("empty", "scalar")
+"""Those that fully_shard() does not take."""
+
+GROUPS = (
+    ("embedding", "wide", "few.rows", "odd"),
+    ("cube", "norm", "one", "empty", "head", "scalar"),
+)
 SECOND = {"weight_decay": 0.25}
 
 BUILD: dict[str, Callable[..., Any]] = {
@@ -64,11 +72,13 @@ LINE: Placed = dict.fromkeys(SHAPES, ("all", (_S0,))) | {
     "wide": ("all", (_S1,)),
     "cube": ("all", (_S1,)),
     "norm": ("all", (_R,)),
+    "scalar": ("all", (_R,)),
 }
 
 HYBRID: Placed = dict.fromkeys(SHAPES, ("all", (_R, _S0))) | {
     "odd": ("all", (_R, _R)),
     "wide": ("all", (_R, _S1)),
+    "scalar": ("all", (_R, _R)),
 }
 
 TENSOR: Placed = {
@@ -81,6 +91,7 @@ TENSOR: Placed = {
     "one": ("dp", (_S0,)),
     "empty": ("all", (_S0, _S1)),
     "head": ("all", (_R, _S0)),
+    "scalar": ("dp", (_R,)),
 }
 
 WORLDS: dict[str, tuple[tuple[int, ...], tuple[str, ...], Placed]] = {
@@ -169,7 +180,9 @@ def train_plain(build: Callable[..., Any], steps: int, without: Sequence[str] = 
 class Net(nn.Module):
     """The parameters of SHAPES that FSDP2 can shard, in layers; the loss's gradient is given."""
 
-    def __init__(self, names: Sequence[str] = tuple(n for n in SHAPES if n != "empty")) -> None:
+    def __init__(
+        self, names: Sequence[str] = tuple(n for n in SHAPES if n not in _NOT_FSDP)
+    ) -> None:
         super().__init__()
         self.names = names
         self.layers = nn.ModuleList(_Layer(name) for name in self.names)
@@ -195,7 +208,7 @@ def rank_grads(step: int, rank: int, world_size: int) -> dict[str, Tensor]:
     return {
         name: (12 * whole(name, 50 + 10 * step + rank)).round() * 12
         for name in SHAPES
-        if name != "empty"
+        if name not in _NOT_FSDP
     }
 
 
