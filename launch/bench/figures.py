@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.bench.bench_curves import largest_differences
+from launch.bench.bench_curves import BERT_PART, GPT_PART, largest_differences
 from launch.bench.options import Row
 from launch.bench.report import Table, measured, middle, read_csv
 from shardfuse.__main__ import main
@@ -67,9 +67,18 @@ def figures(out: Path) -> list[Figure]:
         Figure(f"({peak_copies:.2f} without", no_views),
         Figure(
             f"differ by at most {worst:.4f} nats from DDP's, another seed by {noise:.2f}",
-            [row for row in rows["curves"] if row["part"] == "equal rates"],
+            _of(rows["curves"], part=GPT_PART),
         ),
+        *_of_bert(rows["curves"]),
     ]
+
+
+def _of_bert(rows: Sequence[Row]) -> list[Figure]:
+    """Return the figure of the BERT job's curves, if they have been measured."""
+    own = [row for row in rows if row["part"] == BERT_PART]
+    worst, noise = largest_differences(rows, BERT_PART)
+    text = f"in two phases by at most {worst:.4f}, another seed by {noise:.3f}"
+    return [Figure(text, own)] if own else []
 
 
 def _of(rows: Sequence[Row], **wanted: Any) -> list[Row]:
