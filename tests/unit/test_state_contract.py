@@ -267,7 +267,7 @@ def test_first_step_says_that_saving_on_one_rank_fails(
     """One line, once, on the first rank, and only where that was not decided."""
     monkeypatch.setattr(stateful, "_logged", set())
     # These tests name such methods themselves.
-    monkeypatch.setattr(stateful, "saves_on_all_ranks", lambda: False)
+    monkeypatch.setattr(stateful, "may_save_on_one_rank", lambda: True)
     with caplog.at_level(logging.WARNING, "shardfuse"):
         run_threads(world_size, lambda: trained(3, **sharding) and None)
     lines = [text for text in caplog.messages if "state_dict() on rank 0" in text]
@@ -280,7 +280,7 @@ def test_nothing_is_said_to_those_who_save_otherwise(
 ) -> None:
     """A program that resumes by sharded_state_dict() knows."""
     monkeypatch.setattr(stateful, "_logged", set())
-    monkeypatch.setattr(stateful, "saves_on_all_ranks", lambda: False)
+    monkeypatch.setattr(stateful, "may_save_on_one_rank", lambda: True)
 
     def body() -> None:
         params, optimizer = trained(0)
@@ -297,7 +297,7 @@ def test_nothing_is_said_where_accelerate_gathers_states(
 ) -> None:
     """Also where consolidate_on_save() comes before prepare(), which brings the optimizer."""
     monkeypatch.setattr(stateful, "_logged", set())
-    monkeypatch.setattr(stateful, "saves_on_all_ranks", lambda: False)
+    monkeypatch.setattr(stateful, "may_save_on_one_rank", lambda: True)
     accelerator = SimpleNamespace(_optimizers=[], register_save_state_pre_hook=lambda hook: hook)
     consolidate_on_save(accelerator)
     run_threads(2, lambda: trained(2) and None)
