@@ -40,7 +40,7 @@ def test_every_method_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for part in (GPT_PART, BERT_PART):
         own = [row for row in rows if row["part"] == part]
         assert own[0]["method"] == BASELINE
-        assert largest_differences(own, part)[0] < 1e-3  # of the bf16 wire
+        assert largest_differences(own, part)[0] < 3e-3  # of the bf16 wire
         exact = [row for row in own if "bf16" not in row["method"]]
         assert largest_differences(exact, part)[0] < 1e-5
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
