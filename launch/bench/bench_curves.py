@@ -180,7 +180,6 @@ def summary(rows: Sequence[Row]) -> Summary:
         tables.append(Table(f"GPT, tuned, {tuned[0]['size']} parameters", header, lines))
         panels.append(_panel(f"GPT, tuned, {tuned[0]['size']} parameters, mean of seeds", shown))
     sizes = {row["size"]: SIZES[row["size"]] for row in good if row["part"] != BERT_PART}
-    first, second = bert.phases("adamw", is_quick=False)
     method_text = (
         "Two ranks over gloo on one host, one thread each. A GPT that predicts the bytes of the "
         "documentation of Python packages; every twentieth document is held out. Loss in nats per "
@@ -190,19 +189,25 @@ def summary(rows: Sequence[Row]) -> Summary:
             f"{WORLD_SIZE * size.batch * size.length} bytes."
             for name, size in sizes.items()
         )
-        + " Five rates were tried for each tuned method, a factor of 2 apart. BERT: the job of "
-        "launch/bert on the same text, `tiny`, masked-token loss in nats; "
-        + ", then ".join(
-            f"{p['steps']} steps of {p['global_batch_size']} x {p['seq_len']} tokens at rate "
-            f"{p['lr']:g}"
-            for p in (first, second)
-        )
-        + f" (LAMB: {bert.LR['lamb']:g} and half of it, not tuned). Between the phases moments are "
-        "kept and their count of steps begins anew. The baseline has the job's model, samples and "
-        "schedule, and DDP and torch in place of shardfuse. For a seed, all methods of a part have "
-        "the same weights and batches."
+        + " Five rates were tried for each tuned method, a factor of 2 apart."
+        + (_bert_text() if any(row["part"] == BERT_PART for row in good) else "")
+        + " For a seed, all methods of a part have the same weights and batches."
     )
     return Summary("Loss curves of a small GPT and of BERT", method_text, tables, targets, panels)
+
+
+def _bert_text() -> str:
+    phases = ", then ".join(
+        f"{p['steps']} steps of {p['global_batch_size']} x {p['seq_len']} tokens at rate "
+        f"{p['lr']:g}"
+        for p in bert.phases("adamw", is_quick=False)
+    )
+    return (
+        " BERT: the job of launch/bert on the same text, `tiny`, masked-token loss in nats; "
+        f"{phases} (LAMB: {bert.LR['lamb']:g} and half of it, not tuned). Between the phases "
+        "moments are kept and their count of steps begins anew. The baseline has the job's model, "
+        "samples and schedule, and DDP and torch in place of shardfuse."
+    )
 
 
 def _targets(model: str, base: dict[float, Row], others: Sequence[Row]) -> list[Target]:
