@@ -17,7 +17,6 @@ from torch import Tensor
 from shardfuse.engine import torch_state
 from shardfuse.engine.dtensors import DTensorShards, LocalShard, is_dtensor, local_of, local_part
 from shardfuse.engine.torch_state import Groups, OptimizerState, ParamState, refuse_replacement
-from shardfuse.rules import UpdateRule
 
 
 class DTensorStates(Mapping[Tensor, ParamState]):
@@ -139,29 +138,25 @@ def prepared(
         group = merged[spec.group]
         if entry and "step" not in entry and "step" in own and rule.has_step(group):
             entry["step"] = own["step"]  # apex counts there
-        for name, value in entry.items():
+        may_be_initial = not rule.counts_steps and "step" not in entry
+        for name, value in [*entry.items()]:
             if name != "step" and isinstance(value, Tensor):
                 entry[name] = _local(shard, name, value)
-        if not rule.counts_steps and "step" not in entry:
-            entry = entries[shard.number] = _without_initial(entry, rule)
+                if may_be_initial and _is_initial(value, rule.initial(name)):
+                    del entry[name]
         local_spec = replace(spec, shape=shard.shape)
         counts[shard.number] = torch_state.checked_step(local_spec, entry, rule, group)
     return functools.partial(_load, shards, opt, merged, saved, entries, counts)
 
 
-def _without_initial(entry: Mapping[str, Any], rule: UpdateRule) -> dict[str, Any]:
-    """Return an entry of states without a step, less those that have had no update.
+def _is_initial(value: Tensor, initial: float) -> bool:
+    """Return whether a state without a step has had no update.
 
     torch.distributed.checkpoint needs an entry of every parameter, so these are saved, too: as -0.0
-    alone, which no update leaves unless all gradients were.
+    alone, which no update leaves unless all gradients were. A part without elements tells nothing.
     """
-    return {
-        name: value
-        for name, value in entry.items()
-        if not isinstance(value, Tensor)
-        or rule.initial(name) != 0
-        or not bool(((value == 0) & value.signbit()).all())
-    }
+    own = local_of(value) if is_dtensor(value) else value
+    return initial == 0 and bool(own.numel()) and bool(((own == 0) & own.signbit()).all())
 
 
 def _local(shard: LocalShard, name: str, value: Tensor) -> Tensor:

@@ -549,8 +549,12 @@ class DTensorShards(ShardProvider):
 
     @property
     def most_steps(self) -> int:
-        """The update count of the parameter that has had most."""
-        return max((shard.step for shard in self._all), default=0)
+        """The update count of the parameter that has had most; 0 where states have no step.
+
+        From states without a step each rank knows of updates of its own elements alone.
+        """
+        steps = (shard.step for shard in self._all) if self._rule.counts_steps else ()
+        return max(steps, default=0)
 
     def set_states(self, group: int, names: Sequence[str]) -> None:
         """Give the parameters of ``group`` these states and take all others but masters."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -281,18 +281,18 @@ def test_states_of_torch() -> None:
     run_procs(2, move_states, timeout=200.0)
 
 
-def move_first_momenta(folder: str) -> None:
+def move_first_momenta(folder: str, names: Sequence[str]) -> None:
     """The first update of a momentum is not damped, also where other parameters have had theirs."""
     for form in ("own", "sharded", "full", "flat", "files"):
         options = StateDictOptions(
             full_state_dict=form == "full", flatten_optimizer_state_dict=form == "flat"
         )
-        models = [fsdp_net(names=FEW) for _ in range(2)]
+        models = [fsdp_net(names=names) for _ in range(2)]
         build = functools.partial(ShardedSGD, lr=0.1, momentum=0.9, dampening=0.3, sharding=EAGER)
         kept, moved = (build(named(model)) for model in models)
         for step in range(3):
             for model, optimizer in zip(models, (kept, moved), strict=True):
-                model(rank_grads(step, dist.get_rank(), 2)).backward()
+                model(rank_grads(step, dist.get_rank(), dist.get_world_size())).backward()
                 if not step:
                     model.layers[0].weight.grad = None
                 optimizer.step()
@@ -313,8 +313,10 @@ def move_first_momenta(folder: str) -> None:
                 set_optimizer_state_dict(models[1], moved, copied(saved), options=options)
 
 
-def test_first_momenta(tmp_path: Path) -> None:
-    run_procs(2, move_first_momenta, str(tmp_path))
+@pytest.mark.parametrize(("world_size", "names"), [(2, ("odd", "norm")), (3, ("few.rows",))])
+def test_first_momenta(world_size: int, names: Sequence[str], tmp_path: Path) -> None:
+    """Also where a rank has no element of any parameter."""
+    run_procs(world_size, move_first_momenta, str(tmp_path), names)
 
 
 def save_and_go_on(folder: str) -> dict[str, list[Tensor]]:
