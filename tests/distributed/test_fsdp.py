@@ -295,6 +295,7 @@ def move_first_momenta(folder: str, names: Sequence[str]) -> None:
                 model(rank_grads(step, dist.get_rank(), dist.get_world_size())).backward()
                 if not step:
                     model.layers[0].weight.grad = None
+                optimizer.grad_norm()  # compares what ranks have loaded; step() has no collective
                 optimizer.step()
                 optimizer.zero_grad()
             assert all(map(torch.equal, *map(values, models))), (form, step)
