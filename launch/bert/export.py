@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     """Export; return the exit code: 0, or 2 where the request cannot be met."""
     parser = Parser(
         prog="export.py",
-        description="Export the newest whole checkpoint of a run as a transformers checkpoint.",
+        description="Export the newest intact checkpoint of a run as a transformers checkpoint.",
         formatter_class=Help,
         allow_abbrev=False,
     )

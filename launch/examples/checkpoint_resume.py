@@ -29,7 +29,7 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 50)
     state = {"model": model, "optimizer": optimizer, "schedule": schedule}
 
-    # Entering it loads the newest whole checkpoint; SIGTERM saves, and ends all ranks together.
+    # Entering it loads the newest intact checkpoint; SIGTERM saves, and ends all ranks together.
     with Job("runs/example", state, save_every=10, async_save=True) as job:
         if rank == 0:
             print(f"world size {dist.get_world_size()}, goes on after step {job.step}", flush=True)

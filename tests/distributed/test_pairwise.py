@@ -159,22 +159,20 @@ def step_and_count(name: str, collectives: str) -> tuple[list[Tensor], int, int]
         params, lr=0.1, sharding={"collectives": collectives, "bucket_cap_mb": 0.1}
     )
     sent = 0
-    original = gloo._send
+    with pytest.MonkeyPatch.context() as patch:
+        for module, function in ((gloo, "_send"), (dist, "isend")):  # of parts, and of the call
 
-    def counted(part: Tensor, *args: Any, **kwargs: Any) -> Any:
-        nonlocal sent
-        sent += part.nbytes
-        return original(part, *args, **kwargs)
+            def counted(tensor: Tensor, *args: Any, own: Any, **kwargs: Any) -> Any:
+                nonlocal sent
+                sent += tensor.nbytes
+                return own(tensor, *args, **kwargs)
 
-    gloo._send = counted
-    try:
+            patch.setattr(module, function, partial(counted, own=getattr(module, function)))
         for step in range(2):
             sent = 0
             for param in params:
                 param.grad = torch.full_like(param, float(dist.get_rank() + step))
             optimizer.step()
-    finally:
-        gloo._send = original
     return [param.detach() for param in params], sent, len(optimizer.layout.buckets)
 
 

@@ -57,7 +57,7 @@ class Checkpoints:
             raise UsageError(f"--run-dir: {str(error).rstrip('.')}; {way_on}") from error
 
     def load_latest(self, say: Callable[[str], None]) -> int:
-        """Load the newest whole checkpoint; return its step, or 0 where there is none. Collective.
+        """Load the newest intact checkpoint; return its step, or 0 where there is none. Collective.
 
         `say` is told which was taken where newer ones are damaged. Raises `UsageError` on every
         rank where there are only damaged ones, or ones of another run.
