@@ -76,6 +76,10 @@ NIGHTLY = re.compile(
             r"test_dead_ranks\.py::.*\b16\b",
             r"test_sixteen_ranks\.py::test_an_error_reaches_all",
             r"test_overlap\.py::test_random_schedules\[[3-9][0-9]",
+            # Of each one other world, rank or state is in the default.
+            r"test_quantized_wires\.py::test_ranks_are_equal.*-(3|4)-",
+            r"test_npu_scaler\.py::test_overflow_on_one_rank\[.*(3|4)",
+            r"test_participation\.py::test_any_rank_may_lack_any_gradient\[[1-6]-",
             # At worlds 3 and 4 the oracle is followed, and sharded is unsharded at worlds 1 to 4.
             r"test_(elementwise|family|lamb|adamp|paddle)\.py::test_follows_the_oracle\[.*-[12]\]",
         ]
