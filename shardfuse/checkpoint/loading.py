@@ -212,7 +212,7 @@ class _LoadOperation:
             saved = SavedEntries(indices, manifest.tensors)
             self._saved = set(saved.keys)
             shapes = {key: meta.shape for key, meta in saved.tensors.items()}
-            objects.expect(shapes)
+            objects.set_saved_shapes(shapes)
             plan = functools.partial(ShardReader, source, saved)
             try:
                 self._staged_reader = plan(self._staged, trusted=trusted)

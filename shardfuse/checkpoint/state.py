@@ -192,12 +192,12 @@ class TrainingState:
                 result[key] = {k: v for k, v in entries.items() if k not in self._computed[key]}
         return result
 
-    def expect(self, saved: Mapping[str, Sequence[int]]) -> None:
+    def set_saved_shapes(self, saved: Mapping[str, Sequence[int]]) -> None:
         """Fill states in the form of a checkpoint with tensors of the shapes ``saved``."""
         for key, parts in self.parts.items():
             prefix = f"{key}.state."
             own = {k: shape for k, shape in saved.items() if k.startswith(prefix)}
-            parts.expect({k.removeprefix(f"{key}."): shape for k, shape in own.items()})
+            parts.set_saved_shapes({k.removeprefix(f"{key}."): shape for k, shape in own.items()})
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -5,7 +5,7 @@ shape, states as runs of elements in storage order. So any placement loads them.
 
 [Note: runs] Adjacent rows of a tensor are one run. A shard along another dimension has a run in
 each row, 4,096 in a matrix (4096, 14336). States of such a parameter are saved as boxes of its
-shape, one or few a rank; a load takes the form that it finds (LocalCheckpointState.expect()).
+shape, one or few a rank; a load takes the form that it finds (see set_saved_shapes()).
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ class MasterRef(NamedTuple):
     param: Tensor
     key: str  # of the master in a checkpoint
     is_kept: bool  # True: in an arena, because the parameter is kept or sent in low precision
-    place: FragmentTensor  # of the parameter's shape if it is an arena's, else as expect() has it
+    place: FragmentTensor  # in the parameter's shape for an arena, else see set_saved_shapes()
     own: FragmentTensor  # this rank's fragments of the parameter itself
 
 
@@ -233,7 +233,7 @@ class LocalCheckpointState:
         self._loaded = loaded
         self._shaped: set[str] = set()  # keys of states to fill that are saved in a param's shape
 
-    def expect(self, saved: Mapping[str, Sequence[int]]) -> None:
+    def set_saved_shapes(self, saved: Mapping[str, Sequence[int]]) -> None:
         """Fill states in the form of a checkpoint, which has tensors of the shapes ``saved``.
 
         They are runs of elements, or boxes of a shape that is not cut by rows (DTensors). Local.
@@ -322,15 +322,15 @@ class LocalCheckpointState:
         has = self._writes if to_write else _always
         for state in self._optimizer_state.flats:
             for name, arena in arenas_of(state).items():
-                held = self._held(state, name, arena.view, has=has)
+                held = self._state_fragments(state, name, arena.view, has=has)
                 for param, tensor in held.items():
                     if holds(state, name, spec := state.spec_of[param]):
                         yield f"state.{spec.name}.{name}", tensor
 
-    def _held(
+    def _state_fragments(
         self, state: FlatState, name: str, segment: Callable[[Bucket], Tensor], **options: Any
     ) -> dict[int, FragmentTensor]:
-        """Return held_fragments() of the state ``name``, each in the form of expect()."""
+        """Return held_fragments() of the state ``name``, each in the form of set_saved_shapes()."""
         found = held_fragments(state, segment, flat_chunks, **options)
         for param in found if self._shaped else ():
             if f"state.{state.spec_of[param].name}.{name}" in self._shaped:
@@ -374,7 +374,7 @@ class LocalCheckpointState:
             shard = functools.partial(_shard, state)
             own = held_fragments(state, shard, shaped_chunks, only=only)
             places = (
-                self._held(state, MASTER, shard, only=only)
+                self._state_fragments(state, MASTER, shard, only=only)
                 if arena is None
                 else held_fragments(state, arena.view, shaped_chunks, only=only)
             )

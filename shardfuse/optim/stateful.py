@@ -450,7 +450,7 @@ def may_save_on_one_rank() -> bool:
     if names & _SAVING_METHODS:
         return False
     has_sign = any(sign in name.lower() for name in names for sign in _SIGNS_OF_SAVING)
-    return has_sign or any(_is_of_package(frame.f_globals) for frame in _callers())
+    return has_sign or any(_is_third_party(frame.f_globals) for frame in _callers())
 
 
 def _callers() -> Iterator[FrameType]:
@@ -489,16 +489,16 @@ def _own_code() -> Iterator[CodeType]:
 def _is_own(space: Mapping[str, Any]) -> bool:
     """Return whether a module belongs to the program, by its globals."""
     path = str(space.get("__file__", ""))
-    return not _is_known(space) and not any(part in path for part in _INSTALLED_PATHS)
+    return not _is_torch_or_ours(space) and not any(part in path for part in _INSTALLED_PATHS)
 
 
-def _is_of_package(space: Mapping[str, Any]) -> bool:
+def _is_third_party(space: Mapping[str, Any]) -> bool:
     """Return whether a module belongs to another package than torch and ours, by its globals."""
     path = str(space.get("__file__", ""))
-    return not _is_known(space) and any(part in path for part in _PACKAGE_PATHS)
+    return not _is_torch_or_ours(space) and any(part in path for part in _PACKAGE_PATHS)
 
 
-def _is_known(space: Mapping[str, Any]) -> bool:
+def _is_torch_or_ours(space: Mapping[str, Any]) -> bool:
     return str(space.get("__name__")).partition(".")[0] in ("shardfuse", "torch")
 
 
