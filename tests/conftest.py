@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import zlib
 from collections.abc import Iterator
 
 # Before torch reads it. More threads than cores are slow, and a rank that is forked from a process
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from tests.support import contract, lateness, placing
-from tests.support.tiers import EXHAUSTIVE, FAST, NIGHTLY
+from tests.support.tiers import EXHAUSTIVE, FAST, NIGHTLY, left_out
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +54,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=0,
         help="pauses of ranks, collectives and kernels, at random (tests/support/lateness.py)",
     )
+    parser.addoption(
+        "--part",
+        metavar="K/N",
+        default="1/1",
+        help="of N parts of the tests, which are equal but for chance, run the K-th",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -81,17 +88,29 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"CPU only: {marker.args[0]}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put tests into their tiers, before those that were not asked for are left out."""
+    enough = left_out(item.nodeid for item in items)
     for item in items:
         if FAST.search(item.nodeid):
             item.add_marker("fast")
         if NIGHTLY.search(item.nodeid):
             item.add_marker("nightly")
-        elif EXHAUSTIVE.search(item.nodeid):
+        elif EXHAUSTIVE.search(item.nodeid) or item.nodeid in enough:
             item.add_marker("exhaustive")
         if "test_deepspeed" in item.nodeid:
             item.add_marker(pytest.mark.cpu_only("DeepSpeed knows no such accelerator"))
+    part, parts = (int(number) for number in config.getoption("--part").split("/"))
+    if not 1 <= part <= parts:
+        raise pytest.UsageError(f"--part {part}/{parts}: the part is 1 to {parts}")
+    # By the test's name, so that each test is in one part for every tier and every selection.
+    own: list[pytest.Item] = []
+    others: list[pytest.Item] = []
+    for item in items:
+        (own if zlib.crc32(item.nodeid.encode()) % parts == part - 1 else others).append(item)
+    if others:
+        items[:] = own
+        config.hook.pytest_deselected(items=others)
 
 
 _MANY_OBJECTS = 20_000

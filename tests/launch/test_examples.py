@@ -44,6 +44,8 @@ PROBLEMS = re.compile(r"warn|error|fail|deprecated|will raise|had other values",
 FOREIGN = [
     "`isinstance(treespec, LeafSpec)` is deprecated",  # Lightning calls torch so
     "The hostname of the client socket cannot be retrieved",  # torch, where hosts have no names
+    "`torch.distributed.all_gather_into_tensor` is deprecated",  # DeepSpeed calls torch so
+    "return func(*args, **kwargs)",  # the warning's second line
 ]
 FRAMEWORKS = [name for name in NEEDS if name != "accelerate_loop.py"]
 """Examples whose framework prints lines of its own."""

@@ -11,6 +11,9 @@ Patterns are searched in the ids of tests, as ``pytest --collect-only -q`` print
 from __future__ import annotations
 
 import re
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable
 
 FAST = re.compile(
     "|".join(
@@ -89,6 +92,34 @@ NIGHTLY = re.compile(
 EXHAUSTIVE = re.compile(
     "|".join(
         [
+            # Alone they take more than six seconds, and the default has others of their kind.
+            r"test_bert_fsdp\.py::test_(stop_and_resume|killed|uneven)",
+            r"test_fsdp_checkpoint\.py::test_(every_placement|masters)",
+            r"test_launched_apart\.py::test_torchrun",
+            r"test_mesh\.py::test_(every_optimizer_is|wires|modes_have)",
+            r"test_overlap_ends\.py::test_a_rank_(leaves_right|dies)",
+            r"test_partitioned_memory\.py::test_by_(resident|dtype)",
+            r"test_muon_kills\.py",
+            r"test_mailbox_memory\.py::test_the_proc",
+            r"test_bert_norms\.py::test_a_run",
+            r"test_muon_options\.py::test_compiled",
+            r"test_owners\.py::test_a_thread",
+            r"test_bert_docstrings\.py",
+            r"test_fsdp_kills\.py::test_killed_job",
+            r"test_frameworks\.py::test_lightning",
+            r"test_contract\.py::test_a_lost",
+            r"test_doctor\.py::test_(one_rank_is_ill|a_wrong_interface)",
+            r"test_kernels\.py::test_many_variants",
+            r"test_gradient_programs\.py::test_kept",
+            r"test_bench_links\.py::test_link",
+            r"test_bert_phases\.py::test_(hand_over|what_is_carried)",
+            r"test_slow_readers\.py::test_memory_along",
+            r"test_ledger\.py::test_a_digest_depends",
+            r"test_bert_runs\.py::test_(low_precision|other_worlds|a_run_resumes_on_another)",
+            r"test_told_causes\.py::test_(saving_on|a_sign_of)",
+            r"test_study\.py::test_a_report",
+            r"test_gloo\.py::test_dead",
+            r"test_(moving|examples)\.py",
             r"test_told_causes\.py::test_(saving_on_one_rank\[(?!plain)|cast_after_building)",
             r"test_fsdp\.py::test_(collectives_do_not_grow|table_of_methods)",
             r"test_dead_ranks\.py::.*\[(8|16)-",
@@ -282,3 +313,160 @@ EXHAUSTIVE = re.compile(
         ]
     )
 )
+
+CASES = {
+    1: [
+        "test_adamp.py::test_follows_the_oracle",
+        "test_agreement.py::test_disagreement_over_gloo",
+        "test_bert_command.py::test_a_forgotten_extra",
+        "test_bert_faults.py::test_latest_stays_where_a_part_is_not_whole",
+        "test_bert_faults.py::test_resume_passes_by_a_damaged_checkpoint",
+        "test_bert_folders.py::test_a_second_job_on_a_run_directory_is_refused_while_the_first_lives",
+        "test_bert_fsdp.py::test_losses_are_those_of_the_usual_job",
+        "test_bert_phases.py::test_killed_on_both_sides_of_the_seam",
+        "test_bert_runs.py::test_two_ranks_train_as_one_with_the_doubled_batch",
+        "test_checkpoint.py::test_saved_at_two",
+        "test_checkpoint_alone.py::test_one_rank_alone",
+        "test_checkpoint_async_save.py::test_a_rank_that_dies_in_a_save",
+        "test_checkpoint_cuts.py::test_every_call_is_cut",
+        "test_checkpoint_readers.py::test_by_name",
+        "test_checkpoint_readers.py::test_the_latest",
+        "test_checkpoint_slips.py::test_one_rank_alone_saves_another_step",
+        "test_contract_mutations.py::test_a_mutation_is_noticed",
+        "test_dead_ranks.py::test_the_dead_rank_alone_is_named",
+        "test_deepspeed_command.py::test_what_cannot_be_run_is_one_line",
+        "test_disagreement.py::test_a_mended_fault_leaves_no_trace",
+        "test_doctor_devices.py::test_bandwidth_is_of_these_sizes",
+        "test_dtensors.py::test_every_optimizer",
+        "test_edited_state_dicts.py::test_one_edit_at_a_random_place",
+        "test_faults.py::test_survivors_say_what_happened",
+        "test_forged_imports.py::test_any_value_at_any_place_is_one_line",
+        "test_fsdp.py::test_checkpoints_reshard",
+        "test_fsdp.py::test_every_optimizer_trains_a_model",
+        "test_fsdp.py::test_first_momenta",
+        "test_fsdp_checkpoint.py::test_another_number_of_ranks",
+        "test_fsdp_checkpoint.py::test_columns_are_few_entries",
+        "test_fuzz.py::test_programs_of_muon",
+        "test_fuzz.py::test_programs_over_fsdp",
+        "test_fuzz.py::test_random_programs",
+        "test_going_on.py::test_after_an_error_all_ranks_go_on_or_none",
+        "test_gradient_programs.py::test_every_short_program",
+        "test_groups_saved.py::test_each_group_has_its_own_step",
+        "test_harness.py::test_failure_surfaces",
+        "test_job.py::test_a_job_that_is_stopped_ends_as_if_it_had_not_been",
+        "test_job.py::test_all_stop_after_the_same_step",
+        "test_join.py::test_joined_ranks_count_as_zero",
+        "test_kept_ddp_memory.py::test_no_copy_of_the_gradients",
+        "test_kernels.py::test_compiled_is_eager",
+        "test_late_senders.py::test_the_others_hear_of_a_rank_that_ends_as_it_sends_late",
+        "test_lateness.py::test_calls_and_collectives_pause_once",
+        "test_loading_ranks.py::test_a_rank_dies",
+        "test_low_precision.py::test_a_low_wire_is_summed_in_fp32",
+        "test_low_precision.py::test_sums_of_bf16_gradients",
+        "test_many_groups.py::test_collectives_and_kernels_do_not_grow_with_groups",
+        "test_many_groups.py::test_many_groups_are_as_many_optimizers",
+        "test_mesh.py::test_programs_may_communicate_between_backward_and_step",
+        "test_mesh.py::test_shapes_and_transports",
+        "test_mesh_faults.py::test_a_rank_that_differs_is_told_of_everywhere",
+        "test_mesh_faults.py::test_a_rank_that_sends_later_is_no_fault",
+        "test_muon.py::test_every_world_is_one_rank",
+        "test_muon_options.py::test_added_groups_and_frozen_params",
+        "test_npu_scripts.py::test_a_shell_that_prints_where_it_goes",
+        "test_overlap_order.py::test_beside_other_collectives",
+        "test_overlap_readers.py::test_compiled_functions_end_the_overlap",
+        "test_participation.py::test_ranks_launch_in_one_order",
+        "test_partitioned.py::test_over_gloo",
+        "test_partitioned.py::test_saving_while_gradients_are_under_way",
+        "test_parts_of_calls.py::test_a_step_that_consolidates",
+        "test_plan.py::test_every_kind_of_rule",
+        "test_plan.py::test_matrices_on_four_ranks",
+        "test_plan_fsdp.py::test_real_ranks",
+        "test_quantized_wires.py::test_over_gloo",
+        "test_quantized_wires.py::test_what_is_rounded_off_adds_up",
+        "test_resharding.py::test_two_to_three_to_one_four_two",
+        "test_roll_call.py::test_a_backend_that_does_not_tell",
+        "test_search_path.py::test_export_runs_nothing_of_the_folder",
+        "test_slow_readers.py::test_memory_is_free_when_a_call_ends",
+        "test_store_traffic.py::test_1024_ranks",
+        "test_told_causes.py::test_accumulates_while_is_no_sync",
+        "test_torch_state_dict.py::test_other_world_sizes",
+        "test_torch_state_dict.py::test_save_and_load_of_the_optimizer_itself",
+        "test_trainer.py::test_ranks_agree_and_states_are_sharded",
+        "test_watch.py::test_remedy_of_a_mismatch",
+        "test_watchdog.py::test_a_rank_that_waits_in_a_collective_names_a_late_one",
+    ],
+    2: [
+        "test_checkpoint_async_save.py::test_the_state_of_the_call",
+        "test_disagreement.py::test_every_rank_hears_of_it",
+        "test_elementwise.py::test_follows_the_oracle",
+        "test_imports.py::test_torch",
+        "test_lamb.py::test_follows_the_oracle",
+        "test_mesh_faults.py::test_meshes_that_are_refused",
+        "test_module_buffers.py::test_all_tensors_are_equal",
+        "test_npu.py::test_unused_parameters_are_absent",
+        "test_overlap.py::test_over_gloo",
+        "test_participation.py::test_what_is_sent_late_is_sent_once",
+        "test_plan.py::test_memory_and_traffic",
+        "test_resharding.py::test_accumulated_gradients",
+        "test_torch_state_dict.py::test_broadcast_from_rank_0",
+        "test_torch_suite.py::test_right_direction",
+        "test_unfrozen_scaled.py::test_unscaled_once",
+        "test_watched_steps.py::test_a_rank_that_ends_while_norms_are_added_up",
+    ],
+    4: [
+        "test_adamp.py::test_sharded_is_unsharded",
+        "test_communication.py::test_collectives_per_step",
+        "test_elementwise.py::test_clipping_ranks_agree",
+        "test_elementwise.py::test_follows_torch",
+        "test_elementwise.py::test_sharded_is_unsharded",
+        "test_family.py::test_follows_the_oracle",
+        "test_family.py::test_sharded_is_unsharded",
+        "test_gloo.py::test_ranks_train_as_one",
+        "test_lamb.py::test_sharded_is_unsharded",
+        "test_low_precision.py::test_masters_follow_the_oracle",
+        "test_memory.py::test_no_full_size_temporary",
+        "test_norms.py::test_overflow_on_one_rank",
+        "test_other_masters.py::test_no_bit_is_lost",
+        "test_overlap.py::test_every_optimizer",
+        "test_overlap.py::test_every_wire",
+        "test_overlap.py::test_same_bits",
+        "test_paddle.py::test_follows_the_oracle",
+        "test_participation.py::test_lamb_too",
+        "test_partitioned.py::test_a_model",
+        "test_partitioned.py::test_every_optimizer",
+        "test_partitioned.py::test_same_bits",
+        "test_partitioned_misuse.py::test_more_backwards_on_one_rank_are_an_error",
+        "test_quantized_wires.py::test_gradients_that_8_bits_hold_are_exact",
+        "test_quantized_wires.py::test_ranks_are_equal_and_lack_what_is_kept",
+        "test_state.py::test_fresh_state_needs_no_consolidation",
+        "test_state.py::test_resume",
+        "test_told_causes.py::test_a_model_with_other_parameters",
+        "test_told_causes.py::test_why_gradients_are_sent_twice",
+        "test_torch_state_dict.py::test_set_continues",
+    ],
+    8: [
+        "test_hyper_parameters.py::test_every_value_of_every_key",
+        "test_low_precision.py::test_sharded_is_unsharded",
+        "test_npu_scaler.py::test_overflow_on_one_rank",
+        "test_param_wire.py::test_is_the_rounded_result_of_none",
+        "test_upstream_defects_on_ranks.py::test_5_c_late_none_and_unused_gradients",
+        "test_watched_steps.py::test_norms_are_those_of_whole_tensors",
+    ],
+}
+"""{n: tests of which the default runs n cases}. The fast tier comes first, then a hash of names
+chooses. The other cases are exhaustive."""
+
+
+def left_out(node_ids: Iterable[str]) -> set[str]:
+    """Return the tests that the default leaves out because it runs enough cases of them."""
+    cases: dict[str, list[str]] = defaultdict(list)
+    for node_id in node_ids:
+        if not (NIGHTLY.search(node_id) or EXHAUSTIVE.search(node_id)):
+            cases[node_id.split("[")[0]].append(node_id)
+    found: set[str] = set()
+    for number, tests in CASES.items():
+        for function, ids in cases.items():
+            if function.endswith(tuple(f"/{test}" for test in tests)):
+                ids.sort(key=lambda own: (not FAST.search(own), zlib.crc32(own.encode())))
+                found.update(ids[number:])
+    return found
