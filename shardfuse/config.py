@@ -71,8 +71,8 @@ class ShardConfig:
     and no mesh, where buckets overlap backward and forward and small ones start sooner (4 to 25
     took the same time within the noise of two hosts at 1 Gbit/s); else 25, the fastest measured on
     one host. On accelerators: 50 with overlap, 256 without, and at least a 32nd of the parameters
-    (not run on hardware). At least 0.5 per rank in each case: messages between two ranks then have
-    256 KiB or more.
+    (not run on hardware). At least 1 per rank on the CPU and 0.5 elsewhere: messages between two
+    ranks then have 512 KiB or more, or 256 KiB.
 
     A single rank sends nothing and has one bucket (AdamP, which keeps products of a bucket, more).
     """

@@ -48,8 +48,8 @@ def overlapped(choice: bool | Literal["auto"], *, in_order: bool) -> list[AsyncM
     return [AsyncModel.UNORDERED, AsyncModel.ORDERED] if choice else []
 
 
-_MESSAGE_NBYTES = 256 << 10
-"""Least size of a message between two ranks, where the model is large enough."""
+_MESSAGE_NBYTES, _SOCKET_MESSAGE_NBYTES = 256 << 10, 512 << 10
+"""Least size of a message between two ranks, where the model is large enough; on the CPU."""
 
 
 def bucket_nbytes(
@@ -83,7 +83,8 @@ def bucket_nbytes(
     else:
         least = max((50 if overlaps else 256) << 20, payload_nbytes // 32)
     # Buckets of a flat are equal in size, so each is larger than half the bound, if there are two.
-    return max(least, 2 * _MESSAGE_NBYTES * world_size)
+    message = _SOCKET_MESSAGE_NBYTES if device_type == "cpu" else _MESSAGE_NBYTES
+    return max(least, 2 * message * world_size)
 
 
 class Watcher(Protocol):

@@ -158,7 +158,7 @@ class Watchdog:
                     daemon=True,
                 )
                 self._thread.start()
-                _watchdogs.add(self)
+                _watchdogs.add(weakref.ref(self, _watchdogs.discard))
 
     def stop(self) -> None:
         """End the thread."""
@@ -224,7 +224,7 @@ class Watchdog:
             logger.exception("[rank %d] The watchdog goes on after an error.", self._state.rank)
 
 
-_watchdogs: weakref.WeakSet[Watchdog] = weakref.WeakSet()
+_watchdogs = set[weakref.ref["Watchdog"]]()
 
 
 def _run(watchdog_ref: weakref.ref[Watchdog], device: torch.device) -> None:
@@ -252,8 +252,10 @@ def _run(watchdog_ref: weakref.ref[Watchdog], device: torch.device) -> None:
 
 def _stop_all() -> None:
     # A thread that is in C++ when the interpreter ends would end the process by a signal.
-    for watchdog in list(_watchdogs):
-        watchdog.stop()
+    for ref in tuple(_watchdogs):  # other threads may add some
+        watchdog = ref()
+        if watchdog is not None:
+            watchdog.stop()
 
 
 atexit.register(_stop_all)

@@ -99,7 +99,7 @@ class Owners:
 
         A part of a DTensor is found by its memory: to_local() and detach() return new tensors.
         """
-        wrapped = {id(param) for module in self._fsdps for param in module.parameters()}
+        wrapped = {id(p) for top in self._fsdps for m in _with_inner(top) for p in _own_params(m)}
         storages = {_address(getattr(d, "_local_tensor", None)) for d in self._dtensors} - {None}
         for position, param in enumerate(self._params):
             if id(param) in wrapped:
@@ -111,12 +111,11 @@ class Owners:
     def roots(self) -> list[nn.Module]:
         """Return the outermost modules that hold any of the parameters."""
         own = {id(param) for param in self._params}
-        holders = [m for m in self.modules if any(id(p) in own for p in m._parameters.values())]
+        holders = [m for m in self.modules if any(id(p) in own for p in _own_params(m))]
         parents: dict[int, list[nn.Module]] = {}
         for module in self.modules:
-            for child in module._modules.values():
-                if child is not None:
-                    parents.setdefault(id(child), []).append(module)
+            for child in _children(module):
+                parents.setdefault(id(child), []).append(module)
         found: dict[int, nn.Module] = {}
         seen: set[int] = set()
         while holders:
@@ -128,6 +127,28 @@ class Owners:
                 if not above:
                     found[id(module)] = module
         return list(found.values())
+
+
+# Another thread may be building or changing any of the modules of the process, so that a loop over
+# the values of its dicts would raise. One call of a C function copies them, as list() is.
+
+
+def _own_params(module: nn.Module) -> list[Tensor]:
+    return [param for param in list(module._parameters.values()) if param is not None]
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    return [child for child in list(module._modules.values()) if child is not None]
+
+
+def _with_inner(module: nn.Module) -> list[nn.Module]:
+    found = {id(module): module}
+    new = [module]
+    while new:
+        inner = {id(child): child for child in _children(new.pop()) if id(child) not in found}
+        found |= inner
+        new += inner.values()
+    return list(found.values())
 
 
 def gathered_by_fsdp2(params: Sequence[Tensor]) -> int | None:
@@ -160,7 +181,8 @@ class ModuleWatch:
 
     def modules(self) -> list[nn.Module]:
         """Return those that are alive, each once."""
-        return list(self._by_id.values())
+        found = [ref() for ref in self._by_id.valuerefs()]
+        return [module for module in found if module is not None]
 
     def note(self, module: nn.Module) -> None:
         """Add a module."""
@@ -249,12 +271,14 @@ class BufferRef(NamedTuple):
     key: str
 
 
-_live: weakref.WeakSet[ModuleBuffers] = weakref.WeakSet()
+# Not a WeakSet: a loop over that is Python code, and raises if another thread adds one.
+_live = set[weakref.ref["ModuleBuffers"]]()
 
 
 def buffers_of_all() -> list[Tensor]:
     """Return the buffers that any optimizer of this process keeps equal on all ranks."""
-    refs = [ref for buffers in list(_live) for ref in buffers._refs]
+    live = [buffers for ref in tuple(_live) if (buffers := ref()) is not None]
+    refs = [ref for buffers in live for ref in tuple(buffers._refs)]
     found = [ref.module._buffers.get(ref.key) for ref in refs]
     return [buffer for buffer in found if buffer is not None]
 
@@ -280,7 +304,7 @@ class ModuleBuffers:
 
     def add(self, refs: Iterable[BufferRef]) -> None:
         """Broadcast these, too, from now on."""
-        _live.add(self)
+        _live.add(weakref.ref(self, _live.discard))
         held = {(id(ref.module), ref.key) for ref in self._refs}
         self._refs += [s for s in refs if (id(s.module), s.key) not in held]
 

@@ -711,14 +711,14 @@ class ConsumedGradGuard:
         self._params.clear()
 
 
-_guards: weakref.WeakSet[ConsumedGradGuard] = weakref.WeakSet()
+_guards = set[weakref.ref["ConsumedGradGuard"]]()
 _hooks: list[Any] = []
 _is_silent = False  # whether a compiled function would see the class
 
 
 def _restore_before_forward(guard: ConsumedGradGuard) -> None:
     """Have ``guard`` restored before any module runs forward."""
-    _guards.add(guard)
+    _guards.add(weakref.ref(guard, _guards.discard))
     before_tracing(_before_compiling)
     if not _hooks:
         _hooks.append(nn.modules.module.register_module_forward_pre_hook(_before_forward))
@@ -727,7 +727,7 @@ def _restore_before_forward(guard: ConsumedGradGuard) -> None:
 def _before_compiling(is_again: bool) -> None:
     """Restore all: a function that sees another class is compiled again at each call."""
     global _is_silent
-    if not any(guard.is_active for guard in _guards):
+    if not any(guard.is_active for guard in _alive()):
         return
     if is_again and not _is_silent:
         _is_silent = True
@@ -744,8 +744,13 @@ def _before_forward(module: nn.Module, _: Any) -> None:
     _restore_all()
 
 
+def _alive() -> list[ConsumedGradGuard]:
+    # A tuple, because another thread may add one.
+    return [guard for ref in tuple(_guards) if (guard := ref()) is not None]
+
+
 def _restore_all() -> None:
-    for guard in list(_guards):
+    for guard in _alive():
         guard.restore()
     _guards.clear()
     while _hooks:

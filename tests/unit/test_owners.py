@@ -57,6 +57,63 @@ def test_a_thread_that_makes_tuples() -> None:
     assert all(found == [model] for found in roots)
 
 
+def add_and_drop(model: nn.Module) -> None:
+    """Build a part of ``model``, and drop it again."""
+    model.part = nn.Linear(1, 1)
+    model.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    del model.part, model.scale
+
+
+def watch_and_note(watch: ModuleWatch) -> None:
+    watch.note(nn.Linear(1, 1))
+
+
+def keep_buffers(_: None) -> None:
+    ddp.ModuleBuffers(None, torch.device("cpu")).add([])
+
+
+def look_at(model: nn.Module) -> None:
+    Owners([], [model]).roots()
+    owners = Owners([torch.ones(1)], [model])
+    owners._fsdps = [model]
+    assert owners.sharded_by() is None
+
+
+LOOKS = {
+    "children": (lambda: nn.Sequential(*map(nn.Identity, range(500))), add_and_drop, look_at),
+    "noted modules": (lambda: ModuleWatch(MODULES), watch_and_note, ModuleWatch.modules),
+    "buffers": (lambda: None, keep_buffers, lambda _: ddp.buffers_of_all()),
+}
+MODULES = [nn.Identity() for _ in range(500)]
+
+
+@pytest.mark.usefixtures("_busy")
+@pytest.mark.parametrize("kind", LOOKS)
+def test_a_thread_that_builds_a_model(kind: str) -> None:
+    """Python ends a loop over a dict or a set with a RuntimeError once it has grown."""
+    build, change, look = LOOKS[kind]
+    looked_at, is_over = build(), threading.Event()
+    kept = [ddp.ModuleBuffers(None, torch.device("cpu")) for _ in range(500 * (kind == "buffers"))]
+    for buffers in kept:
+        buffers.add([])
+    num_changes = 0
+
+    def run() -> None:
+        nonlocal num_changes
+        while not is_over.is_set():
+            change(looked_at)
+            num_changes += 1
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        while num_changes < 200:
+            look(looked_at)
+    finally:
+        is_over.set()
+        thread.join()
+
+
 def step_without_scan(is_by_hand: bool) -> int:
     """Return how often the first two steps looked through all objects."""
     model = nn.Linear(4, 4)
