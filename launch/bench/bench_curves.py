@@ -204,7 +204,8 @@ def _bert_text() -> str:
     )
     return (
         " BERT: the job of launch/bert on the same text, `tiny`, masked-token loss in nats; "
-        f"{phases} (LAMB: {bert.LR['lamb']:g} and half of it, not tuned). Between the phases "
+        f"{phases} (LAMB: {bert.LR['lamb']:g}, Muon: {bert.LR['muon']:g}, and half of these; not "
+        "tuned). Between the phases "
         "moments are kept and their count of steps begins anew. The baseline has the job's model, "
         "samples and schedule, and DDP and torch in place of shardfuse."
     )

@@ -34,10 +34,11 @@ METHODS: dict[str, tuple[str, ...]] = {
     "shardfuse AdamW, stage 2": ("--sharding", '{"stage": 2}'),
     "shardfuse AdamW over FSDP2": ("--fsdp",),
     "shardfuse LAMB": ("--optimizer", "lamb"),
+    "shardfuse Muon": ("--optimizer", "muon"),
 }
 """Options of pretrain.py by method; the optimizer is adamw if they do not name another."""
 
-LR = {"adamw": 5e-4, "lamb": 0.01}
+LR = {"adamw": 5e-4, "lamb": 0.01, "muon": 0.02}
 """Of the first phase; the second has half of it.
 
 At AdamW's default of 0.002 a difference by rounding grows tenfold in 30 steps, until runs differ as
