@@ -75,7 +75,7 @@ def figures(out: Path) -> list[Figure]:
 
 def _of_bert(rows: Sequence[Row]) -> list[Figure]:
     """Return the figure of the BERT job's curves, if they have been measured."""
-    own = [row for row in rows if row["part"] == BERT_PART]
+    own = [row for row in rows if row["part"] == BERT_PART and "AdamW" in row["method"]]
     worst, noise = largest_differences(rows, BERT_PART)
     text = f"in two phases by at most {worst:.4f}, another seed by {noise:.3f}"
     return [Figure(text, own)] if own else []
