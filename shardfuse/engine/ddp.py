@@ -99,7 +99,9 @@ class Owners:
 
         A part of a DTensor is found by its memory: to_local() and detach() return new tensors.
         """
-        wrapped = {id(p) for top in self._fsdps for m in _with_inner(top) for p in _own_params(m)}
+        wrapped = {
+            id(p) for top in self._fsdps for m in _modules_of(top) for p in _direct_params(m)
+        }
         storages = {_address(getattr(d, "_local_tensor", None)) for d in self._dtensors} - {None}
         for position, param in enumerate(self._params):
             if id(param) in wrapped:
@@ -111,7 +113,7 @@ class Owners:
     def roots(self) -> list[nn.Module]:
         """Return the outermost modules that hold any of the parameters."""
         own = {id(param) for param in self._params}
-        holders = [m for m in self.modules if any(id(p) in own for p in _own_params(m))]
+        holders = [m for m in self.modules if any(id(p) in own for p in _direct_params(m))]
         parents: dict[int, list[nn.Module]] = {}
         for module in self.modules:
             for child in _children(module):
@@ -133,7 +135,7 @@ class Owners:
 # the values of its dicts would raise. One call of a C function copies them, as list() is.
 
 
-def _own_params(module: nn.Module) -> list[Tensor]:
+def _direct_params(module: nn.Module) -> list[Tensor]:
     return [param for param in list(module._parameters.values()) if param is not None]
 
 
@@ -141,7 +143,7 @@ def _children(module: nn.Module) -> list[nn.Module]:
     return [child for child in list(module._modules.values()) if child is not None]
 
 
-def _with_inner(module: nn.Module) -> list[nn.Module]:
+def _modules_of(module: nn.Module) -> list[nn.Module]:
     found = {id(module): module}
     new = [module]
     while new:

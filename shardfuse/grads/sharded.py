@@ -727,7 +727,7 @@ def _restore_before_forward(guard: ConsumedGradGuard) -> None:
 def _before_compiling(is_again: bool) -> None:
     """Restore all: a function that sees another class is compiled again at each call."""
     global _is_silent
-    if not any(guard.is_active for guard in _alive()):
+    if not any(guard.is_active for guard in _live_guards()):
         return
     if is_again and not _is_silent:
         _is_silent = True
@@ -744,13 +744,13 @@ def _before_forward(module: nn.Module, _: Any) -> None:
     _restore_all()
 
 
-def _alive() -> list[ConsumedGradGuard]:
+def _live_guards() -> list[ConsumedGradGuard]:
     # A tuple, because another thread may add one.
     return [guard for ref in tuple(_guards) if (guard := ref()) is not None]
 
 
 def _restore_all() -> None:
-    for guard in _alive():
+    for guard in _live_guards():
         guard.restore()
     _guards.clear()
     while _hooks:
