@@ -48,7 +48,7 @@ def overlapped(choice: bool | Literal["auto"], *, in_order: bool) -> list[AsyncM
     return [AsyncModel.UNORDERED, AsyncModel.ORDERED] if choice else []
 
 
-_MESSAGE_NBYTES, _SOCKET_MESSAGE_NBYTES = 256 << 10, 512 << 10
+_MESSAGE_NBYTES, _CPU_MESSAGE_NBYTES = 256 << 10, 512 << 10
 """Least size of a message between two ranks, where the model is large enough; on the CPU."""
 
 
@@ -83,7 +83,7 @@ def bucket_nbytes(
     else:
         least = max((50 if overlaps else 256) << 20, payload_nbytes // 32)
     # Buckets of a flat are equal in size, so each is larger than half the bound, if there are two.
-    message = _SOCKET_MESSAGE_NBYTES if device_type == "cpu" else _MESSAGE_NBYTES
+    message = _CPU_MESSAGE_NBYTES if device_type == "cpu" else _MESSAGE_NBYTES
     return max(least, 2 * message * world_size)
 
 
