@@ -244,9 +244,10 @@ class ShardedGrads(GradSource):
         shard = self._flats[flat]
         with self._comm.session.reports_errors("backward()"):
             self._streams.note(shard.arena.data.device)
-            if self._is_done or not self._pending.mark_ready(flat, position):
+            if self._is_done or not self._states:
                 return
-            self._has_ready = True
+            self._pending.mark_ready(flat, position)
+            self._has_ready = True  # also by a parameter without elements: its backward counts
             if not self._is_queued and not is_nested_backward():
                 self._is_queued = True
                 engine = torch.autograd.Variable._execution_engine

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardfuse import ShardedAdam
+from shardfuse import ShardedAdam, ShardedSGD
 from shardfuse.grads.source import PendingGrads
 from shardfuse.layout import FlatLayout, ParamSpec
 from tests.support.harness import run_threads
@@ -44,6 +44,26 @@ def test_updates_are_counted(stage: int, max_norm: float | None) -> None:
     for steps, sums in run_threads(2, train, stage, max_norm):
         assert steps == alone[0] == {0: 3, 1: 3, 2: 3}
         assert sums == pytest.approx(alone[1])
+
+
+def reaching(reached: list[list[list[int]]]) -> list[float]:
+    """Return params after a step; by rank and backward, ``reached`` has those in the loss."""
+    params = [nn.Parameter(torch.ones(size)) for size in (600, 0, 700)]
+    optimizer = ShardedSGD(params, lr=1.0, sharding={"stage": 2, "bucket_cap_mb": 0.001})
+    for loss in reached[optimizer.communicator.rank]:
+        torch.stack([params[index].sum() for index in loss]).sum().backward()
+    optimizer.grad_norm()
+    optimizer.step()
+    return [float(param.detach().sum()) for param in params]
+
+
+@pytest.mark.parametrize("only_empty", [0, 1, 2])
+def test_a_backward_that_reaches_them_alone_counts(only_empty: int) -> None:
+    """At stage 2 it was none, and the other rank, in another backward, waited for its buckets."""
+    everywhere = [[0, 1, 2]] * 3
+    first = [[1] if index == only_empty else loss for index, loss in enumerate(everywhere)]
+    for sums in run_threads(2, reaching, [first, everywhere]):
+        assert sums == [600 * (1 - 2.5), 0.0, 700 * (1 - 2.5)]
 
 
 def test_no_bucket_waits_for_one_or_leaves_without_another() -> None:
