@@ -388,10 +388,15 @@ class CastParamCodec(ParamCodec):
         shard, master = self._shard(bucket), self.arena.view(bucket)
         # commit() rounds, not the kernel: a compiled kernel that writes both takes five times as
         # long. So the expected parameter is computed anew here, to find edits.
-        expected = self.own_slice(bucket).copy_(master).to(shard.dtype)
-        if shard.device.type != "cpu" or not _same_bits(expected, shard):
-            edited = expected.view(torch.int32) != shard.view(torch.int32)
-            torch.where(edited, shard, master, out=master)
+        is_on_host = shard.device.type in _HOST
+        tile_numel = _TILE_BLOCKS * BLOCK if is_on_host else shard.numel()
+        whole = (shard, master, self.own_slice(bucket))
+        tiles = [torch.split(tensor, tile_numel) for tensor in whole]
+        for own, exact, rounded in zip(*tiles, strict=True):
+            expected = rounded.copy_(exact).to(own.dtype)
+            if not is_on_host or not _same_bits(expected, own):
+                edited = expected.view(torch.int32) != own.view(torch.int32)
+                torch.where(edited, own, exact, out=exact)
         return master, None
 
     def commit(self, bucket: Bucket) -> None:

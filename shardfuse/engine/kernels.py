@@ -60,6 +60,16 @@ class Tile(NamedTuple):
     """The first pass writes sums to it, (k, rows) over rows or (k, rows, n); the second reads
     factors from it, of the same shapes."""
 
+    def in_rows(self, row: int) -> Tile:
+        """Return the tile in rows of ``row`` elements; ``aux`` as it is."""
+        return Tile(
+            tuple(grad.view(-1, row) for grad in self.grad),
+            None if self.p is None else self.p.view(-1, row),
+            None if self.low is None else self.low.view(-1, row),
+            tuple(state.view(-1, row) for state in self.states),
+            self.aux,
+        )
+
 
 def ascending(scale: Scale, group: Group) -> Scale:
     """Return ``scale``, negated where ``group`` has ``maximize``: descent along -g is ascent.
@@ -87,12 +97,14 @@ def refresh_master(p: Tensor, low: Tensor) -> None:
     torch.where(edited, low, p, out=p)
 
 
-def _mean(grad: tuple[Tensor, ...], scale: Scale, dtype: torch.dtype) -> Tensor:
+def mean_of(grad: tuple[Tensor, ...], scale: Scale, dtype: torch.dtype) -> Tensor:
+    """Return the sum of ``grad``, each (rows, n), times ``scale``: the mean gradient to use."""
     g = grad[0]
     if len(grad) == 1 and isinstance(scale, Tensor) and g.dtype != dtype:
         # One pass: tensors of one dimension or more promote each other, unlike numbers.
         return torch.mul(g, scale if scale.dim() else scale.view(1, 1))
-    g = g.to(dtype)
+    if g.dtype != dtype:
+        g = g.to(dtype)
     for part in grad[1:]:
         g = g + part
     return g if scale is None else g * scale
@@ -107,7 +119,7 @@ def only_pass(rule: ElementwiseRule, flags: Any, h: Any, scale: Scale, tile: Til
     assert p is not None
     if low is not None:
         refresh_master(p, low)
-    rule.update(flags, h, p, _mean(tile.grad, scale, p.dtype), *tile.states)
+    rule.update(flags, h, p, mean_of(tile.grad, scale, p.dtype), *tile.states)
     if low is not None:
         low.copy_(p)
 
@@ -118,7 +130,7 @@ def fused_pass(rule: ElementwiseRule, fused: Fused, h: Any, scale: Scale, tile: 
     assert p is not None
     if low is not None:
         refresh_master(p, low)
-    g = _mean(tile.grad, scale, p.dtype)
+    g = mean_of(tile.grad, scale, p.dtype)
     missing = -p.numel() % _FUSED_WIDTH
     if missing:
         own = [torch.nn.functional.pad(t.flatten(), (0, missing)) for t in (p, g, *tile.states)]
@@ -145,7 +157,7 @@ def first_pass(rule: ReducingRule, flags: Any, h: Any, scale: Scale, tile: Tile)
     assert p is not None
     if tile.low is not None:
         refresh_master(p, tile.low)
-    g = _mean(tile.grad, scale, p.dtype)
+    g = mean_of(tile.grad, scale, p.dtype)
     rule.moments(flags, h, p, g, *tile.states)
     if sums is None:
         return
@@ -165,7 +177,7 @@ def second_pass(rule: ReducingRule, flags: Any, h: Any, scale: Scale, tile: Tile
     """Update the parameters of a tile along the direction, by its factors."""
     p, factors = tile.p, tile.aux
     assert p is not None
-    g = _mean(tile.grad, scale, p.dtype) if tile.grad else None
+    g = mean_of(tile.grad, scale, p.dtype) if tile.grad else None
     if factors is not None and factors.dim() == 2:
         factors = factors[:, :, None]
     rule.move(flags, h, p, g, factors, *tile.states)
@@ -180,7 +192,7 @@ def matrix_first_pass(rule: MatrixRule, flags: Any, h: Any, scale: Scale, tile: 
     assert out is not None
     if tile.low is not None:
         refresh_master(p, tile.low)
-    u = rule.direction(flags, h, p, _mean(tile.grad, scale, p.dtype), *tile.states)
+    u = rule.direction(flags, h, p, mean_of(tile.grad, scale, p.dtype), *tile.states)
     out[0].copy_(u.view_as(out[0]))
 
 
@@ -198,7 +210,7 @@ def square_sum_pass(rule: None, flags: Any, h: Any, scale: Scale, tile: Tile) ->
     """Write the row sums of squares of the gradient to ``aux`` (1, rows), in fp32."""
     sums = tile.aux
     assert sums is not None
-    _sum_squares(_mean(tile.grad, scale, sums.dtype), None, sums[0])
+    _sum_squares(mean_of(tile.grad, scale, sums.dtype), None, sums[0])
 
 
 def _sum_squares(x: Tensor, factor: Any, out: Tensor) -> None:
@@ -333,7 +345,7 @@ class Kernels:
     def _run_tiles(self, function: Pass, flags: Any, h: Any, scale: Scale, tile: Tile) -> None:
         """Run ``function`` on a few rows of ``tile`` at a time."""
         if isinstance(scale, float) and [part.dtype.itemsize for part in tile.grad] == [2]:
-            scale = self._constant(scale)  # see _mean()
+            scale = self._constant(scale)  # see mean_of()
         num_rows, row = _shape(tile)
         tile_rows = max(1, self._tile_numel // row)
         if num_rows <= tile_rows:

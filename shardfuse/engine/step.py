@@ -39,12 +39,20 @@ from shardfuse.engine.kernels import (
     first_pass,
     matrix_first_pass,
     matrix_second_pass,
+    mean_of,
     only_pass,
     second_pass,
     square_sum_pass,
 )
 from shardfuse.engine.matrices import MatrixExchange
-from shardfuse.engine.units import ParamRows, ParamSet, ShardProvider, UpdateRange, UpdateUnit
+from shardfuse.engine.units import (
+    ParamRows,
+    ParamSet,
+    ShardProvider,
+    UnitTiles,
+    UpdateRange,
+    UpdateUnit,
+)
 from shardfuse.layout import BLOCK
 from shardfuse.rules import (
     Clip,
@@ -241,7 +249,10 @@ class StepDriver:
         aux: Tensor | None = None,
     ) -> None:
         """Run one pass over a unit: one call for neighbours whose numbers are equal, or are few."""
-        for whole, parts in self._runs(unit, scales):
+        runs = self._runs(unit, scales)
+        is_mean = function is only_pass and self._take_mean(unit, runs)
+        tiles = UnitTiles(unit, [whole for whole, _ in runs])
+        for index, (whole, parts) in enumerate(runs):
             call = parts[0][1]
             row, settings = unit.row, call.settings
             if call.batch is not None:
@@ -253,11 +264,25 @@ class StepDriver:
             self._kernels.run(
                 function,
                 settings,
-                self._scale(call, unit, whole),
-                unit.tile(whole, call.states, own_aux, row=row, has_grad=has_grad),
+                None if is_mean else self._scale(call, unit, whole),
+                tiles.tile(index, call.states, own_aux, row=row, has_grad=has_grad),
                 is_tail=unit.is_tail or call.batch is not None,
                 by_operator=call.by_operator,
             )
+
+    def _take_mean(self, unit: UpdateUnit, runs: Sequence[_Run]) -> bool:
+        """Return whether ``unit.grad`` is the mean gradient now; made at once for all operators.
+
+        Layer-wise decay has hundreds of operators, and a sum before each took as long as it.
+        """
+        calls = [run.parts[0][1] for run in runs]
+        if len(calls) < 2 or self._norms is not None or unit.p is None:
+            return False
+        scale = calls[0].scale
+        if not all(call.by_operator and call.scale is scale for call in calls):
+            return False
+        unit.grad = (mean_of(unit.grad, scale, unit.p.dtype),)
+        return True
 
     def _runs(self, unit: UpdateUnit, scales: Mapping[int, Scale]) -> list[_Run]:
         """Return the ranges of ``unit``, those joined that one call can update."""
@@ -352,9 +377,12 @@ class StepDriver:
         made: dict[
             Any, Scale
         ] = {}  # by all that a scale depends on: few sets have one of their own
+        sets_by_norm = _sets_by_norm(param_sets) if shared else {}
         for own in param_sets:
             clip = clips[own.number]
-            peers = None if clip is None else _peers(param_sets, own, clip)
+            peers = None  # all
+            if clip is not None and clip.scope in ("group", "flat"):
+                peers = sets_by_norm[id(own.group), own.dtype if clip.scope == "flat" else None]
             key = (clip, peers, own.mean, bool(own.group.get("maximize")))
             if key not in made:
                 factor = coefficient
@@ -436,12 +464,13 @@ def _sum_over(values: Tensor, places: tuple[int, ...] | None) -> Tensor:
     return torch.stack([values[place] for place in places]).sum()
 
 
-def _peers(param_sets: list[ParamSet], own: ParamSet, clip: Clip) -> tuple[int, ...] | None:
-    """Return the param_sets whose norm clips ``own``; None for all."""
-    if clip.scope not in ("group", "flat"):
-        return None
-    group = [t for t in param_sets if t.group is own.group]
-    return tuple(t.number for t in group if clip.scope == "group" or t.dtype == own.dtype)
+def _sets_by_norm(param_sets: Sequence[ParamSet]) -> dict[tuple[int, str | None], tuple[int, ...]]:
+    """Return the param_sets under one norm, by (id() of the group, dtype); dtype None is all."""
+    found: dict[tuple[int, str | None], list[int]] = {}
+    for own in param_sets:
+        for dtype in (None, own.dtype):
+            found.setdefault((id(own.group), dtype), []).append(own.number)
+    return {key: tuple(numbers) for key, numbers in found.items()}
 
 
 def _factor(clip: Clip, square: Tensor, coefficient: Tensor | None) -> Tensor:

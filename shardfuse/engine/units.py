@@ -66,38 +66,82 @@ class UpdateUnit:
         """Whether it is one row, of a length of its own."""
         return self.row % BLOCK != 0 and self.row == self.numel
 
-    def tile(
-        self,
-        part: UpdateRange,
-        states: Sequence[str],
-        aux: Tensor | None,
-        *,
-        row: int,
-        has_grad: bool,
-    ) -> Tile:
-        """Return the rows of ``part``, with the states of these names.
-
-        ``aux`` is (k, blocks) or (k, numel) of the unit.
-        """
-
-        def rows(tensor: Tensor) -> Tensor:
-            return narrowed(tensor, part.start, part.stop - part.start).view(-1, row)
-
-        if aux is not None and aux.shape[1] == self.num_blocks:
-            aux = aux[:, self.blocks(part)]
-        elif aux is not None:
-            aux = aux[:, part.start : part.stop].view(len(aux), -1, row)
-        return Tile(
-            tuple(map(rows, self.grad)) if has_grad else (),
-            None if self.p is None else rows(self.p),
-            None if self.low is None else rows(self.low),
-            tuple(rows(self.states[name]) for name in states),
-            aux,
-        )
-
     def blocks(self, part: UpdateRange) -> slice:
         """Return which of the unit's blocks are in ``part``."""
         return slice(part.start // self.row, part.stop // self.row)
+
+
+class UnitTiles:
+    """The tiles of several ranges of a unit; a tensor is cut into all of them in one call.
+
+    Layer-wise decay has hundreds of ranges, and a call for each view took most of their time.
+
+    Args:
+        unit: after checkout().
+        parts: ranges of it, in order, without overlap.
+    """
+
+    def __init__(self, unit: UpdateUnit, parts: Sequence[UpdateRange]) -> None:
+        self._unit = unit
+        self._parts = parts
+        self._sizes: list[int] = []  # in rows; gaps between parts have theirs
+        self._positions: list[int] = []  # of each part in _sizes
+        end = 0
+        for part in parts:
+            if part.start > end:
+                self._sizes.append((part.start - end) // unit.row)
+            self._positions.append(len(self._sizes))
+            self._sizes.append((part.stop - part.start) // unit.row)
+            end = part.stop
+        if end < unit.numel:
+            self._sizes.append((unit.numel - end) // unit.row)
+        self._cuts: dict[tuple[str, ...], _Cuts] = {}  # by names of states
+
+    def tile(
+        self, index: int, states: tuple[str, ...], aux: Tensor | None, *, row: int, has_grad: bool
+    ) -> Tile:
+        """Return the rows of part ``index``, with the states of these names.
+
+        ``aux`` is (k, blocks) or (k, numel) of the unit.
+        """
+        unit = self._unit
+        if aux is not None:
+            part = self._parts[index]
+            if aux.shape[1] == unit.num_blocks:
+                aux = aux[:, unit.blocks(part)]
+            else:
+                aux = aux[:, part.start : part.stop].view(len(aux), -1, row)
+        if states not in self._cuts:
+            self._cuts[states] = _Cuts(
+                [self._cut(grad) for grad in unit.grad],
+                None if unit.p is None else self._cut(unit.p),
+                None if unit.low is None else self._cut(unit.low),
+                [self._cut(unit.states[name]) for name in states],
+            )
+        grad, p, low, own_states = self._cuts[states]
+        position = self._positions[index]
+        tile = Tile(
+            tuple([part[position] for part in grad]) if has_grad else (),
+            None if p is None else p[position],
+            None if low is None else low[position],
+            tuple([state[position] for state in own_states]),
+            aux,
+        )
+        return tile if row == unit.row else tile.in_rows(row)
+
+    def _cut(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Return a tensor (numel,) of the unit in parts (rows, row), in the order of _sizes."""
+        rows = tensor.view(-1, self._unit.row)
+        return (rows,) if len(self._sizes) == 1 else rows.split_with_sizes(self._sizes)
+
+
+class _Cuts(NamedTuple):
+    """The tensors of a tile, in the parts of all tiles."""
+
+    grad: list[Sequence[Tensor]]
+    p: Sequence[Tensor] | None
+    low: Sequence[Tensor] | None
+    states: list[Sequence[Tensor]]
 
 
 def narrowed(tensor: Tensor, start: int, numel: int) -> Tensor:
