@@ -75,7 +75,7 @@ def value_difference(local: Any, reference: Reference) -> str:
             rounding = ROUNDING.get(local.specs[name].dtype, 0.0)
             limit = TOLERANCE * reference.largest[index]
             limit += SUBNORMAL.get(local.specs[name].dtype, 0.0)
-            text = differs(value, expected, limit, rounding)
+            text = differs(value, expected, limit + unknown(reference, index), rounding)
         if text:
             return f"{name}: {text}"
     return ""
@@ -118,7 +118,7 @@ def _state(index: int, own: Mapping[str, Any], reference: Reference) -> str:
         else:
             # Where a decayed gradient nearly vanishes, so does what it is divided by.
             limit = 1e-6 * (1.0 + reference.largest_grad**2) + 1e-5 * magnitude(other[n])
-            text = differs(own[n], other[n], limit)
+            text = differs(own[n], other[n], limit + unknown(reference, index))
         if text:
             return f"{n}: {text}"
     if "param" not in own or reference.names[index] in reference.edited:
@@ -126,7 +126,8 @@ def _state(index: int, own: Mapping[str, Any], reference: Reference) -> str:
     if reference.exact is not None:
         return differs_in_bits(own["param"], reference.exact.values()[index])
     limit = TOLERANCE * reference.largest[index]
-    return differs(own["param"], reference.engine.values()[index], limit)
+    expected = reference.engine.values()[index]
+    return differs(own["param"], expected, limit + unknown(reference, index))
 
 
 def digest(local: LocalModel) -> int:
@@ -152,7 +153,13 @@ def differs_in_bits(own: Tensor, other: Tensor) -> str:
     return _first(differs, own, other)
 
 
-def differs(own: Tensor, other: Tensor, limit: float, rounding: float = 0.0) -> str:
+def unknown(reference: Reference, index: int) -> Tensor:
+    """Return an infinite tolerance for elements whose update was ill-defined, 0 for others."""
+    cancelled = reference.cancelled[index]
+    return torch.zeros(cancelled.shape).masked_fill_(cancelled, math.inf)
+
+
+def differs(own: Tensor, other: Tensor, limit: float | Tensor, rounding: float = 0.0) -> str:
     """Return where ``own`` is further from the fp64 ``other`` than ``limit`` and rounding."""
     if own.shape != other.shape:
         return f"{tuple(own.shape)}, not {tuple(other.shape)}"

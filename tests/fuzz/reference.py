@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.fuzz.choices import kind_of
-from tests.fuzz.engines import ExactEngine, engine_for
+from tests.fuzz.engines import ExactEngine, Means, engine_for
 from tests.fuzz.local import LOCAL
 from tests.fuzz.program import LOW, Op, Program, Spec, gradient, initial_value
 from tests.fuzz.ranks import AllRanks
@@ -21,6 +21,7 @@ from tests.fuzz.ranks import AllRanks
 # Ranks are late, the actor compares states, parameters are re-allocated: all values stay.
 WITHOUT_EFFECT = ("delay", "check_state", "realloc", "write_buffers")
 MOST_KINDS = 8
+CANCELLED = 1e-4
 """Of groups and dtypes: so many small ones share kernel calls."""
 
 STALE = Op("edit_grad", {"names": None, "ranks": range(9), "factor": 0.5})
@@ -40,10 +41,12 @@ class Reference(AllRanks):
         kind = kind_of(program.optimizer)
         self.engine = engine_for(kind, program.options)
         self.exact: ExactEngine | None = None
-        self._kinds: set[tuple[int, str]] = set()
+        self._kinds: set[tuple[int, str, bool]] = set()  # those with a range of a flat
+        self._groups: list[int] = []  # of each parameter
         self._exact_rule = kind.exact if program.kind == "integers" else ""
         self.largest: list[float] = []  # of each parameter's values so far
         self.largest_grad = 1.0
+        self.cancelled: list[Tensor] = []  # of each parameter, elements whose update is ill-defined
         self.coefficient = 1.0
         self.hooks: list[str] = []
         self.overflow: tuple[str, int] | None = None
@@ -95,9 +98,29 @@ class Reference(AllRanks):
             self.names.append(spec.name)
             self.specs.append(spec)
             self.largest.append(magnitude(value))
-        self._kinds |= {(len(self.engine.groups), spec.dtype) for spec in specs}
+            self.cancelled.append(torch.zeros_like(value, dtype=torch.bool))
+            self._groups.append(len(self.engine.groups))
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Note how parameters are laid out now: frozen ones by themselves."""
+        params = self.ranks[0].params
+        for spec, group in zip(self.specs, self._groups, strict=True):
+            self._kinds.add((group, spec.dtype, params[spec.name].requires_grad))
         if len(self._kinds) >= MOST_KINDS:
             self.loses_bits()  # their numbers are tensors, by which updates are rounded otherwise
+
+    def _note_cancelled(self, means: Means) -> None:
+        """Note where a gradient and its decay leave a difference of about their rounding.
+
+        Adam divides it by its own size.
+        """
+        for index, mean in enumerate(means):
+            if mean is not None:
+                group = self.engine.groups[self._groups[index] - 1]
+                decay = float(group.get("weight_decay") or 0.0) * self.engine.values()[index]
+                size = mean.abs() + decay.abs()
+                self.cancelled[index] |= (mean + decay).abs() < CANCELLED * size
 
     def zero_grad(self, to_none: bool, by_model: bool) -> None:
         """Clear gradients as the optimizer, which forgets its clip too, or as the model does."""
@@ -129,6 +152,7 @@ class Reference(AllRanks):
             cleared.clear()
         self.coefficient = 1.0
         self.overflow = None
+        self._lay_out()
         if self.exact is not None and "kernel" in sharding:
             self.exact.is_fused = sharding["kernel"] == "auto"
 
@@ -229,6 +253,7 @@ class Reference(AllRanks):
         if not skip:
             means = self.means(factors)
             clipped = [None if mean is None else mean * self.coefficient for mean in means]
+            self._note_cancelled(clipped)
             self.engine.step(clipped)
             if self.exact is not None:
                 self.exact.step(means)
