@@ -41,12 +41,14 @@ _SMALL = 16
 
 _FLAT_LIMIT, _LINEAR_LIMIT = 0.1, 1.0
 _MANY_RANKS = 16
+_MANY_GROUPS_LIMIT = 1.3
 DDP = "DDP + torch foreach Adam"
 ADAM = ("shardfuse Adam", "shardfuse Adam, sockets")
 METHODS = {
     "ranks": (*ADAM, "shardfuse LAMB, sockets", DDP),
     "tensors": (*ADAM, DDP),
     "groups": (*ADAM, DDP),
+    "groups, 8 ranks": (*ADAM, DDP),
 }
 TIMED = ("construct_ms", "step_ms")
 COUNTED = ("messages", "sent_bytes", "memory_bytes", "store_requests_per_s")
@@ -123,7 +125,8 @@ def _points(quick: bool) -> list[tuple[str, int, dict[str, int]]]:
     ]
     found += [("tensors", x, {**base, "count": x, "numel": _SMALL}) for x in TENSORS]
     found += [
-        ("groups", x, {**base, "count": 600, "numel": numel // 600, "num_groups": x})
+        (axis, x, {"world_size": world_size, "count": 600, "numel": numel // 600, "num_groups": x})
+        for axis, world_size in (("groups", 2), ("groups, 8 ranks", 8))
         for x in GROUPS
     ]
     few = [point for point in found if point[1] <= 10 and point[2]["world_size"] == 2]
@@ -250,12 +253,14 @@ def summary(rows: Sequence[Row]) -> Summary:
         if not is_counted or axis == "ranks, counted":  # over the others nothing grows
             panels.append(Panel(f"over {axis}", _UNITS[column], lines=curves, x_axis=str(axis)))
     targets += _against_ddp([row for row in measured(rows) if row["axis"] == "ranks"])
+    for axis in ("groups", "groups, 8 ranks"):
+        targets += _against_one_group([row for row in measured(rows) if row["axis"] == axis])
     tables.append(Table("Exponents", ["axis", "method", "cost", "exponent"], fitted))
     method = (
         "Measured: 4 M elements in 200 tensors over ranks; tensors of 16 elements, and 600 tensors "
-        "in groups, on two ranks. A backward that makes every gradient, and a step; all methods "
-        "take turns in the same processes, the slowest rank counts, median of five steps. Ranks "
-        "share two cores, so a step that costs each rank the same has exponent 1 over ranks. "
+        "in groups, on two ranks or eight. A backward that makes every gradient, and a step; all "
+        "methods take turns in the same processes, the slowest rank counts, median of five steps. "
+        "Ranks share two cores, so a step that costs each rank the same has exponent 1 over ranks. "
         "Counted, of one rank: the plan of BERT-large over sockets, or the layout alone, nothing "
         "run. Messages are those that it sends in a step, and store requests those of a long wait."
     )
@@ -300,4 +305,19 @@ def _against_ddp(rows: Sequence[Row]) -> list[Target]:
             ratio = step_ms[method] / step_ms[DDP]
             text = f"{method}, {int(x)} ranks: a step at most as long as {DDP}'s"
             targets.append(Target(text, f"{ratio:.2f}", ratio <= 1))
+    return targets
+
+
+def _against_one_group(rows: Sequence[Row]) -> list[Target]:
+    """Hold steps of the most groups against those of one group, of the same parameters."""
+    targets = []
+    for (method,), own in groups(rows, "method").items():
+        step_ms = {int(x): middle(same, "step_ms") for (x,), same in groups(own, "x").items()}
+        if method != DDP and {GROUPS[0], GROUPS[-1]} <= step_ms.keys():
+            ratio = step_ms[GROUPS[-1]] / step_ms[GROUPS[0]]
+            text = (
+                f"{rows[0]['axis']}, {method}: a step of {GROUPS[-1]} groups at most "
+                f"{_MANY_GROUPS_LIMIT} of one of {GROUPS[0]}"
+            )
+            targets.append(Target(text, f"{ratio:.2f}", ratio <= _MANY_GROUPS_LIMIT))
     return targets
