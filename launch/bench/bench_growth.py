@@ -47,7 +47,7 @@ ADAM = ("shardfuse Adam", "shardfuse Adam, sockets")
 METHODS = {
     "ranks": (*ADAM, "shardfuse LAMB, sockets", DDP),
     "tensors": (*ADAM, DDP),
-    "groups": (*ADAM, DDP),
+    "groups, 2 ranks": (*ADAM, DDP),
     "groups, 8 ranks": (*ADAM, DDP),
 }
 TIMED = ("construct_ms", "step_ms")
@@ -126,7 +126,7 @@ def _points(quick: bool) -> list[tuple[str, int, dict[str, int]]]:
     found += [("tensors", x, {**base, "count": x, "numel": _SMALL}) for x in TENSORS]
     found += [
         (axis, x, {"world_size": world_size, "count": 600, "numel": numel // 600, "num_groups": x})
-        for axis, world_size in (("groups", 2), ("groups, 8 ranks", 8))
+        for axis, world_size in (("groups, 2 ranks", 2), ("groups, 8 ranks", 8))
         for x in GROUPS
     ]
     few = [point for point in found if point[1] <= 10 and point[2]["world_size"] == 2]
@@ -253,7 +253,7 @@ def summary(rows: Sequence[Row]) -> Summary:
         if not is_counted or axis == "ranks, counted":  # over the others nothing grows
             panels.append(Panel(f"over {axis}", _UNITS[column], lines=curves, x_axis=str(axis)))
     targets += _against_ddp([row for row in measured(rows) if row["axis"] == "ranks"])
-    for axis in ("groups", "groups, 8 ranks"):
+    for axis in ("groups, 2 ranks", "groups, 8 ranks"):
         targets += _against_one_group([row for row in measured(rows) if row["axis"] == axis])
     tables.append(Table("Exponents", ["axis", "method", "cost", "exponent"], fitted))
     method = (
