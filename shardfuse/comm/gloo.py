@@ -518,7 +518,9 @@ _HEAD = 1  # words before the messages: the nonce
 _WORD_NBYTES = 8
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if hasattr(fcntl, "F_ADD_SEALS") else 0
 _SPINS = 1000
-_SLEEP_S = 50e-6
+_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 2e-3
+_SLEEP_SHARE = 0.01
+"""Of the time waited so far: a long wait sleeps longer, and leaves the cores to a late rank."""
 
 
 def _num_words(world_size: int) -> int:
@@ -639,6 +641,7 @@ class MessageRing:
         """
         words, index = self._words, self._index(rank, self._rank, kind, number)
         polls, start = 0, time.monotonic()
+        now = start
         # The processes are checked only after 0.1 s: opening a file needs memory, and after a
         # backward that freed thousands of pieces malloc takes 5 ms for its first larger request.
         checked = start
@@ -647,7 +650,7 @@ class MessageRing:
             if polls < _SPINS:
                 os.sched_yield()
                 continue
-            time.sleep(_SLEEP_S)
+            time.sleep(min(max(_SLEEP_S, _SLEEP_SHARE * (now - start)), _LONGEST_SLEEP_S))
             now = time.monotonic()
             if now - checked > PATIENCE_S:
                 checked = now

@@ -130,6 +130,18 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
+def summary_of(regions: list[dict[str, Any]], text: str) -> str:
+    """Return the number of the last of these regions, and the digest of their text."""
+    return f"{regions[-1]['number']} {digest(text)}"
+
+
+def number_in(summary: str | None) -> int:
+    """Return the number in a summary; -1 if there is none."""
+    parts = (summary or "").split(" ")
+    is_whole = len(parts) == 2 and all(part.isdecimal() and len(part) < 20 for part in parts)
+    return int(parts[0]) if is_whole else -1
+
+
 def compare(
     rank: int, mine: list[dict[str, Any]], peer: int, theirs: list[dict[str, Any]]
 ) -> str | None:

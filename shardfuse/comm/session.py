@@ -43,9 +43,10 @@ from shardfuse.comm.regions import (
     LabelledSends,
     Region,
     compare,
-    digest,
     find_extra_backward,
+    number_in,
     parse_regions,
+    summary_of,
 )
 from shardfuse.comm.roll_call import CALL, RollCall, name_ranks
 from shardfuse.comm.store import as_text, peek, read_all, write_all
@@ -665,16 +666,18 @@ class GroupState:
 
     def _find_cause(self, patience_s: float) -> str | None:
         """Return a reported failure, or how a peer's regions differ, as soon as there is either."""
+        begin_s = time.monotonic()
         for pause_s in (*_pauses(patience_s), 0.0):
             found = self._find_failure() or self._find_mismatch(lambda: False)
+            if found is None and (pause_s == 0.0 or time.monotonic() - begin_s >= _SUSPECTS_S):
+                # A peer in another region has reported it: one whose host runs ahead, or is late.
+                found = _failure_at(self.store, self._first_alarm)
+                if found is not None:
+                    self._report(found)
             if found is not None:
                 return found
             time.sleep(pause_s)
-        # Hosts that run ahead of their devices are in other regions when they learn of it.
-        found = _failure_at(self.store, self._first_alarm)
-        if found is not None:
-            self._report(found)
-        return found
+        return None
 
     def raise_mismatch(self, rank: int) -> NoReturn:
         """Raise PeerError: ``rank`` has sent a message of another collective."""
@@ -802,7 +805,7 @@ class GroupState:
             return False
         # The digest last: a peer that reads it may read the text.
         keys = [f"doing/{self.rank}", f"at/{self.rank}"]
-        write_all(self.store, keys, [text, _summary(mine, text)])
+        write_all(self.store, keys, [text, summary_of(mine, text)])
         self._published = text
         return True
 
@@ -812,11 +815,11 @@ class GroupState:
         """Return how the regions of ``rank`` differ, and report it; None if they do not."""
         summary = peek(self.store, f"at/{rank}")
         if rank == (self.rank + 1) % self.world_size:
-            self._next_rank = time.monotonic(), _number_of(summary)
+            self._next_rank = time.monotonic(), number_in(summary)
         if summary is None:
             return None
         theirs = mine
-        if summary != _summary(mine, self._published):
+        if summary != summary_of(mine, self._published):
             known, theirs = self._peers.get(rank, (None, mine))
             if summary != known:
                 text = as_text(self.store.get(f"doing/{rank}"))
@@ -853,18 +856,6 @@ def _pauses(total_s: float) -> Iterator[float]:
 
 
 # Values in the store
-
-
-def _summary(regions: list[dict[str, Any]], text: str) -> str:
-    """Return the number of the last of these regions, and the digest of their text."""
-    return f"{regions[-1]['number']} {digest(text)}"
-
-
-def _number_of(summary: str | None) -> int:
-    """Return the number in a summary; -1 if there is none."""
-    parts = (summary or "").split(" ")
-    is_whole = len(parts) == 2 and all(part.isdecimal() and len(part) < 20 for part in parts)
-    return int(parts[0]) if is_whole else -1
 
 
 def _failure_at(store: Any, key: str) -> str | None:

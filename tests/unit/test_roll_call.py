@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,6 +60,26 @@ def test_a_rank_that_has_raised_and_left_is_not_named() -> None:
     states = in_step(4)
     (text,) = texts_of(states, {1: [3]})
     assert texts_of(states, {0: [1, 3]}) == [text] == [ended("rank 3")]
+
+
+def test_a_report_from_another_region_is_taken_without_all_patience(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that was late by a region waited for 2.5 s, as if nobody had told it."""
+    states = in_step(4)
+    for _ in range(3):
+        states[0]._enter("step()")  # it is ahead of rank 1
+    (text,) = texts_of(states, {0: [3]})
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        time.sleep(seconds)
+
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+    monkeypatch.setattr(session, "time", clock)
+    assert texts_of(states, {1: None}) == [text] == [ended("rank 3")]
+    assert sum(pauses) < session.RESOLVE_S / 2
 
 
 @pytest.mark.parametrize(("world_size", "absent"), [(3, 1), (16, 15), (72, 70)])
