@@ -16,6 +16,7 @@ import platform
 import shlex
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -24,9 +25,10 @@ from tests.faults.runner import Ending, Setting, run
 from tests.faults.table import FAULTS
 
 COLLECTIVES = ("auto", "pairwise", "native")
+_LATE = " late: "
 REPEATED_HEADER = (
-    "| fault | collectives | optimizer | world | runs | survivors | wrong "
-    "| seconds to the error, median | most |\n|---|---|---|---|---|---|---|---|---|"
+    "| fault | collectives | optimizer | world | runs | survivors | wrong | late "
+    "| seconds to the error, median | most |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 HEADER = (
     "| fault | collectives | optimizer | world | seconds to the error on each survivor "
@@ -45,13 +47,17 @@ def row(name: str, setting: Setting, endings: list[Ending]) -> str:
     return f"| {name} | {where} | {seconds} | {codes} | {short} |"
 
 
-def repeated_row(name: str, setting: Setting, runs: list[list[Ending]], num_wrong: int) -> str:
-    """Return a line of the table of faults that were repeated; ``num_wrong``: endings."""
+def repeated_row(
+    name: str, setting: Setting, runs: list[list[Ending]], found: Sequence[str]
+) -> str:
+    """Return a line of the table of faults that were repeated; ``found`` is wrong with endings."""
+    num_late = sum(_LATE in problem for problem in found)
     survivors = [ending for endings in runs for ending in endings[:-1]]
     known = [ending.seconds for ending in survivors if ending.seconds is not None] or [math.nan]
     seconds = f"{statistics.median(known):.2f} | {max(known):.2f}"
     where = f"{setting.collectives} | {setting.optimizer} | {setting.world_size}"
-    return f"| {name} | {where} | {len(runs)} | {len(survivors)} | {num_wrong} | {seconds} |"
+    numbers = f"{len(runs)} | {len(survivors)} | {len(found) - num_late} | {num_late}"
+    return f"| {name} | {where} | {numbers} | {seconds} |"
 
 
 def problems(name: str, endings: list[Ending]) -> list[str]:
@@ -90,7 +96,7 @@ def main() -> int:
         if options.repeat == 1:
             rows.append(row(name, setting, runs[0]))
         else:
-            rows.append(repeated_row(name, setting, runs, len(found)))
+            rows.append(repeated_row(name, setting, runs, found))
         print(rows[-1], flush=True)
         for problem in found:
             print(f"WRONG: {name} {setting}: {problem}", flush=True)
