@@ -59,7 +59,8 @@ from shardfuse.engine.params import (
     params_of_all,
     rebind,
 )
-from shardfuse.engine.step import StepDriver, StepNorms
+from shardfuse.engine.step import StepDriver
+from shardfuse.engine.step_norms import StepNorms
 from shardfuse.grads.full import FullGrads
 from shardfuse.grads.sharded import ShardedGrads
 from shardfuse.grads.source import (

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from shardfuse.engine.step import StepDriver, StepNorms
+from shardfuse.engine.step import StepDriver
+from shardfuse.engine.step_norms import StepNorms
 from shardfuse.optim.backend import own_layout
 from shardfuse.optim.stateful import StatefulOptimizer
 from shardfuse.rules.base import number

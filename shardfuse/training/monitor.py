@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfuse.engine.step import StepNorms
+from shardfuse.engine.step_norms import StepNorms
 from shardfuse.optim.base import ShardedOptimizer
 from shardfuse.rules.lamb import LambSwitches
 from shardfuse.runtime import copy_to_host
