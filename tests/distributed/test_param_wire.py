@@ -11,6 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfuse import ShardedAdam, ShardedAdamW, ShardedLamb, ShardedSGD
+from shardfuse.buffers import FlatBuffer
+from shardfuse.codecs import CastParamCodec
+from shardfuse.layout import FlatLayout, ParamSpec
 from tests.support.harness import run_procs, run_threads
 from tests.support.models import rank_grads
 from tests.support.runs import Case, assert_bitwise, train_rank, train_unsharded
@@ -167,3 +170,23 @@ def test_over_sockets() -> None:
     plain = run_procs(2, train_over_sockets, None)[0]
     for values in run_procs(2, train_over_sockets, torch.bfloat16):
         assert_bitwise(values, rounded(CASES["adamw"], plain, torch.bfloat16))
+
+
+@pytest.mark.parametrize("edited", [[0], [70_000], [65_535, 65_536, 199_999], []])
+def test_an_edit_anywhere_in_a_large_shard_wins_over_the_master(edited: list[int]) -> None:
+    """The search goes through a shard in parts of 65,536 elements."""
+    spec = ParamSpec("p", (200_000,), (1,), "float32", "cpu", 0)
+    (flat,) = FlatLayout.build([spec], world_size=1, granularity="element").flats
+    params = FlatBuffer(flat, torch.zeros(flat.numel))
+    codec = CastParamCodec(params, 0, torch.bfloat16)
+    codec.allocate()
+    for bucket in flat.buckets:
+        master, _ = codec.begin_update(bucket)
+        master.fill_(1.0 + 2**-12)  # no bf16 number
+        codec.commit(bucket)
+        codec.decode(bucket)
+    params.data[edited] = 3.0
+    masters = torch.cat([codec.begin_update(bucket)[0] for bucket in flat.buckets])
+    expected = torch.full_like(masters, 1.0 + 2**-12)
+    expected[edited] = 3.0
+    assert torch.equal(masters, expected)
