@@ -44,7 +44,9 @@ FAULTS = {
         Fault(programs.lr_differs, ("lr = 0.01 in group 0", "lr = 0.005 in group 0")),
         Fault(programs.weight_decay_differs, ("weight_decay = 0.3 in group 0",)),
         Fault(programs.betas_differ, ("betas = (0.8, 0.9) in group 0",)),
-        Fault(programs.model_loaded_on_one, ("params from layer", "to layer0.bias, by a sample")),
+        Fault(
+            programs.model_loaded_on_one, ("params from layer0.weight to layer0.bias, by a sample",)
+        ),
         Fault(programs.state_loaded_on_one, ("load_state_dict()", "step()")),
         Fault(programs.another_checkpoint, ("a state of step 2", "a state of step 3")),
         Fault(programs.sparse_gradient, ("layer0.weight is sparse", "sparse=False")),
