@@ -75,6 +75,17 @@ def gather_checksums(comm: Communicator, device: torch.device, checksum: int) ->
     return _maximum(comm, device, checksums)
 
 
+def broadcast_numbers(
+    comm: Communicator, device: torch.device, numbers: Sequence[int], count: int
+) -> list[int]:
+    """Return the first rank's ``count`` numbers, of 48 bits, on all ranks. One all-reduce."""
+    halves = [0] * (2 * count)
+    if comm.rank == 0:
+        halves = [half for number in numbers for half in divmod(number, 1 << 24)]
+    found = _maximum(comm, device, halves) if count else []
+    return [(high << 24) + low for high, low in zip(found[::2], found[1::2], strict=True)]
+
+
 def gather_errors(comm: Communicator, device: torch.device, error: Exception | None) -> list[str]:
     """Return every rank's error as text, empty without an error. Collective."""
     mine = "" if error is None else f"{type(error).__name__}: {error}"

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from shardfuse.agreement import gather_checksums, gather_errors, group_by_text, name_spans
+from shardfuse.agreement import (
+    broadcast_numbers,
+    gather_checksums,
+    gather_errors,
+    group_by_text,
+    name_spans,
+)
 from shardfuse.checkpoint.index import CheckpointError, DamagedCheckpoint
 from shardfuse.comm import Communicator, communicator_for, device_for
 from shardfuse.comm.session import Counter
@@ -61,9 +67,13 @@ class CheckpointGroup:
         return gather_checksums(self.comm, self.device, number)
 
     def broadcast_number(self, number: int) -> int:
-        """Return the first rank's 48-bit number, by two all-reduces. Collective."""
-        high, low = (self.gather_numbers(half)[0] for half in divmod(number, 1 << 24))
-        return (high << 24) + low
+        """Return the first rank's 48-bit number, by one all-reduce. Collective."""
+        return broadcast_numbers(self.comm, self.device, [number], 1)[0]
+
+    def broadcast_list(self, numbers: Sequence[int]) -> list[int]:
+        """Return the first rank's 48-bit numbers, by two all-reduces. Collective."""
+        count = self.gather_numbers(len(numbers))[0]
+        return broadcast_numbers(self.comm, self.device, numbers, count)
 
     def agree(self, error: Exception | None, checksum: int = 1) -> list[int]:
         """Return each rank's checksum, or raise on all ranks if one passes an error. Collective.

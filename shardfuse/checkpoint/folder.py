@@ -28,6 +28,7 @@ from shardfuse.checkpoint.replacement import (
 from shardfuse.checkpoint.saving import AsyncSave, save
 from shardfuse.checkpoint.saving import async_save as start_async_save
 from shardfuse.files import FolderHandle, is_folder
+from shardfuse.runtime import paused_gc
 
 logger = logging.getLogger("shardfuse")
 
@@ -162,6 +163,7 @@ class Checkpoints:
                 "%s: no checkpoint is called or made so: %s", self.folder, ", ".join(new)
             )
 
+    @paused_gc()
     def _remove_old(self, ranks: CheckpointGroup, newest: int) -> None:
         """Remove old checkpoints; each rank verifies its share of those that are kept. Collective.
 

@@ -21,10 +21,11 @@ import errno
 import functools
 import json
 import math
+import operator
 import re
 import secrets
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -193,6 +194,7 @@ def _as_ints(values: Any) -> tuple[int, ...]:
     return tuple([_as_int(value) for value in values])
 
 
+@functools.lru_cache(64)  # the entries of a file follow each other
 def _as_file_name(name: Any) -> str:
     """Return a file name; raise ValueError if it would leave the folder."""
     if type(name) is not str or not _FILE_NAME.fullmatch(name):
@@ -249,17 +251,19 @@ class TensorMeta(NamedTuple):
         """Return the text that error messages have shown since the first version."""
         return f"Kind(dtype={self.dtype!r}, shape={self.shape!r})"
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype.itemsize
+
+@functools.cache
+def _itemsize(dtype: str) -> int:
+    """Return the bytes of an element of a dtype of torch, by its name."""
+    itemsize: int = getattr(torch, dtype).itemsize
+    return itemsize
 
 
 def _as_tensors(content: Any) -> dict[str, TensorMeta]:
-    tensors = {
-        key: TensorMeta(dtype, _as_ints(shape)) for key, (dtype, shape) in _as_dict(content).items()
-    }
+    meta = functools.lru_cache(None, typed=True)(  # True is no 1
+        lambda dtype, *shape: TensorMeta(dtype, _as_ints([*shape]))
+    )
+    tensors = {key: meta(dtype, *shape) for key, (dtype, shape) in _as_dict(content).items()}
     for tensor in set(tensors.values()):  # many tensors have few shapes
         _as_int(len(tensor.shape), maximum=_MAX_DIMS)
         if not isinstance(getattr(torch, str(tensor.dtype), None), torch.dtype):
@@ -287,12 +291,12 @@ def _as_entry(content: Any, tensors: Mapping[str, TensorMeta]) -> IndexEntry:
     )
     if entry.offsets is None:
         return entry
-    shape = tensors[entry.key].shape
-    if not len(entry.offsets) == len(entry.sizes) == len(shape):
+    tensor = tensors[key]
+    if not len(entry.offsets) == len(entry.sizes) == len(tensor.shape):
         raise ValueError(f"{entry.describe()} has other dimensions than its tensor")
-    if any(o + n > end for o, n, end in zip(entry.offsets, entry.sizes, shape, strict=True)):
+    if any(map(operator.gt, map(operator.add, entry.offsets, entry.sizes), tensor.shape)):
         raise ValueError(f"{entry.describe()} is not inside of its tensor")
-    if math.prod(entry.sizes) * tensors[entry.key].itemsize > entry.length:
+    if math.prod(entry.sizes) * _itemsize(tensor.dtype) > length:
         raise ValueError(f"{entry.describe()} has more elements than bytes")
     return entry
 
@@ -439,8 +443,9 @@ class Manifest:
             expected = {METADATA, *(ShardIndex(rank).name for rank in range(len(files) - 1))}
             if {file.name for file in files} != expected or manifest.world_size != len(files) - 1:
                 raise ValueError(f"its files are not those of {manifest.world_size:,} ranks")
+            is_dense = functools.cache(_is_dense)
             for key, metas in _as_dict(content["params"]).items():
-                manifest.params[key] = [_as_param_meta(meta) for meta in metas]
+                manifest.params[key] = [_as_param_meta(meta, is_dense) for meta in metas]
             # The first checkpoints of this format lack these keys. Then all indices are read.
             manifest.layouts = _as_dict(content.get("layouts", {}))
             manifest.rules = {
@@ -499,18 +504,30 @@ class Manifest:
         ]
 
 
-def _as_param_meta(content: Any) -> ParamMeta:
-    """Parse a parameter's record; raise ValueError unless its strides are dense."""
+def _as_param_meta(content: Any, is_dense: Callable[..., bool]) -> ParamMeta:
+    """Parse a parameter's record; raise ValueError unless _is_dense() of its shape and strides.
+
+    Args:
+        content: of the record.
+        is_dense: _is_dense() with a cache: many parameters have few shapes.
+    """
     name, shape, stride = content
-    meta = ParamMeta(str(name), [*_as_ints(shape)], [*_as_ints(stride)])
+    if not is_dense((*shape,), (*stride,)):
+        raise ValueError(f"{name} has the strides {stride} at {shape}")
+    return ParamMeta(str(name), shape, stride)
+
+
+def _is_dense(shape: tuple[Any, ...], stride: tuple[Any, ...]) -> bool:
+    """Return whether elements of these strides fill a range; raise ValueError if no integers."""
+    sizes, steps = _as_ints([*shape]), _as_ints([*stride])
     expected = 1
-    if 0 not in meta.shape:
-        for step, size in sorted(zip(meta.stride, meta.shape, strict=True)):
+    if 0 not in sizes:
+        for step, size in sorted(zip(steps, sizes, strict=True)):
             if size > 1 and step != expected:
-                raise ValueError(f"{meta.name} has the strides {meta.stride} at {meta.shape}")
+                return False
             expected *= size
     _as_int(expected)
-    return meta
+    return True
 
 
 def find_checkpoints(folder: Path) -> list[Path]:

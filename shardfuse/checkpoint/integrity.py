@@ -69,9 +69,7 @@ def malformed_step_names(folder: Path) -> list[str]:
 
 def broadcast_steps(ranks: CheckpointGroup, folder: Path) -> list[int]:
     """Return the first rank's list_steps() on all ranks. Collective."""
-    own_steps = list_steps(folder) if ranks.comm.rank == 0 else []
-    count = ranks.gather_numbers(len(own_steps))[0]
-    return [ranks.broadcast_number(own_steps[i] if own_steps else 0) for i in range(count)]
+    return ranks.broadcast_list(list_steps(folder) if ranks.comm.rank == 0 else [])
 
 
 def is_intact(ranks: CheckpointGroup, folder: Path) -> bool:

@@ -38,11 +38,13 @@ from shardfuse.checkpoint.state import TrainingState
 from shardfuse.checkpoint.storage import SavedEntries, ShardReader, dtype_from_name
 from shardfuse.comm import Communicator
 from shardfuse.engine.sharded_state import LocalCheckpointState
+from shardfuse.runtime import paused_gc
 
 _MAX_ATTEMPTS = 10
 """How often a checkpoint may be replaced while ranks open it."""
 
 
+@paused_gc()
 def load(
     state: dict[str, Any],
     folder: str | os.PathLike[str],
@@ -191,12 +193,14 @@ class _LoadOperation:
         for key, known in objects.known_counts(counts).items():
             self._staged[key] |= known
         try:
-            objects.check(self._staged)
+            self._checked = objects.check(self._staged)
         except ValueError as error:
             raise CheckpointError(f"{source.path} does not fit: {error}") from error
         self._check_order(source.path)
-        read = set(objects.shapes) | objects.master_keys()
-        self._check_extra(source.path, read.union(*(reader.keys for reader in self._readers)))
+        read = self._live_keys.union(
+            objects.master_keys(), *(reader.keys for reader in self._readers)
+        )
+        self._check_extra(source.path, read)
 
     @property
     def _readers(self) -> tuple[ShardReader, ShardReader, ShardReader]:
@@ -218,7 +222,7 @@ class _LoadOperation:
                 self._staged_reader = plan(self._staged, trusted=trusted)
                 self._live_reader = plan(objects.select_saved(objects.live_tensors(), self._saved))
                 self._master_reader = plan(objects.master_reads(self._saved))
-                objects.check_shapes(shapes)
+                self._live_keys = objects.check_shapes(shapes)
             except CheckpointError as error:
                 if subset is None:
                     remedy = objects.advice_on_unfrozen(self._saved | {*manifest.counts})
@@ -241,23 +245,29 @@ class _LoadOperation:
 
     def _check_order(self, source: Path) -> None:
         """Raise CheckpointError if a param's states were saved in another order of elements."""
-        with_states = {k.rpartition(".")[0] for k in self._saved if not k.endswith(".step")}
         for key, parts in self._objects.parts.items():
             metas = {meta.name: meta for meta in self.manifest.params.get(key, [])}
             for spec in parts.specs:
                 meta = metas.get(spec.name, spec)
+                if len(spec.shape) < 2:  # one order
+                    continue
                 order, now = (
                     [step for step, size in zip(strides, spec.shape, strict=False) if size > 1]
                     for strides in (meta.stride, spec.stride)
                 )
                 is_same = order == now or tuple(meta.shape) != tuple(spec.shape)
-                if not is_same and f"{key}.state.{spec.name}" in with_states:
+                if not is_same and self._has_states(f"{key}.state.{spec.name}"):
                     raise CheckpointError(
                         f"{source} does not fit: {spec.name} had the strides {tuple(meta.stride)} "
                         f"when it was saved, and has {tuple(spec.stride)} here. Give the model the "
                         "memory format that it had, such as by model.to(memory_format="
                         "torch.channels_last), and then build the optimizer."
                     )
+
+    def _has_states(self, prefix: str) -> bool:
+        """Return whether states of a param are saved, other than its step."""
+        keys = (key.rpartition(".") for key in self._saved)
+        return any(head == prefix and name != "step" for head, _, name in keys)
 
     def finish(self) -> None:
         """Read into modules and optimizers. Collective."""
@@ -267,7 +277,7 @@ class _LoadOperation:
             # Masters from the params just read; then those that another key has, which are exact.
             self._objects.fill_missing_masters(self._saved)
             self._master_reader.read()
-            self._objects.load_optimizers(self._staged, self.manifest.rules)
+            self._objects.load_optimizers(self._staged, self._checked, self.manifest.rules)
 
     def load_values(self) -> dict[str, Any]:
         """Load everything else; return the values that replace the caller's. Local."""

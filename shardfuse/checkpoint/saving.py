@@ -52,6 +52,7 @@ from shardfuse.checkpoint.storage import SavedEntries, ShardWriter, dcp_metadata
 from shardfuse.comm.session import PeerError, unreadable
 from shardfuse.files import FolderHandle, is_folder, make_folder
 from shardfuse.optim.base import ShardedOptimizer
+from shardfuse.runtime import paused_gc
 
 logger = logging.getLogger("shardfuse")
 
@@ -126,6 +127,7 @@ class _SaveOperation:
             remove_checkpoint(self._staging)
 
 
+@paused_gc()
 def save(
     state: Mapping[str, Any],
     folder: str | os.PathLike[str],
@@ -368,6 +370,7 @@ def _parse_checksum(text: str, key: str) -> int:
     raise unreadable(key, text)
 
 
+@paused_gc()
 def async_save(
     state: Mapping[str, Any],
     folder: str | os.PathLike[str],

@@ -10,7 +10,7 @@ the masters. Rounding errors (error feedback) that the checkpoint lacks become 0
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -196,8 +196,8 @@ class TrainingState:
         """Fill states in the form of a checkpoint with tensors of the shapes ``saved``."""
         for key, parts in self.parts.items():
             prefix = f"{key}.state."
-            own = {k: shape for k, shape in saved.items() if k.startswith(prefix)}
-            parts.set_saved_shapes({k.removeprefix(f"{key}."): shape for k, shape in own.items()})
+            boxes = {k: s for k, s in saved.items() if len(s) > 1 and k.startswith(prefix)}
+            parts.set_saved_shapes({k.removeprefix(f"{key}."): s for k, s in boxes.items()})
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -239,12 +239,16 @@ class TrainingState:
             for key, values in live.items()
         }
 
-    def check_shapes(self, saved: Mapping[str, Sequence[int]]) -> None:
-        """Raise CheckpointError if a live tensor is not among ``saved``, or has another shape.
+    def check_shapes(self, saved: Mapping[str, Sequence[int]]) -> set[str]:
+        """Return the keys of all live tensors, of whichever rank fills them.
 
         All ranks check all tensors, because a rank reads the tensors of its fragments only.
+
+        Raises:
+            CheckpointError: a live tensor is not among ``saved``, or has another shape.
         """
-        for key, shape in self.shapes.items():
+        shapes = self.shapes
+        for key, shape in shapes.items():
             if key not in saved:
                 if is_auxiliary(key) and any(key.startswith(f"{own}.") for own in self.parts):
                     continue
@@ -254,6 +258,7 @@ class TrainingState:
                     f"Size mismatch between saved {torch.Size(saved[key])} and current: "
                     f"{torch.Size(shape)} for {key}"
                 )
+        return set(shapes)
 
     def advice_on_unfrozen(self, saved: Collection[str]) -> str:
         """Return advice if a param that is trained here has no states among ``saved``; else ""."""
@@ -284,7 +289,7 @@ class TrainingState:
         }
         result: dict[str, Any] = {}
         for key, parts in self.parts.items():
-            for master in parts.masters(_below(key, saved)):
+            for master in parts.masters(_KeysBelow(key, saved)):
                 if not master.is_kept:
                     result.setdefault(key, {})[master.key] = master.place
                 elif id(master.param) in places:
@@ -304,7 +309,7 @@ class TrainingState:
             for name, residual in parts.residuals().items():
                 if f"{key}.{name}" not in saved:
                     residual.zero_()
-            for master in parts.masters(_below(key, saved)):
+            for master in parts.masters(_KeysBelow(key, saved)):
                 if master.is_kept:
                     master.place.copy_(master.own)
 
@@ -312,21 +317,27 @@ class TrainingState:
         """Return the keys of modules and optimizers, which must be loaded completely."""
         return [*self.parts, *self._entries]
 
-    def check(self, staged: Mapping[str, Any]) -> None:
-        """Raise ValueError if the staged copies do not fit the optimizers."""
-        for key, parts in self.parts.items():
-            parts.check(staged[key])
+    def check(self, staged: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the checked groups and steps of each optimizer, for load_optimizers().
 
-    def load_optimizers(self, staged: Mapping[str, Any], rules: Mapping[str, str]) -> None:
+        Raises:
+            ValueError: the staged copies do not fit the optimizers.
+        """
+        return {key: parts.check(staged[key]) for key, parts in self.parts.items()}
+
+    def load_optimizers(
+        self, staged: Mapping[str, Any], checked: Mapping[str, Any], rules: Mapping[str, str]
+    ) -> None:
         """Load groups and steps into the optimizers, and send params to all ranks. Collective.
 
         Args:
             staged: the result of staged_copies(), filled.
+            checked: the result of check().
             rules: {key: update rule of the saved optimizer}.
         """
         for key, parts in self.parts.items():
             parts.publish()
-            parts.load(staged[key], rules.get(key, ""))
+            parts.load(staged[key], checked[key], rules.get(key, ""))
 
     def load_values(self, staged: Mapping[str, Any]) -> dict[str, Any]:
         """Load everything but optimizers; return the values without a method for that. Local.
@@ -392,9 +403,14 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _below(key: str, saved: Iterable[str]) -> set[str]:
-    """Return the keys below ``key``, without it."""
-    return {name.removeprefix(f"{key}.") for name in saved if name.startswith(f"{key}.")}
+class _KeysBelow(Container[str]):
+    """The keys of ``saved`` below ``key``, without it."""
+
+    def __init__(self, key: str, saved: Container[str]) -> None:
+        self._key, self._saved = key, saved
+
+    def __contains__(self, name: object) -> bool:
+        return f"{self._key}.{name}" in self._saved
 
 
 def _load_method(value: Any) -> Callable[[Any], Any] | None:
@@ -441,7 +457,8 @@ def _computed_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, An
     return {
         name: _detached(value)
         for name, value in state.items()
-        if name.endswith("_extra_state") or not _shares_memory(value, again[name])
+        if name.endswith("_extra_state")
+        or (again[name] is not value and not _shares_memory(value, again[name]))
     }
 
 

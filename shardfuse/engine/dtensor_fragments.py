@@ -210,8 +210,8 @@ class DTensorCheckpointState(LocalCheckpointState):
     def publish(self) -> None:
         """Do nothing: each rank fills its own shards, copies too, and torch all-gathers them."""
 
-    def _checked(self, state_dict: Mapping[str, Any]) -> tuple[Groups, dict[int, int]]:
-        merged, counts = super()._checked(state_dict)
+    def check(self, state_dict: Mapping[str, Any]) -> tuple[Groups, dict[int, int]]:
+        merged, counts = super().check(state_dict)
         rule = self._optimizer_state.rule
         for shard in self._shards.shards:
             spec, held = shard.spec, self._shards.state_of(shard.number)

@@ -276,7 +276,7 @@ class LocalCheckpointState:
             own = FragmentTensor((), step.dtype, step.device, [Chunk((), step)])
             result[f"state.{name}.step"] = own
         if self.comm.rank == 0:
-            result["param_groups"] = self.groups_to_fill()
+            result["param_groups"] = groups_to_save(self._optimizer_state)
         return result
 
     def _counts(self) -> dict[str, int]:
@@ -298,11 +298,12 @@ class LocalCheckpointState:
     def _state_shapes(self) -> dict[str, tuple[int, ...]]:
         found: dict[str, tuple[int, ...]] = {}
         for state in self._optimizer_state.flats:
-            for name in arenas_of(state):
-                for spec in state.specs:
-                    if spec.numel and holds(state, name, spec):
+            names = arenas_of(state)
+            for slot, spec in zip(state.flat.slots, state.specs, strict=True):
+                for name in names if slot.numel else ():
+                    if holds(state, name, spec):
                         key = f"state.{spec.name}.{name}"
-                        found[key] = spec.shape if key in self._shaped else (spec.numel,)
+                        found[key] = spec.shape if key in self._shaped else (slot.numel,)
         return found
 
     def step_keys(self) -> list[str]:
@@ -314,8 +315,15 @@ class LocalCheckpointState:
         return dict(self._states(to_write=False))
 
     def groups_to_fill(self) -> Groups:
-        """Return groups as they are saved, in which a reader replaces values. Local."""
-        return groups_to_save(self._optimizer_state)
+        """Return groups as they are saved, in which a reader replaces values. Local.
+
+        Lists, as of parameters' names, are empty: planners visit each element several times.
+        """
+        groups = groups_to_save(self._optimizer_state)
+        return [
+            {key: [] if isinstance(value, list) else value for key, value in group.items()}
+            for group in groups
+        ]
 
     def _states(self, *, to_write: bool) -> Iterator[tuple[str, FragmentTensor]]:
         """Yield (key, this rank's fragments of a state), of params of which it has any."""
@@ -426,22 +434,26 @@ class LocalCheckpointState:
                     found[f"state.{state.spec_of[param].name}.{ERROR}"] = tensor
         return found
 
-    def check(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise ValueError if groups and steps of a state dict do not fit. Local."""
-        self._checked(state_dict)
+    def check(self, state_dict: Mapping[str, Any]) -> tuple[Groups, dict[int, int]]:
+        """Return merged groups, and the update count of each parameter, for load(). Local.
 
-    def _checked(self, state_dict: Mapping[str, Any]) -> tuple[Groups, dict[int, int]]:
-        """Check a state dict; return merged groups, and the update count of each parameter."""
+        Raises:
+            ValueError: groups and steps of the state dict do not fit.
+        """
         return check(self._optimizer_state, state_dict)
 
-    def load(self, state_dict: Mapping[str, Any], saved: str) -> None:
+    def load(
+        self, state_dict: Mapping[str, Any], checked: tuple[Groups, dict[int, int]], saved: str
+    ) -> None:
         """Load groups and steps, after a reader has filled tensors_to_fill(). Local.
+
+        ``checked`` is the result of check().
 
         Warns on the first rank if ``saved`` is another rule; empty: the rule is unknown. It is only
         a warning, because states with the same names and hyper-parameters mean the same under both
         rules, as those of Adam and AdamW.
         """
-        self._set(state_dict, *self._checked(state_dict))
+        self._set(state_dict, *checked)
         self._loaded()
         if saved not in ("", self.rule) and self.comm.rank == 0:
             logger.warning(
@@ -454,7 +466,7 @@ class LocalCheckpointState:
     def _set(
         self, state_dict: Mapping[str, Any], merged: Groups, counts: Mapping[int, int]
     ) -> None:
-        """Set groups and steps to what _checked() has returned."""
+        """Set groups and steps to what check() has returned."""
         set_hyper_parameters(self._optimizer_state, state_dict, merged, counts)
 
     def publish(self) -> None:
