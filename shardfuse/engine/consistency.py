@@ -98,7 +98,7 @@ def _sample(state: FlatState) -> str:
     data = state.params_buffer.data
     step = max(1, data.numel() // 64)
     code = zlib.crc32(repr(data[::step].tolist()).encode())
-    first, last = state.specs[-1].name, state.specs[0].name  # laid out in reverse
+    first, last = state.spec_of[min(state.spec_of)].name, state.spec_of[max(state.spec_of)].name
     return f"params from {first} to {last}, by a sample with checksum {code:08x}"
 
 

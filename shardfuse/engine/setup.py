@@ -131,6 +131,7 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
         group = groups[index]
         rule.check(group)
         maths: dict[str, str] = {}  # by policy
+        storage = rule.storage(group)
         for position, param in enumerate(group["params"]):
             name = _name(group, index, position)
             _check_supported(param, name)
@@ -157,7 +158,7 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
                 policy=policy,
                 frozen=not param.requires_grad and param.grad is None,
                 math=maths[policy],
-                storage=rule.storage(group),
+                storage=storage,
             )
             added.append((param, spec))
     _check_no_overlap([pair for pair in added if pair[1].stride == pair[0].stride()])

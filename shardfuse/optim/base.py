@@ -78,7 +78,7 @@ from shardfuse.optim.compat import MemorySummary, TorchCompat, TorchOptions, che
 from shardfuse.optim.stateful import warn_of_saves_on_one_rank
 from shardfuse.rules import UpdateRule
 from shardfuse.rules.base import check_group
-from shardfuse.runtime import stacklevel_of_caller, untraced
+from shardfuse.runtime import paused_gc, stacklevel_of_caller, untraced
 from shardfuse.scaling import UNSCALED, GradScale, Overflow, OverflowReport, agree_on_scale
 
 if TYPE_CHECKING:
@@ -145,9 +145,8 @@ class ShardedOptimizer(TorchCompat):
             self.communicator = self._communicator()
         except Exception as failure:
             raise error or failure from None
-        with self.communicator.session.region(
-            setup.construction_label(self._config, None if is_known else error)
-        ):
+        label = setup.construction_label(self._config, None if is_known else error)
+        with self.communicator.session.region(label), paused_gc():
             self._build(error, params if isinstance(params, nn.Module) else None)
 
     def _build(self, error: Exception | None, model: nn.Module | None) -> None:

@@ -135,7 +135,7 @@ FAULTS: dict[Callable[[Net, Any, bool], None], list[str]] = {
     unfreeze_others: ["unfrozen second.weight", "unfrozen third.weight"],
     leave_a_grad: ["unfrozen second.weight"],
     another_lr: ["has lr = 0.01 in group 0", "rank 1 has lr = 0.5 in group 0"],
-    another_param: ["params from last.weight to first.bias, by a sample with checksum"],
+    another_param: ["params from first.weight to last.bias, by a sample with checksum"],
     another_state: ["load_state_dict()", "step()"],
     another_call: ["grad_norm()", "step()"],
     another_bound: ["max_norm = 1.0", "max_norm = 2.0"],

@@ -45,7 +45,7 @@ FAULTS = {
         Fault(programs.weight_decay_differs, ("weight_decay = 0.3 in group 0",)),
         Fault(programs.betas_differ, ("betas = (0.8, 0.9) in group 0",)),
         Fault(
-            programs.model_loaded_on_one, ("params from layer0.weight to layer0.bias, by a sample",)
+            programs.model_loaded_on_one, ("params from layer0.weight to layer3.bias, by a sample",)
         ),
         Fault(programs.state_loaded_on_one, ("load_state_dict()", "step()")),
         Fault(programs.another_checkpoint, ("a state of step 2", "a state of step 3")),
