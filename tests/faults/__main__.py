@@ -2,6 +2,7 @@
 
 python -m tests.faults                    everything, about 15 minutes on two cores
 python -m tests.faults --only unfreeze killed --worlds 2
+python -m tests.faults --optimizers adam --worlds 16    a short table, 15 minutes
 python -m tests.faults --only killed --optimizers adam --worlds 4 8 16 --repeat 20
 """
 
@@ -26,6 +27,9 @@ from tests.faults.table import FAULTS
 
 COLLECTIVES = ("auto", "pairwise", "native")
 _LATE = " late: "
+MOST_SHOWN = 4
+"""Ranks whose times a row shows one by one; those of more are in the form of repeated runs."""
+
 REPEATED_HEADER = (
     "| fault | collectives | optimizer | world | runs | survivors | wrong | late "
     "| seconds to the error, median | most |\n|---|---|---|---|---|---|---|---|---|---|"
@@ -34,6 +38,13 @@ HEADER = (
     "| fault | collectives | optimizer | world | seconds to the error on each survivor "
     "| exit codes | what the first survivor says |\n|---|---|---|---|---|---|---|"
 )
+
+
+_LEGENDS = {
+    False: "Its exit code comes last.",
+    True: "Wrong: no error, or one that does not name the fault, or other ranks. Late: after "
+    "2 s, or 2 s after the process group's timeout of 6 s where only that can tell.",
+}
 
 
 def row(name: str, setting: Setting, endings: list[Ending]) -> str:
@@ -81,7 +92,8 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=1, help="runs of each; the table counts them")
     parser.add_argument("--write", type=Path, help="file for the table")
     options = parser.parse_args()
-    header = HEADER if options.repeat == 1 else REPEATED_HEADER
+    is_short = options.repeat > 1 or max(options.worlds) > MOST_SHOWN
+    header = REPEATED_HEADER if is_short else HEADER
     rows, wrong = [], 0
     settings = itertools.product(
         options.only, options.collectives, options.optimizers, options.worlds
@@ -93,10 +105,10 @@ def main() -> int:
         setting = Setting(collectives, optimizer, world_size)
         runs = [run(name, setting) for _ in range(options.repeat)]
         found = [problem for endings in runs for problem in problems(name, endings)]
-        if options.repeat == 1:
-            rows.append(row(name, setting, runs[0]))
-        else:
+        if is_short:
             rows.append(repeated_row(name, setting, runs, found))
+        else:
+            rows.append(row(name, setting, runs[0]))
         print(rows[-1], flush=True)
         for problem in found:
             print(f"WRONG: {name} {setting}: {problem}", flush=True)
@@ -110,7 +122,7 @@ def main() -> int:
             "# Faults of one rank, and what the others learn\n\n"
             f"`python -m tests.faults {command}`, {datetime.date.today()}, torch "
             f"{torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores. "
-            f"The last rank has the fault; its exit code comes last.\n\n{summary}.\n\n"
+            f"The last rank has the fault. {_LEGENDS[is_short]}\n\n{summary}.\n\n"
         )
         options.write.write_text(about + "\n".join([header, *rows]) + "\n")
     print(summary)
