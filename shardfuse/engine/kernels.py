@@ -82,7 +82,12 @@ def ascending(scale: Scale, group: Group) -> Scale:
 
 
 def refresh_master(p: Tensor, low: Tensor) -> None:
-    """Overwrite elements of ``p`` whose rounding is no longer ``low``.
+    """Overwrite elements of ``p`` whose rounding is no longer ``low``: code has edited these."""
+    _with_edits(p, low, out=p)
+
+
+def _with_edits(p: Tensor, low: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return ``p``, or ``low`` where the rounding of ``p`` is another; in ``out`` if given.
 
     A compiler is free to compare without rounding ``p`` first, and then every master would lose its
     low half in each step: so the compiled kernel compares bits. NPUs compare int16 on their AI CPU,
@@ -94,7 +99,7 @@ def refresh_master(p: Tensor, low: Tensor) -> None:
         edited = rounded.view(torch.int16) != low.view(torch.int16)
     else:
         edited = rounded != low
-    torch.where(edited, low, p, out=p)
+    return torch.where(edited, low, p, out=out)
 
 
 def mean_of(grad: tuple[Tensor, ...], scale: Scale, dtype: torch.dtype) -> Tensor:
@@ -156,7 +161,8 @@ def first_pass(rule: ReducingRule, flags: Any, h: Any, scale: Scale, tile: Tile)
     p, sums = tile.p, tile.aux
     assert p is not None
     if tile.low is not None:
-        refresh_master(p, tile.low)
+        # A compiled kernel that writes p takes a pass more, so the second one finds edits again.
+        p = _with_edits(p, tile.low, out=None if torch.compiler.is_compiling() else p)
     g = mean_of(tile.grad, scale, p.dtype)
     rule.moments(flags, h, p, g, *tile.states)
     if sums is None:
@@ -180,7 +186,12 @@ def second_pass(rule: ReducingRule, flags: Any, h: Any, scale: Scale, tile: Tile
     g = mean_of(tile.grad, scale, p.dtype) if tile.grad else None
     if factors is not None and factors.dim() == 2:
         factors = factors[:, :, None]
-    rule.move(flags, h, p, g, factors, *tile.states)
+    if tile.low is None or not torch.compiler.is_compiling():
+        rule.move(flags, h, p, g, factors, *tile.states)
+    else:
+        moved = _with_edits(p, tile.low)
+        rule.move(flags, h, moved, g, factors, *tile.states)
+        p.copy_(moved)
     if tile.low is not None:
         tile.low.copy_(p)
 
@@ -273,6 +284,7 @@ class Kernels:
         self._has_compiled = False  # since tidy()
         self._operators: set[str] = set()
         self._has_fused = False
+        self._leaves_edits = False  # of masters, to the second pass; see first_pass()
 
     def choose(self, shard_numel: int, *, num_units: int = 1) -> None:
         """Choose how to run on shards of so many elements together; compiled kernels are kept.
@@ -332,7 +344,13 @@ class Kernels:
             if function is first_pass and self._rule.granularity == "block":
                 scale = self._per_row(scale, _shape(tile)[0])
             if self._run_compiled(function, flags, h, scale, tile):
+                self._leaves_edits |= function is first_pass
                 return
+        if self._leaves_edits and self.choice != "compile" and tile.low is not None:
+            # The compiler failed after a first pass, which had left edits to the second one.
+            assert tile.p is not None
+            refresh_master(tile.p, tile.low)
+            self._leaves_edits = function is second_pass
         is_fused = self.choice == "fused" or by_operator
         if function is only_pass and is_fused and self._has_operator(fused):
             assert fused is not None

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from shardfuse.engine.kernels import refresh_master
 from shardfuse.engine.units import UpdateUnit
 
 _GRAD, _WEIGHT, _UPDATE, _VANISHED = range(4)
@@ -89,6 +90,8 @@ class StepNorms:
     def noting(self, unit: UpdateUnit) -> Iterator[None]:
         """Record the change of a unit inside the context."""
         assert unit.p is not None
+        if unit.low is not None:
+            refresh_master(unit.p, unit.low)  # edits are no part of the update
         before = unit.p.clone()
         low = None if unit.low is None else unit.low.clone()
         yield

@@ -33,7 +33,7 @@ BOUNDS: dict[tuple[str, str], tuple[tuple[int, int], tuple[int, int]]] = {
     ("AdamW", "fused"): ((2, 36), (6, 62)),
     ("AdamW", "compiled"): ((1, 28), (1, 30)),
     ("LAMB", "eager"): ((13, 120), (17, 146)),
-    ("LAMB", "compiled"): ((3, 40), (4, 54)),
+    ("LAMB", "compiled"): ((3, 40), (3, 44)),
     ("BertAdam", "eager"): ((9, 92), (13, 118)),
     ("RMSprop", "eager"): ((6, 60), (10, 86)),
     ("RMSpropTF", "eager"): ((6, 60), (10, 86)),

@@ -39,7 +39,7 @@ TOLERANCE = 1e-6
 
 
 def train(cls: Any, options: dict[str, Any], kernel: str, dtype: torch.dtype) -> list[Tensor]:
-    """Train with a schedule, a parameter that joins late, and one that leaves for a step."""
+    """Train with a schedule, a parameter that joins late, one that leaves for a step, and edits."""
     generator = torch.Generator().manual_seed(0)
     sizes = [(5000,), (3, 7), (1500,), (2000,)]
     params = [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in sizes]
@@ -49,6 +49,9 @@ def train(cls: Any, options: dict[str, Any], kernel: str, dtype: torch.dtype) ->
         for index, param in enumerate(params):
             grad = torch.randn(param.shape, generator=generator).to(dtype)
             param.grad = None if (index, step) in ((2, 0), (2, 1), (3, 3)) else grad
+        if step in (0, 4):
+            with torch.no_grad():
+                params[0][100:1100] = 0.5
         optimizer.step()
     return [param.detach().clone() for param in params]
 
@@ -62,6 +65,7 @@ def train(cls: Any, options: dict[str, Any], kernel: str, dtype: torch.dtype) ->
         (ShardedAdam, {"weight_decay": 0.1}, torch.float32),
         (ShardedLamb, {"use_global_grad_norm": True, "variant": "nvlamb"}, torch.float32),
         (ShardedSGD, {"momentum": 0.9}, torch.bfloat16),
+        (ShardedLamb, {"weight_decay": 0.1}, torch.bfloat16),
     ],
 )
 def test_compiled_is_eager(
@@ -99,6 +103,29 @@ def test_failed_compilation_falls_back(
     assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
     assert len(caplog.records) == 1
     assert "no compiler" in caplog.text
+
+
+@NOT_TRACED
+def test_edits_survive_a_compiler_that_fails_between_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A compiled first pass leaves edits of bf16 params to the second, which is then eager."""
+    real, passes = torch.compile, []
+
+    def no_memory(*args: Any) -> None:
+        raise torch._dynamo.exc.InternalTorchDynamoError("no memory")
+
+    def failing(function: Any, **options: Any) -> Any:
+        passes.append(function.__name__)
+        if passes[-1] == "second_pass":
+            return no_memory
+        return real(function, dynamic=True, backend="eager")
+
+    expected = train(ShardedLamb, {}, "eager", torch.bfloat16)
+    monkeypatch.setattr(torch, "compile", failing)
+    values = train(ShardedLamb, {}, "compile", torch.bfloat16)
+    assert passes == ["first_pass", "second_pass"]
+    assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
 
 
 def test_auto_says_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
