@@ -125,7 +125,9 @@ class Call {
     current_line(device_)->launch([op = op_, arguments = std::move(kernel_arguments),
                                    fresh = std::move(fresh)]() mutable {
       op.callBoxed(&arguments);
-      for (auto& [index, tensor] : fresh) tensor.copy_(arguments[index].toTensor());
+      // A backward leaves out gradients that nothing needs, which its meta kernel makes.
+      for (auto& [index, tensor] : fresh)
+        if (arguments[index].toTensor().defined()) tensor.copy_(arguments[index].toTensor());
     });
     give(std::move(results));
   }
