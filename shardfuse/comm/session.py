@@ -322,7 +322,7 @@ class GroupState:
     _restarts: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list)
     _refreshed: int = 0  # the generation for which these were called
     _error: str | None = None  # of the last region that failed
-    _closed: str | None = None  # why no region can be entered any more
+    closed: str | None = None  # why no region can be entered any more
     _regions: deque[Region] = field(default_factory=lambda: deque(maxlen=_NUM_REMEMBERED))
     _depth: int = 0
     _published: str = ""
@@ -425,8 +425,8 @@ class GroupState:
         except RuntimeError as error:
             raise self.attribute_error(error) from error
         if isinstance(outcome, str):
-            self._closed = self._closed or outcome
-            self.raise_peer_error(_out_of_step(self._closed))
+            self.closed = self.closed or outcome
+            self.raise_peer_error(_out_of_step(self.closed))
         first, last, self._num_sessions = outcome
         self.generation += 1
         self._error = None
@@ -446,12 +446,12 @@ class GroupState:
             RuntimeError: the store is gone.
         """
         keys = [f"{key}/{rank}" for rank in range(self.world_size)]
-        if self._closed is None:
+        if self.closed is None:
             # Not set(): peers may have read the text of this rank before an interrupt.
             mine = json.dumps([self.current.number, self._num_sessions])
             self.store.compare_set(keys[self.rank], "", mine)
             wanted = keys if self.rank == 0 else [f"{key}/outcome"]
-            has_met = self._wait_for(wanted, _REJOIN_S, lambda: self._closed is not None, 1.0)
+            has_met = self._wait_for(wanted, _REJOIN_S, lambda: self.closed is not None, 1.0)
             if has_met and self.rank > 0:
                 return _parse_numbers(as_text(self.store.get(wanted[0])), wanted[0], 3)
             outcome: tuple[int, ...] | str
@@ -460,11 +460,11 @@ class GroupState:
                 outcome = _merge(
                     [_parse_numbers(text, k) for k, text in zip(keys, texts, strict=True)]
                 )
-            elif self._closed is None:
+            elif self.closed is None:
                 absent = next((r for r, k in enumerate(keys) if not self.store.check([k])), 0)
                 outcome = f"rank {absent} has not come back after an error."
-        if self._closed is not None:
-            outcome = self._closed
+        if self.closed is not None:
+            outcome = self.closed
             self.store.set(keys[self.rank], json.dumps(outcome))  # rank 0 waits for it
         text = as_text(self.store.compare_set(f"{key}/outcome", "", json.dumps(outcome)))
         return _parse_numbers(text, f"{key}/outcome", 3)
@@ -537,6 +537,8 @@ class GroupState:
         Raises:
             PeerError: a rank failed, or does something else than this one.
         """
+        if self.closed is not None and self._error is not None and self.current.is_failed:
+            self.raise_peer_error(self._error)  # another thread has found it
         is_waiting = still_waits()
         is_fresh = self._schedule.is_fresh(self._position(), is_waiting=is_waiting)
         found = None
@@ -608,9 +610,9 @@ class GroupState:
             have_ended: the suspects have ended for certain; None: they are late, and learn of the
                 roll call by their next poll, as no connection has failed.
         """
-        if self._closed is not None and self.current.is_over:
+        if self.closed is not None and self.current.is_over:
             # Between two regions: gradients are sent under backward.
-            return PeerError(f"[rank {self.rank}] {_out_of_step(self._closed)}")
+            return PeerError(f"[rank {self.rank}] {_out_of_step(self.closed)}")
         text, absent = (
             (self._error, ())
             if self._error is not None
@@ -626,7 +628,7 @@ class GroupState:
             text = f"{failed} failed: {error}{remedy}"
             self.report_failure(f"failed in {self.current.name}: {text}")
         self.current.is_failed = True
-        self._closed = self._error = text
+        self.closed = self._error = text
         return PeerError(f"[rank {self.rank}] {self.current.name}: {text}")
 
     def _find_cause_or_absent(
@@ -636,9 +638,8 @@ class GroupState:
         for ranks, patience_s in self._roll_call_rounds(suspects, have_ended):
             try:
                 is_first = self._roll_call.begin(self._first_alarm, self.generation)
-                if len(ranks) > _MAX_SUSPECTS and not is_first:
-                    patience_s += _LEADER_S
-                cause = self._find_cause(patience_s)
+                waits_for_leader = len(ranks) > _MAX_SUSPECTS and not is_first
+                cause = self._find_cause(patience_s, _LEADER_S if waits_for_leader else 0.0)
                 if cause is None and not have_ended:
                     ranks = self._roll_call.find_absent(ranks, self.generation)
             except RuntimeError:  # the store is gone
@@ -664,10 +665,16 @@ class GroupState:
             return [all_others]
         return [(suspects, all_others[1] if have_ended is None else _SUSPECTS_S), all_others]
 
-    def _find_cause(self, patience_s: float) -> str | None:
-        """Return a reported failure, or how a peer's regions differ, as soon as there is either."""
+    def _find_cause(self, patience_s: float, leader_s: float) -> str | None:
+        """Return a reported failure, or how a peer's regions differ, as soon as there is either.
+
+        Args:
+            patience_s: seconds in which there may be one.
+            leader_s: more seconds, in which the first rank reports the result of a roll call.
+        """
         begin_s = time.monotonic()
-        for pause_s in (*_pauses(patience_s), 0.0):
+        pauses_s = (*_pauses(patience_s), *_pauses(leader_s, longest_s=0.1), 0.0)
+        for pause_s in pauses_s:
             found = self._find_failure() or self._find_mismatch(lambda: False)
             if found is None and (pause_s == 0.0 or time.monotonic() - begin_s >= _SUSPECTS_S):
                 # A peer in another region has reported it: one whose host runs ahead, or is late.
@@ -846,13 +853,13 @@ def _out_of_step(reason: str) -> str:
     )
 
 
-def _pauses(total_s: float) -> Iterator[float]:
+def _pauses(total_s: float, longest_s: float = 0.4) -> Iterator[float]:
     """Yield pauses of this sum, at first each twice as long as the one before."""
     pause_s = 0.05
     while total_s > 0:
         yield min(pause_s, total_s)
         total_s -= pause_s
-        pause_s = min(2 * pause_s, 0.4)
+        pause_s = min(2 * pause_s, longest_s)
 
 
 # Values in the store

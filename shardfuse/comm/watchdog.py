@@ -180,6 +180,9 @@ class Watchdog:
             return False
         if self._host_waits and now - since < PATIENCE_S:
             return False
+        if self._state.closed is not None and not self._host_waits:
+            # By the watchdog of another transport, which has aborted that one alone.
+            return self._end()
         try:
             # Where waits do not block the host, it is not known whether this rank still waits.
             self._state.poll_peers(lambda: self._host_waits and self._since == since)
@@ -190,11 +193,15 @@ class Watchdog:
             if not self._host_waits:
                 logger.error("%s", error)
                 self._state.attribute_error(error)  # closes the state: why no region can follow
-            self._abort()
-            with self._lock:
-                self._thread = None
-            return True
+            return self._end()
         return False
+
+    def _end(self) -> bool:
+        """Abort the transport, so that its waits raise; return True: the thread can end."""
+        self._abort()
+        with self._lock:
+            self._thread = None
+        return True
 
     def _name_store_host(self) -> None:
         """Raise PeerError if a rank has ended, and with it the store: no peer can report it."""

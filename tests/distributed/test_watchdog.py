@@ -209,7 +209,7 @@ def fail_late() -> tuple[str, list[str], set[int], str]:
 
 def optimizer_is_closed(optimizer: Any) -> bool:
     state: GroupState = optimizer.communicator.world.session.group
-    return state._closed is not None
+    return state.closed is not None
 
 
 def _fail() -> None:
