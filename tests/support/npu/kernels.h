@@ -125,9 +125,12 @@ class Call {
     current_line(device_)->launch([op = op_, arguments = std::move(kernel_arguments),
                                    fresh = std::move(fresh)]() mutable {
       op.callBoxed(&arguments);
-      // A backward leaves out gradients that nothing needs, which its meta kernel makes.
-      for (auto& [index, tensor] : fresh)
-        if (arguments[index].toTensor().defined()) tensor.copy_(arguments[index].toTensor());
+      // A backward leaves out gradients that nothing needs, and a batch norm in evaluation has no
+      // statistics to save: their meta kernels make both.
+      for (auto& [index, tensor] : fresh) {
+        const auto& made = arguments[index].toTensor();
+        if (made.defined() && (made.numel() > 0 || tensor.numel() == 0)) tensor.copy_(made);
+      }
     });
     give(std::move(results));
   }
