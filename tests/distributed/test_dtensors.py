@@ -61,6 +61,7 @@ def reference(name: str) -> list[Tensor]:
     return oracle.values()
 
 
+@pytest.mark.gloo_only("torch averages by ReduceOp.AVG or coalesces, which HCCL does not")
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_optimizer(world: str, expected: dict[str, dict[str, Tensor]]) -> None:
     """Bit for bit those of one process where a rule has no norms, else within 1e-6 of fp64."""
@@ -111,6 +112,7 @@ def train_with_copies(*, is_sharded: bool, num_frozen: int) -> list[Tensor]:
     return [dtensors.full(p) for p in params]
 
 
+@pytest.mark.gloo_only("torch averages by ReduceOp.AVG or coalesces, which HCCL does not")
 @pytest.mark.parametrize("num_frozen", [0, 3])
 def test_copies_do_not_change_bits(num_frozen: int) -> None:
     """Sets of few elements share calls where they do without sharding: of five, or of eight."""

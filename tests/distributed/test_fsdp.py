@@ -105,6 +105,7 @@ def train_alone(world_size: int, num_steps: int) -> dict[str, list[Tensor]]:
     return found
 
 
+@pytest.mark.gloo_only("torch averages by ReduceOp.AVG or coalesces, which HCCL does not")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_optimizer_trains_a_model(world_size: int) -> None:
     """As one process does on the mean of all ranks' gradients: bit for bit without norms."""
@@ -174,6 +175,7 @@ def train_tensor_parallel() -> dict[str, float]:
     return found
 
 
+@pytest.mark.gloo_only("torch averages by ReduceOp.AVG or coalesces, which HCCL does not")
 def test_tensor_parallel_model() -> None:
     """2 x 2: parameters on both dimensions, or on one of them with copies along the other."""
     for found in run_procs(4, train_tensor_parallel, timeout=200.0):
@@ -277,6 +279,7 @@ def move_states() -> None:
     assert float(again.state[next(ours.parameters())]["step"]) == 5
 
 
+@pytest.mark.gloo_only("torch averages by ReduceOp.AVG or coalesces, which HCCL does not")
 def test_states_of_torch() -> None:
     run_procs(2, move_states, timeout=200.0)
 
@@ -314,6 +317,7 @@ def move_first_momenta(folder: str, names: Sequence[str]) -> None:
                 set_optimizer_state_dict(models[1], moved, copied(saved), options=options)
 
 
+@pytest.mark.gloo_only("torch averages by ReduceOp.AVG or coalesces, which HCCL does not")
 @pytest.mark.parametrize(("world_size", "names"), [(2, ("odd", "norm")), (3, ("few.rows",))])
 def test_first_momenta(world_size: int, names: Sequence[str], tmp_path: Path) -> None:
     """Also where a rank has no element of any parameter."""
@@ -365,6 +369,7 @@ def load_and_go_on(folder: str) -> dict[str, list[Tensor]]:
     return found
 
 
+@pytest.mark.gloo_only("torch averages by ReduceOp.AVG or coalesces, which HCCL does not")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_checkpoints_reshard(world_size: int, tmp_path: Path) -> None:
     """Saved at two ranks by torch.distributed.checkpoint, loaded at 1, 2 and 3: the same bits."""
@@ -425,6 +430,7 @@ def edit_state_dicts() -> None:
     assert not full(optimizer.state[model.layers[0].weight]["exp_avg"]).any()
 
 
+@pytest.mark.gloo_only("torch averages by ReduceOp.AVG or coalesces, which HCCL does not")
 def test_edited_state_dicts() -> None:
     """Each fault is named on every rank before anything is loaded."""
     run_procs(2, edit_state_dicts)
@@ -499,6 +505,7 @@ def go_through_features() -> None:
     assert "over 2 ranks" in str(optimizer.memory_summary())
 
 
+@pytest.mark.gloo_only("torch averages by ReduceOp.AVG or coalesces, which HCCL does not")
 def test_features() -> None:
     """Frozen and absent parameters, norms, clips, watched steps, groups."""
     run_procs(2, go_through_features)
@@ -533,6 +540,7 @@ def scale_gradients() -> None:
         assert optimizer.last_overflow.name == "layers.7.weight"
 
 
+@pytest.mark.gloo_only("torch averages by ReduceOp.AVG or coalesces, which HCCL does not")
 def test_gradient_scalers() -> None:
     """torch's and ours: an overflow in one rank's shard skips the step on all."""
     run_procs(2, scale_gradients)
@@ -565,6 +573,7 @@ def train_in_low_precision() -> None:
     assert torch.equal(full(again.state[half.layers[0].weight]["param"]), full(master))
 
 
+@pytest.mark.gloo_only("torch averages by ReduceOp.AVG or coalesces, which HCCL does not")
 def test_precision() -> None:
     """fp32 parameters under a mixed precision policy; bf16 parameters with masters."""
     run_procs(2, train_in_low_precision)
@@ -669,6 +678,7 @@ def refuse_gathered_and_offloaded() -> None:
     assert all(torch.equal(a, b) for a, b in zip(kept, found, strict=True))
 
 
+@pytest.mark.gloo_only("torch averages by ReduceOp.AVG or coalesces, which HCCL does not")
 def test_gathered_root_and_cpu_offload() -> None:
     """Refused by name; offload from CPU to CPU trains, others: test_fsdp_device.py."""
     run_procs(2, refuse_gathered_and_offloaded)
@@ -849,6 +859,7 @@ def fail_on_one_rank() -> None:
     assert not torch.equal(before[0], values(model)[0])
 
 
+@pytest.mark.gloo_only("torch averages by ReduceOp.AVG or coalesces, which HCCL does not")
 def test_errors_reach_all_ranks() -> None:
     """Gradients, hyper-parameters: the other rank is named, and training can go on."""
     run_procs(2, fail_on_one_rank)

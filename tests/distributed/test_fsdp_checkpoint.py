@@ -106,6 +106,7 @@ def load_and_go_on(folder: str, is_sharded: bool) -> dict[str, list[Tensor]]:
     return found
 
 
+@pytest.mark.gloo_only("torch averages by ReduceOp.AVG or coalesces, which HCCL does not")
 @pytest.mark.parametrize("is_saved_sharded", [True, False])
 def test_another_number_of_ranks(is_saved_sharded: bool, tmp_path: Path) -> None:
     """Saved at 2 under FSDP2 or without it; loaded at 3 and 1 under it, and at 2 without it."""
@@ -246,6 +247,7 @@ def load_columns(folder: str, kept: dict[str, Tensor]) -> None:
     assert torch.equal(param.detach(), kept.get("param", kept["weight"]))
 
 
+@pytest.mark.gloo_only("torch averages by ReduceOp.AVG or coalesces, which HCCL does not")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_columns_are_few_entries(dtype: torch.dtype, tmp_path: Path) -> None:
     """A rank writes one box of each tensor, and no run for each row; all readers read it."""
@@ -315,6 +317,7 @@ def save_for_readers(folder: str) -> tuple[list[Tensor], list[int]]:
     return kept, sorted(ranks)
 
 
+@pytest.mark.gloo_only("torch averages by ReduceOp.AVG or coalesces, which HCCL does not")
 def test_what_is_written(tmp_path: Path) -> None:
     """torch.distributed.checkpoint reads it; a rank needs its own index file and the first one."""
     for rank, (_, ranks) in enumerate(run_procs(3, save_for_readers, str(tmp_path / "saved"))):
@@ -370,6 +373,7 @@ def be_refused(folder: str) -> None:
         load({"model": model, "optimizer": optimizer}, folder)
 
 
+@pytest.mark.gloo_only("torch averages by ReduceOp.AVG or coalesces, which HCCL does not")
 def test_refusals(tmp_path: Path) -> None:
     """On every rank, in words; nothing was loaded."""
     run_procs(2, be_refused, str(tmp_path / "saved"))
@@ -417,6 +421,7 @@ def _stop_job(folder: str, stop_at: int, is_async: bool) -> tuple[int, list[Tens
     return run_job(folder, stop_at, async_save=is_async)
 
 
+@pytest.mark.gloo_only("torch averages by ReduceOp.AVG or coalesces, which HCCL does not")
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_stopped_job(is_async: bool, tmp_path: Path) -> None:
     """It goes on bitwise, also with asynchronous saves."""

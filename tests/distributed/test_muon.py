@@ -191,6 +191,7 @@ def train_fsdp(shape: tuple[int, ...] | None) -> list[Tensor]:
     return [p.detach().clone().cpu() for p in whole]
 
 
+@pytest.mark.gloo_only("torch averages by ReduceOp.AVG or coalesces, which HCCL does not")
 @pytest.mark.cpu_only("FSDP2 averages by ReduceOp.AVG, which HCCL lacks; see test_fsdp_device.py")
 def test_fsdp_is_one_rank() -> None:
     """FSDP2 over 2 and 3 ranks, and hybrid over 2 x 2; bit for bit."""
@@ -231,6 +232,7 @@ def stepped_fsdp(steps: int) -> tuple[nn.Module, ShardedMuon]:
     return net, optimizer
 
 
+@pytest.mark.gloo_only("torch averages by ReduceOp.AVG or coalesces, which HCCL does not")
 @pytest.mark.cpu_only("FSDP2 averages by ReduceOp.AVG, which HCCL lacks; see test_fsdp_device.py")
 def test_states_of_fsdp_are_saved_by_torch(tmp_path: Path) -> None:
     """dcp.save() on two ranks and dcp.load() on three."""
@@ -303,6 +305,7 @@ class Fills(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.gloo_only("ranks of HCCL clear what they compare their calls by")
 @pytest.mark.cpu_only("ranks of devices clear what they compare their calls by")
 def test_directions_are_not_cleared() -> None:
     """Padding is written by the first pass, and what no gradient belongs to is sent to nobody."""

@@ -306,6 +306,7 @@ def failing() -> list[StepRecord]:
     return monitor.close()
 
 
+@pytest.mark.gloo_only("an aborted communicator is of no more use")
 @pytest.mark.cpu_only("a rank whose host does not wait hears of another's failure a step later")
 def test_a_failed_step_leaves_it_to_the_next() -> None:
     """On all ranks, whichever it failed on."""
