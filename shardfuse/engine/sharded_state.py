@@ -276,7 +276,7 @@ class LocalCheckpointState:
             own = FragmentTensor((), step.dtype, step.device, [Chunk((), step)])
             result[f"state.{name}.step"] = own
         if self.comm.rank == 0:
-            result["param_groups"] = groups_to_save(self._optimizer_state)
+            result["param_groups"] = self.groups()
         return result
 
     def _counts(self) -> dict[str, int]:
@@ -314,15 +314,18 @@ class LocalCheckpointState:
         """Return this rank's states, which a reader fills in place. Local."""
         return dict(self._states(to_write=False))
 
+    def groups(self) -> Groups:
+        """Return groups as they are saved. Local."""
+        return groups_to_save(self._optimizer_state)
+
     def groups_to_fill(self) -> Groups:
-        """Return groups as they are saved, in which a reader replaces values. Local.
+        """Return groups in which a reader replaces values. Local.
 
         Lists, as of parameters' names, are empty: planners visit each element several times.
         """
-        groups = groups_to_save(self._optimizer_state)
         return [
             {key: [] if isinstance(value, list) else value for key, value in group.items()}
-            for group in groups
+            for group in self.groups()
         ]
 
     def _states(self, *, to_write: bool) -> Iterator[tuple[str, FragmentTensor]]:

@@ -116,11 +116,12 @@ def attach_backend(optimizer: ShardedOptimizer, carry: Carry) -> None:
         return
     own = optimizer.parts()
     # LAMB counts in groups, too: without a step there, it is that of the parameters.
-    groups = [{k: v for k, v in group.items() if k != "step"} for group in own.groups_to_fill()]
+    groups = [{k: v for k, v in group.items() if k != "step"} for group in own.groups()]
     if carry == "weights":
         optimizer.load_state_dict({"state": {}, "param_groups": groups})
         return
-    own.load({**dict.fromkeys(own.step_keys(), 0), "param_groups": groups}, own.rule)
+    state = {**dict.fromkeys(own.step_keys(), 0), "param_groups": groups}
+    own.load(state, own.check(state), own.rule)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
