@@ -289,7 +289,7 @@ class TrainingState:
         }
         result: dict[str, Any] = {}
         for key, parts in self.parts.items():
-            for master in parts.masters(_KeysBelow(key, saved)):
+            for master in parts.masters(_PrefixedKeys(key, saved)):
                 if not master.is_kept:
                     result.setdefault(key, {})[master.key] = master.place
                 elif id(master.param) in places:
@@ -309,7 +309,7 @@ class TrainingState:
             for name, residual in parts.residuals().items():
                 if f"{key}.{name}" not in saved:
                     residual.zero_()
-            for master in parts.masters(_KeysBelow(key, saved)):
+            for master in parts.masters(_PrefixedKeys(key, saved)):
                 if master.is_kept:
                     master.place.copy_(master.own)
 
@@ -403,7 +403,7 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-class _KeysBelow(Container[str]):
+class _PrefixedKeys(Container[str]):
     """The keys of ``saved`` below ``key``, without it."""
 
     def __init__(self, key: str, saved: Container[str]) -> None:

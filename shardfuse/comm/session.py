@@ -673,8 +673,8 @@ class GroupState:
             leader_s: more seconds, in which the first rank reports the result of a roll call.
         """
         begin_s = time.monotonic()
-        pauses_s = (*_pauses(patience_s), *_pauses(leader_s, longest_s=0.1), 0.0)
-        for pause_s in pauses_s:
+        longest_s = 0.1 * self._schedule.failures.period_s  # which grows with the number of ranks
+        for pause_s in (*_pauses(patience_s), *_pauses(leader_s, longest_s), 0.0):
             found = self._find_failure() or self._find_mismatch(lambda: False)
             if found is None and (pause_s == 0.0 or time.monotonic() - begin_s >= _SUSPECTS_S):
                 # A peer in another region has reported it: one whose host runs ahead, or is late.
