@@ -393,7 +393,7 @@ class SocketExchange:
 
     def post_receive(self, mark: int, receives: Route, label: str) -> None:
         assert mark not in self._posted, "posted twice"
-        self._posted[mark] = label, self._receive(mark, receives)
+        self._posted[mark] = label, self._receive(mark, receives, is_ahead=True)
 
     def forget_posted(self, sender: str) -> list[int]:
         """Forget posted receives of labels with ``sender`` in them; return their marks."""
@@ -405,13 +405,29 @@ class SocketExchange:
     def flush(self) -> None:
         """Do nothing: gloo has copied the data, or wait() has waited for the peer."""
 
-    def _receive(self, mark: int, receives: Route) -> Completion[None]:
+    def _receive(self, mark: int, receives: Route, *, is_ahead: bool = False) -> Completion[None]:
         launch, tag, works = self._launch(), _tag(mark), []
         assert launch is not None
         for rank, part in receives:
-            works.append(launch(_receive, part, rank, tag))
+            try:
+                works.append(launch(_receive, part, rank, tag, is_ahead=is_ahead))
+            except RuntimeError as error:
+                if not is_ahead:
+                    raise
+                # The peer may have ended after its last step, and this be the last one here, too.
+                works.append(_FailedWork(error))
         tensors = [part for _, part in receives]
         return Completion(_nothing, works, tensors, watcher=self._watchdog)
+
+
+class _FailedWork:
+    """A receive that could not be posted ahead: the error is raised where its message is due."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise self._error
 
 
 # Of the group itself: dist.isend() and dist.irecv() take longer than a short message.

@@ -292,13 +292,20 @@ class ProcessGroupCommunicator:
         elif self._watchdog is not None and not self._state.current.is_verified:
             _compare_by_reduction(self, self._watchdog, tensor.device)
 
-    def _launch(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Return ``function(...)`` of this group, a Work in flight."""
+    def _launch(
+        self, function: Callable[..., Any], *args: Any, is_ahead: bool = False, **options: Any
+    ) -> Any:
+        """Return ``function(...)`` of this group, a Work in flight.
+
+        Raises:
+            PeerError: the transport failed. With ``is_ahead``, its RuntimeError is passed on: the
+                call may never be due.
+        """
         self.num_launched += 1
         try:
             return function(*args, group=self._live_group(), **options)
         except RuntimeError as error:
-            if self._watchdog is None:
+            if self._watchdog is None or is_ahead:
                 raise
             # gloo sends here; other backends only check their arguments, and for earlier errors.
             is_gloo = self.backend == "gloo"

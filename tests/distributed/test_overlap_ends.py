@@ -65,6 +65,57 @@ def test_a_rank_leaves_right_after_its_last_step(how: str, stage: int, tmp_path:
     assert [code for code, _ in ended] == [0, 0], ended
 
 
+ENDS_FIRST = """
+import sys, time
+import torch
+from shardfuse import ShardedSGD
+from shardfuse.comm.native import ProcessGroupCommunicator, _lost_by_gloo
+from shardfuse.comm.session import PeerError
+from tests.support.harness import join_world
+
+rank, is_stepping, posted = int(sys.argv[1]), False, 0
+join_world(rank, 2, sys.argv[2])
+launch = ProcessGroupCommunicator._launch
+
+def launch_late(self, function, *args, is_ahead=False, **options):
+    global posted, state
+    state = self._state
+    if is_stepping and is_ahead and args[0].numel() < 64:  # agreement of a next step
+        while not _lost_by_gloo(self._live_group()):
+            time.sleep(0.01)
+        posted += 1
+    return launch(self, function, *args, is_ahead=is_ahead, **options)
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(6)))
+expected = [param.detach() - 0.5 for param in model.parameters()]
+sharding = {"collectives": "pairwise", "bucket_cap_mb": 0.004, "kernel": "eager"}
+if rank == 0:
+    ProcessGroupCommunicator._launch = launch_late
+optimizer = ShardedSGD(model.named_parameters(), lr=0.5, sharding=sharding)
+for param in model.parameters():
+    param.grad = torch.ones_like(param)
+is_stepping = True
+optimizer.step()
+assert all(map(torch.equal, model.parameters(), expected))
+if rank == 0:
+    assert posted == 1 and state.closed is None, (posted, state.closed)
+    try:
+        optimizer.step()
+    except PeerError as error:
+        assert str(error).startswith("[rank 0] step(): rank 1 ended"), error
+    else:
+        raise AssertionError("a step alone")
+"""
+
+
+@pytest.mark.gloo_only("about pairs of ranks")
+def test_a_receive_is_posted_for_a_rank_that_has_ended(tmp_path: Path) -> None:
+    """The last step of the run goes through; only another one raises, and names the rank."""
+    ended = run_scripts(ENDS_FIRST, 2, tmp_path, timeout=100)
+    assert [code for code, _ in ended] == [0, 0], ended
+
+
 DIES = """
 import os, sys
 import torch
