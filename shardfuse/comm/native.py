@@ -303,7 +303,7 @@ class ProcessGroupCommunicator:
         """
         self.num_launched += 1
         try:
-            return function(*args, group=self._live_group(), **options)
+            work = function(*args, group=self._live_group(), **options)
         except RuntimeError as error:
             if self._watchdog is None or is_ahead:
                 raise
@@ -311,6 +311,9 @@ class ProcessGroupCommunicator:
             is_gloo = self.backend == "gloo"
             failed = "the connection to another rank" if is_gloo else self.backend
             raise self._watchdog.attribute_error(error, failed=failed) from error
+        if self._watchdog is not None:
+            self._watchdog.note_launch(work)
+        return work
 
     @property
     def staging_nbytes(self) -> int:

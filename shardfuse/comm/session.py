@@ -335,6 +335,7 @@ class GroupState:
     exchanges: dict[Any, tuple[int, Any]] = field(default_factory=dict)
     """The exchange that communicators of the same ranks share, and its generation."""
     _late_in: int = 0  # the region in which a late rank was last logged
+    watchdogs: Any = field(default_factory=weakref.WeakSet)  # of its transports
 
     def __post_init__(self) -> None:
         self._regions.append(Region(0, "nothing yet"))
@@ -368,9 +369,10 @@ class GroupState:
             yield
         except BaseException as error:
             self.current.is_failed = True
-            if isinstance(error, PeerError):
-                raise
-            self.report_failure(f"failed in {name}: {type(error).__name__}: {error}")
+            if not isinstance(error, PeerError):
+                self.report_failure(f"failed in {name}: {type(error).__name__}: {error}")
+            for watchdog in list(self.watchdogs):
+                watchdog.note_failure(str(error))
             raise
         finally:
             self._depth = 0

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -75,6 +76,12 @@ class Watchdog:
             None  # on the device: two differences, a region's number
         )
         self._seen: torch.Tensor | None = None  # in pinned memory
+        self._last_work: Any = None  # which ends after all before it
+        self._num_failures = 0  # of regions
+        # Of these, how many the device is past: a tensor of its own, and a copy in pinned memory.
+        self._num_passed: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._failure = "", 0.0  # the last one, and since when
+        state.watchdogs.add(self)
         self._launched = 0  # the number of the region that was compared last
         self._progress = 0, 0.0  # the number last seen, and since when
         self._before = 0
@@ -105,6 +112,31 @@ class Watchdog:
         finally:
             if self._host_waits:
                 self._waits.pop(thread, None)
+
+    def note_launch(self, work: Any) -> None:
+        """Keep the last ``work`` of a transport that runs them in the order of their launches."""
+        if not self._host_waits:
+            self._last_work = work
+
+    def note_failure(self, text: str) -> None:
+        """Have the thread abort the transport if the device stays in what is in flight.
+
+        A region has failed. A peer may never launch its part of a collective that this rank has
+        launched, and the next call that waits for the device would hang.
+        """
+        if self._num_passed is None or self._last_work is None:
+            return
+        self._failure = text, time.monotonic()
+        self._num_failures += 1
+        counter, seen = self._num_passed
+        # A transport that has failed already raises here, and the error at hand goes on.
+        with suppress(RuntimeError):
+            module = torch.get_device_module(self._device)
+            stream = module.Stream(self._device)
+            stream.wait_stream(module.current_stream(self._device))
+            with module.stream(stream):
+                self._last_work.wait()
+                seen.copy_(counter.add_(1), non_blocking=True)
 
     @property
     def _since(self) -> float | None:
@@ -151,6 +183,9 @@ class Watchdog:
         with self._lock:
             if self._thread is None or not self._thread.is_alive():
                 device = torch.empty(0, device=self._device).device  # with the index of this one
+                if not self._host_waits and self._num_passed is None:
+                    counter = torch.zeros(1, dtype=torch.int32, device=device)
+                    self._num_passed = counter, torch.zeros(1, dtype=torch.int32, pin_memory=True)
                 self._thread = threading.Thread(
                     target=_run,
                     args=(weakref.ref(self), device),
@@ -187,6 +222,7 @@ class Watchdog:
             # Where waits do not block the host, it is not known whether this rank still waits.
             self._state.poll_peers(lambda: self._host_waits and self._since == since)
             self._read_result()
+            self._check_after_failure()
             if self._state.has_lost_store:
                 self._name_store_host()
         except PeerError as error:
@@ -223,6 +259,17 @@ class Watchdog:
             self._progress = number, now
         elif now - self._progress[1] >= LATE_S:
             self._state.log_late_rank(now - self._progress[1])
+
+    def _check_after_failure(self) -> None:
+        """Raise PeerError if the device has not come past what was in flight at a failure."""
+        text, since = self._failure
+        if self._num_passed is None or int(self._num_passed[1]) >= self._num_failures:
+            return
+        if time.monotonic() - since >= LATE_S:
+            raise self.attribute_error(
+                RuntimeError(f"the device waits for a peer since an earlier error: {text}"),
+                failed="a collective in flight",
+            )
 
     def _note_error(self) -> None:
         """Log, once, the exception that a tick has raised."""

@@ -40,13 +40,27 @@ class ConsistencyCheck:
         self._unfrozen: list[str] = []  # flats that were frozen when they were added
         self._loaded: list[str] = []
         self._is_changed = True  # params and states may differ between ranks since the last call
+        self.flats: Sequence[FlatState] = ()
+        """Those that train already."""
+        self._samples: dict[int, str] = {}  # by index of the flat
         self.ddp_check = DdpCheck(comm, are_reduced)
         comm.session.on_restart(self._restart)
 
     def _restart(self) -> None:
         # Before the error, some ranks may have declared their entries, and their peers not.
         self._is_changed = True
+        self._samples.clear()
         self.ddp_check.restart()
+
+    def sample_on_device(self) -> None:
+        """Read the sample of params that the next region compares, if it does. Local.
+
+        In the region, reading waits for the device, and this for gradients that a peer may send
+        only when it has compared its calls with this rank's.
+        """
+        if self._is_changed and not self._samples and self._comm.world_size > 1:
+            on_device = [state for state in self.flats if state.device.type != "cpu"]
+            self._samples = {state.flat.index: _sample(state) for state in on_device}
 
     def declare(
         self,
@@ -78,8 +92,9 @@ class ConsistencyCheck:
         # In layout order: after an error, a flat that is unfrozen here may be in a peer's `flats`.
         trained = sorted([*flats, *unfrozen], key=lambda state: state.flat.index)
         sampled = self._is_changed or any(s.device.type == "cpu" for s in trained)
-        params = [_sample(state) for state in trained] if sampled else []
-        self._is_changed = False
+        known = self._samples
+        params = [known.get(s.flat.index) or _sample(s) for s in trained] if sampled else []
+        self._is_changed, self._samples = False, {}
         if grads is not None and not self.ddp_check.is_over:
             must_verify, averaged = True, self.ddp_check.lines(grads())
         options = self.hyper_params.entries(len(groups))
@@ -89,7 +104,7 @@ class ConsistencyCheck:
     def loaded(self, step: int) -> None:
         """Record that this rank has loaded a state after ``step`` updates."""
         self._loaded = [f"loaded a state of step {step}"]
-        self._is_changed = True
+        self._is_changed, self._samples = True, {}
         self.hyper_params.forget()  # some states may have to be allocated again
 
 

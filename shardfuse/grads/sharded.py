@@ -266,6 +266,7 @@ class ShardedGrads(GradSource):
     @torch.no_grad()
     def _send_next(self) -> None:
         """Send the next bucket as its gradients are now; after the last, the iteration ends."""
+        self.control.before_send()
         number, state = self._num_sent, self._states[self._index]
         self._num_iterations += number % len(self._states) == 0
         # Hooks run on the stream of their node's forward: this one waits for the others.

@@ -64,6 +64,9 @@ class SyncControl:
     """Returns whether torch's Join is active: it sends its own all-reduce at the start of each
     step(), so no bucket may be sent earlier where messages have an order."""
 
+    before_send: Callable[[], None] = lambda: None
+    """Called under backward before gradients are sent."""
+
     def may_send(self, *, is_ordered: bool) -> bool:
         """Return whether the gradients of this backward may be sent before step().
 

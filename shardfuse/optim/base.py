@@ -590,6 +590,8 @@ class ShardedOptimizer(TorchCompat):
         members = [FlatParams(s.flat, s.params, s.specs, s.fragments) for s in states]
         self._grads.attach(members, self._device)
         self._active = [state for state in self._flats if self._grads.has(state.flat)]
+        self._consistency.flats = self._active
+        self._grads.control.before_send = self._consistency.sample_on_device
         self._shards = OwnShards(
             self._rule,
             self.param_groups,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -225,3 +225,64 @@ def test_the_thread_waits_for_no_device() -> None:
         assert ops == []
         assert devices == {0}  # of this rank
         assert "of rank 1" in error
+
+
+# What is in flight when a region fails
+
+
+def fail_with_one_in_flight(launches: list[bool]) -> tuple[bool, str, str]:
+    """Fail on every rank, after this one has launched a reduce-scatter or not; then synchronize.
+
+    Return whether that ended at once, its error, and the next region's.
+    """
+    device = torch.device(placing.device_type())
+    comm = native.ProcessGroupCommunicator(None, device)
+    gradients, pending = torch.ones(2 * 1024), None
+    comm.reduce_scatter(gradients).wait()  # the first one waits for the device
+    torch.accelerator.synchronize()
+    with suppress(ArithmeticError), comm.session.region("step()"):
+        if launches[comm.rank]:
+            pending = comm.reduce_scatter(gradients, label="gradients")
+        # Together: else a thread may read of the peer's error before this rank has raised its own.
+        dist.distributed_c10d._get_default_store().set(f"launched {comm.rank}", "")
+        dist.distributed_c10d._get_default_store().wait([f"launched {1 - comm.rank}"])
+        raise ArithmeticError("of every rank")
+    began_s = time.monotonic()
+    errors = [_error_of(torch.accelerator.synchronize)]
+    was_quick = time.monotonic() - began_s < session_module.LATE_S / 2
+    del pending
+    errors.append(_error_of(lambda: _reduce_in_region(comm)))
+    return was_quick, errors[0], errors[1]
+
+
+def _reduce_in_region(comm: native.ProcessGroupCommunicator) -> None:
+    with comm.session.region("step()"):
+        comm.all_reduce(torch.ones(4)).wait()
+    torch.accelerator.synchronize()
+
+
+def _error_of(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(not placing.on_device(), reason="of the device of pytest --device npu")
+def test_a_failed_region_leaves_no_rank_waiting_for_its_device() -> None:
+    """Rank 1 alone has launched: its transport is aborted, and the next region says so."""
+    for rank, (was_quick, _, error) in enumerate(
+        run_procs(2, fail_with_one_in_flight, [False, True], timeout=60)
+    ):
+        assert was_quick == (rank == 0)
+        assert "of every rank" in error
+        assert "Start again from the last checkpoint" in error
+
+
+@pytest.mark.skipif(not placing.on_device(), reason="of the device of pytest --device npu")
+@pytest.mark.parametrize("launches", [True, False])
+def test_ranks_go_on_after_a_failed_region(launches: bool) -> None:
+    """Where all have launched the same, nothing is aborted."""
+    for found in run_procs(2, fail_with_one_in_flight, [launches] * 2, timeout=60):
+        assert found == (True, "", "")
