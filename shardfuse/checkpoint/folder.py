@@ -8,6 +8,7 @@ import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from shardfuse.checkpoint.collective import CheckpointGroup, catch, check_state
@@ -17,6 +18,7 @@ from shardfuse.checkpoint.integrity import (
     is_intact,
     list_steps,
     malformed_step_names,
+    verify_share,
 )
 from shardfuse.checkpoint.loading import load
 from shardfuse.checkpoint.replacement import (
@@ -25,7 +27,7 @@ from shardfuse.checkpoint.replacement import (
     remove_checkpoint_files,
     unrelated_names,
 )
-from shardfuse.checkpoint.saving import AsyncSave, save
+from shardfuse.checkpoint.saving import AsyncSave, save_while
 from shardfuse.checkpoint.saving import async_save as start_async_save
 from shardfuse.files import FolderHandle, is_folder
 from shardfuse.runtime import paused_gc
@@ -119,14 +121,16 @@ class Checkpoints:
             )
             self._running_save = (saving, ranks, step)
             return
-        save(
+        share_faults: dict[int, list[str]] = {}
+        save_while(
+            lambda: self._verify_kept(ranks, step, share_faults),
             state,
             self.path(step),
             process_group=self._group,
             info=info_with_step,
             then=write_latest,
         )
-        self._remove_old(ranks, step)
+        self._remove_old(ranks, step, share_faults)
 
     def wait(self) -> None:
         """Wait for an asynchronous save, then remove old checkpoints. Collective.
@@ -163,17 +167,38 @@ class Checkpoints:
                 "%s: no checkpoint is called or made so: %s", self.folder, ", ".join(new)
             )
 
+    def _verify_kept(
+        self, ranks: CheckpointGroup, newest: int, share_faults: dict[int, list[str]]
+    ) -> None:
+        """Verify this rank's shares of the checkpoints that _remove_old() will verify. Local."""
+        older = [step for step in list_steps(self.folder) if step < newest]
+        for step in older[: self._keep - 1]:
+            path, comm = self.path(step), ranks.comm
+            share_faults[step] = verify_share(path, comm.rank, comm.world_size)
+
     @paused_gc()
-    def _remove_old(self, ranks: CheckpointGroup, newest: int) -> None:
+    def _remove_old(
+        self,
+        ranks: CheckpointGroup,
+        newest: int,
+        share_faults: Mapping[int, list[str]] = MappingProxyType({}),
+    ) -> None:
         """Remove old checkpoints; each rank verifies its share of those that are kept. Collective.
 
         Checkpoints newer than ``newest`` belong to a run that was restarted from an earlier step.
         They are renamed, so that load_latest() does not take them for the newest.
+
+        Args:
+            ranks: of the save.
+            newest: the step that was saved.
+            share_faults: by step, the result of this rank's verify_share(), if there is one.
         """
         with ranks.region("removing old checkpoints"):
-            self._remove_older_than(ranks, newest)
+            self._remove_older_than(ranks, newest, share_faults)
 
-    def _remove_older_than(self, ranks: CheckpointGroup, newest: int) -> None:
+    def _remove_older_than(
+        self, ranks: CheckpointGroup, newest: int, share_faults: Mapping[int, list[str]]
+    ) -> None:
         older = [step for step in broadcast_steps(ranks, self.folder) if step != newest]
         num_intact, error = 1, None
         for step in older:  # all ranks verify, in the same order; only the first rank removes
@@ -182,7 +207,7 @@ class Checkpoints:
             else:
                 act = functools.partial(_remove_old_checkpoint, self.path(step))
             if step < newest and num_intact < self._keep:
-                num_intact += is_intact(ranks, self.path(step))
+                num_intact += is_intact(ranks, self.path(step), share_faults.get(step))
             elif ranks.comm.rank == 0 and error is None:
                 error = catch(act)[1]
         ranks.agree(error)

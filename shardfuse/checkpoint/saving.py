@@ -104,15 +104,18 @@ class _SaveOperation:
         if self._writer is None:
             return 0, self._error
         index, error = catch(self._writer.write)
-        if index is not None:  # the index has the digests of the data file, so it comes second
-            _, error = catch(lambda: self._write_index(index))
-        if index is None or error is not None:
+        if index is None:
             return 0, error
-        return checksum_of(index.to_bytes()), None
+        # The index has the digests of the data file, so it comes second.
+        checksum, error = catch(lambda: self._write_index(index))
+        return (checksum or 0), error
 
-    def _write_index(self, index: ShardIndex) -> None:
+    def _write_index(self, index: ShardIndex) -> int:
+        """Write the index file; return its checksum."""
+        data = index.to_bytes()
         with make_folder(self._staging) as folder:
-            folder.write_atomically(index.name, index.to_bytes())
+            folder.write_atomically(index.name, data)
+        return checksum_of(data)
 
     def commit(self, checksums: list[int], on_complete: Callable[[], None]) -> Exception | None:
         """Commit all ranks' shards, by checksums; return an error or None. First rank only."""
@@ -127,7 +130,6 @@ class _SaveOperation:
             remove_checkpoint(self._staging)
 
 
-@paused_gc()
 def save(
     state: Mapping[str, Any],
     folder: str | os.PathLike[str],
@@ -155,6 +157,24 @@ def save(
     Raises:
         CheckpointError: on all ranks, if any rank cannot write.
     """
+    save_while(_nothing, state, folder, process_group=process_group, info=info, then=then)
+
+
+@paused_gc()
+def save_while(
+    act: Callable[[], object],
+    state: Mapping[str, Any],
+    folder: str | os.PathLike[str],
+    *,
+    process_group: Any,
+    info: Mapping[str, Any] | None,
+    then: Callable[[], None],
+) -> None:
+    """Do as save(); all ranks but the first call ``act``, which waits for no rank, meanwhile.
+
+    They have nothing else to do while the first rank reads all indices and writes the manifest. An
+    exception of ``act`` does not fail the save.
+    """
     operation = _SaveOperation(state, folder, process_group, info)
     comm = operation.ranks.comm
     # The name only: hosts may mount the file system at different paths.
@@ -163,11 +183,17 @@ def save(
         try:
             # After this all-reduce the files of all ranks are on the disk.
             checksums = operation.ranks.agree(error, checksum)
+            if comm.rank > 0:
+                catch(act)
             operation.ranks.agree(operation.commit(checksums, then) if comm.rank == 0 else None)
         except CheckpointError:
             if comm.rank == 0:
                 operation.discard()
             raise
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _commit(target: Path, checksums: list[int], manifest: Manifest) -> None:

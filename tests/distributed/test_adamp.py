@@ -79,6 +79,7 @@ def test_sharded_is_unsharded(world_size: int, bucket_cap_mb: float) -> None:
     check_is_unsharded(CASES["nesterov"], world_size, bucket_cap_mb, bitwise=False)
 
 
+@pytest.mark.cpu_only("of the oracle alone, which takes a minute there")
 def test_all_branches_are_taken() -> None:
     """The cases meet projections over rows, over tensors, and none; none is a close call."""
     taken: Counter[str] = Counter()
