@@ -120,7 +120,8 @@ def _sample(state: FlatState) -> str:
 class HyperParams:
     """The hyper-parameters of all groups: which have changed, and an entry for each.
 
-    A tensor on a device is not read, because the host would wait for it.
+    A tensor on a device is not read in each step, because the host would wait for it: it counts as
+    changed when it is another object. An ``lr`` there, which schedules change, does not even then.
     """
 
     def __init__(self) -> None:
@@ -160,7 +161,7 @@ class HyperParams:
         self._entries[index] = [
             f"{key} = {_formatted(value)} in group {index}"
             for key, value in values.items()
-            if value is not _NOT_COMPARABLE
+            if _has_text(value)
         ]
 
     def entries(self, num_groups: int) -> list[str]:
@@ -173,7 +174,10 @@ class HyperParams:
 
 
 def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _comparable(group[key]) for key in group if key not in _NOT_COMPARED}
+    values = {key: _comparable(group[key]) for key in group if key not in _NOT_COMPARED}
+    if isinstance(values.get("lr"), _OnDevice):
+        values["lr"] = _NOT_COMPARABLE
+    return values
 
 
 def _is_constant(value: Any) -> bool:
@@ -185,9 +189,7 @@ def _is_constant(value: Any) -> bool:
 
 def _formatted(value: Any) -> str:
     if isinstance(value, tuple):
-        return (
-            "(" + ", ".join(_formatted(item) for item in value if item is not _NOT_COMPARABLE) + ")"
-        )
+        return "(" + ", ".join(_formatted(item) for item in value if _has_text(item)) + ")"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
@@ -195,14 +197,34 @@ _NOT_COMPARED = ("params", "param_names")
 _NOT_COMPARABLE = object()
 
 
+class _OnDevice:
+    """A tensor on a device, equal to itself alone."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _OnDevice) and self._tensor is other._tensor
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _has_text(value: Any) -> bool:
+    """Return whether ranks compare a value of _comparable()."""
+    return value is not _NOT_COMPARABLE and not isinstance(value, _OnDevice)
+
+
 def _comparable(value: Any) -> Any:
-    """Return a value as numbers, texts, flags and tuples of them; else _NOT_COMPARABLE."""
+    """Return a value as numbers, texts, flags, tensors on a device, and tuples of these.
+
+    For anything else, _NOT_COMPARABLE.
+    """
     if isinstance(value, bool | int | str) or value is None:
         return value
     if isinstance(value, tuple | list):
         return tuple(_comparable(item) for item in value)
     if isinstance(value, Tensor) and value.device.type != "cpu":
-        return _NOT_COMPARABLE  # the host would wait for it
+        return _OnDevice(value)  # the host would wait for its value
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):

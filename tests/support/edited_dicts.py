@@ -249,7 +249,7 @@ def lost(told: Mapping[str, Any], held: Mapping[str, Any], before: Mapping[str, 
 def _same(mine: Any, theirs: Any) -> bool:
     if isinstance(mine, Tensor) or isinstance(theirs, Tensor):
         if isinstance(mine, Tensor) and isinstance(theirs, Tensor) and mine.dim():
-            mine, theirs = mine.float(), theirs.float()
+            mine, theirs = mine.float().cpu(), theirs.float().cpu()
             return mine.shape == theirs.shape and torch.equal(
                 mine.nan_to_num(9.0, 8.0, 7.0), theirs.nan_to_num(9.0, 8.0, 7.0)
             )

@@ -213,6 +213,7 @@ def test_a_schedule_may_end_below_zero_by_rounding() -> None:
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
+@pytest.mark.cpu_only("an lr on a device is not read when it changes in place")
 def test_checked_when_they_change() -> None:
     """Not in every step: a check of an lr on a device makes the host wait for it."""
     (param,) = one()
