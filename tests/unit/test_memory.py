@@ -193,6 +193,7 @@ def held_in_training(cls: Callable[..., Any], bucket_cap_mb: float) -> tuple[flo
     return held.param_nbytes + held.grad_nbytes + held.state_nbytes + largest.nbytes, nbytes
 
 
+@pytest.mark.gloo_only("how the parts travel")
 @pytest.mark.parametrize("cls", [ShardedAdam, ShardedLamb])
 def test_peak_memory_of_two_ranks(cls: Callable[..., Any]) -> None:
     """Over gloo, 3.2 times the parameters' bytes: they, the gradients, half the states, staging.
