@@ -15,7 +15,10 @@ from shardfuse import ShardedAdamW
 from shardfuse.checkpoint import CheckpointError, Checkpoints, DamagedCheckpoint, load, save
 from tests.support.cuts import ENDS, Cut, in_a_child
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.cpu_only("a child of a process has none of the device's threads"),
+]
 
 MOST_CALLS = 200
 """More than any case makes: an endless loop would be found."""
