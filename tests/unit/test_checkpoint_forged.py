@@ -150,6 +150,7 @@ def each(seeds: range, tell: Callable[[int, bool, float], None]) -> None:
             tell(seed, is_loaded, time.perf_counter() - begin)
 
 
+@pytest.mark.cpu_only("a child of a process has none of the device's threads")
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, CHUNK))
 def test_forged(first: int, tmp_path: Path) -> None:
     state()

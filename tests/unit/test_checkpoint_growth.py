@@ -99,6 +99,7 @@ def merge(folder: Path, indices: list[ShardIndex]) -> Manifest:
     return manifest
 
 
+@pytest.mark.cpu_only("one rank of many is simulated")
 @pytest.mark.parametrize("num_ranks", [2, 16, 64])
 def test_index_has_own_keys_only(num_ranks: int, tmp_path: Path) -> None:
     num_tensors = 128
@@ -122,6 +123,7 @@ def test_index_has_own_keys_only(num_ranks: int, tmp_path: Path) -> None:
     assert len(manifest.tensors) == 3 * num_tensors
 
 
+@pytest.mark.cpu_only("one rank of many is simulated")
 def test_merge_parses_each_entry_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     indices = Simulated(16, 64).save(tmp_path)
     counts = {"entries": 0, "indices": 0}
