@@ -298,12 +298,15 @@ class LocalCheckpointState:
     def _state_shapes(self) -> dict[str, tuple[int, ...]]:
         found: dict[str, tuple[int, ...]] = {}
         for state in self._optimizer_state.flats:
-            names = arenas_of(state)
+            arenas = arenas_of(state)
+            names = {  # by group
+                spec.group: [name for name in arenas if holds(state, name, spec)]
+                for spec in {spec.group: spec for spec in state.specs}.values()
+            }
             for slot, spec in zip(state.flat.slots, state.specs, strict=True):
-                for name in names if slot.numel else ():
-                    if holds(state, name, spec):
-                        key = f"state.{spec.name}.{name}"
-                        found[key] = spec.shape if key in self._shaped else (slot.numel,)
+                for name in names[spec.group] if slot.numel else ():
+                    key = f"state.{spec.name}.{name}"
+                    found[key] = spec.shape if key in self._shaped else (slot.numel,)
         return found
 
     def step_keys(self) -> list[str]:

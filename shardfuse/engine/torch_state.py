@@ -596,7 +596,8 @@ def as_count(value: Any, what: str) -> int:
             number = value.item()
         except (TypeError, ValueError, RuntimeError):  # of several elements, or on meta
             number = None
-    if isinstance(number, bool) or not issubclass(type(number), Real):
+    is_plain = type(number) in (int, float)  # found sooner than by the class of all numbers
+    if not is_plain and (isinstance(number, bool) or not issubclass(type(number), Real)):
         raise TypeError(f"{what} must be a whole number, got {reprlib.repr(value)}. Correct it.")
     if not (0 <= number <= MAX_STEP and int(number) == number):
         raise ValueError(
