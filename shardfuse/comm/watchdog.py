@@ -76,7 +76,7 @@ class Watchdog:
             None  # on the device: two differences, a region's number
         )
         self._seen: torch.Tensor | None = None  # in pinned memory
-        self._last_work: Any = None  # which ends after all before it
+        self._last_work: Callable[[], Any] = _nothing  # which ends after all before it
         self._num_failures = 0  # of regions
         # Of these, how many the device is past: a tensor of its own, and a copy in pinned memory.
         self._num_passed: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -114,9 +114,12 @@ class Watchdog:
                 self._waits.pop(thread, None)
 
     def note_launch(self, work: Any) -> None:
-        """Keep the last ``work`` of a transport that runs them in the order of their launches."""
+        """Note the last ``work`` of a transport that runs them in the order of their launches.
+
+        Weakly: it holds its tensors. Where it is gone, a stream of this device has waited for it.
+        """
         if not self._host_waits:
-            self._last_work = work
+            self._last_work = weakref.ref(work)
 
     def note_failure(self, text: str) -> None:
         """Have the thread abort the transport if the device stays in what is in flight.
@@ -124,18 +127,21 @@ class Watchdog:
         A region has failed. A peer may never launch its part of a collective that this rank has
         launched, and the next call that waits for the device would hang.
         """
-        if self._num_passed is None or self._last_work is None:
+        module = torch.get_device_module(self._device)
+        is_capturing = getattr(module, "is_current_stream_capturing", bool)
+        if self._num_passed is None or is_capturing():
             return
         self._failure = text, time.monotonic()
         self._num_failures += 1
         counter, seen = self._num_passed
         # A transport that has failed already raises here, and the error at hand goes on.
         with suppress(RuntimeError):
-            module = torch.get_device_module(self._device)
             stream = module.Stream(self._device)
             stream.wait_stream(module.current_stream(self._device))
             with module.stream(stream):
-                self._last_work.wait()
+                work = self._last_work()
+                if work is not None:
+                    work.wait()
                 seen.copy_(counter.add_(1), non_blocking=True)
 
     @property
@@ -276,6 +282,10 @@ class Watchdog:
         if not self._has_logged_error:
             self._has_logged_error = True
             logger.exception("[rank %d] The watchdog goes on after an error.", self._state.rank)
+
+
+def _nothing() -> None:
+    """Return no work."""
 
 
 _watchdogs = set[weakref.ref["Watchdog"]]()

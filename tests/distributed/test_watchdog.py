@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -228,6 +229,15 @@ def test_the_thread_waits_for_no_device() -> None:
 
 
 # What is in flight when a region fails
+
+
+def test_a_work_is_not_kept() -> None:
+    """It holds its tensors: of the last all-gather, the parameters."""
+    state, work = GroupState(dist.HashStore(), 0, world_size=2), Work()
+    watchdog, noted = Watchdog(state, _fail, device=torch.device("cuda")), weakref.ref(work)
+    watchdog.note_launch(work)
+    del work
+    assert noted() is None
 
 
 def fail_with_one_in_flight(launches: list[bool]) -> tuple[bool, str, str]:
