@@ -21,7 +21,10 @@ from shardfuse import ShardedAdamW
 from shardfuse.checkpoint import Checkpoints, folder, load, save
 from tests.support.harness import run_threads
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.cpu_only("a child of a process has none of the device's threads"),
+]
 
 NUM_SAVES = int(os.environ.get("SHARDFUSE_TEST_SAVES", "60"))
 """Of the process that saves; of a minute where that is asked for by hand."""
