@@ -26,6 +26,7 @@ from launch.acceptance.steps import (
     host_synchronization,
     host_waits_by_option,
     memory,
+    params_in_flight,
     peak_memory,
 )
 from launch.bench.environment import hardware
@@ -77,6 +78,7 @@ def own_checks(sizes: Sizes, device: torch.device, trace: Path | None) -> dict[s
         "peak memory of a step": functools.partial(peak_memory, size=model),
         "no host synchronization": functools.partial(host_synchronization, size=model),
         "host waits by option": functools.partial(host_waits_by_option, size=model),
+        "params in flight": functools.partial(params_in_flight, size=model),
         "update against copy": functools.partial(against_copy, **timed),
         "bucket sizes": functools.partial(bucket_sizes, caps=sizes.caps, **timed),
         "step against DDP": functools.partial(

@@ -71,6 +71,7 @@ ROWS = (
     Row("peak memory of a step", "hardware"),
     Row("no host synchronization", "hardware"),
     Row("host waits by option", "hardware"),
+    Row("params in flight", "hardware"),
     Row("update against copy", "hardware"),
     Row("bucket sizes", "hardware"),
     Row("step against DDP", "hardware"),

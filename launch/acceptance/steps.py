@@ -20,10 +20,12 @@ from shardfuse import ShardConfig, ShardedAdamW
 from shardfuse.comm import Communicator
 from shardfuse.comm.transport import AsyncModel
 from shardfuse.doctor import Finding
+from shardfuse.engine.gather import PendingParam
 from shardfuse.plan import Budget, plan
 from shardfuse.plan.models import shapes_of_module
 
 _WARM_UP = 3
+_NUM_COUNTED = 10
 _ROUNDS = 3
 _MEMORY_ERROR = 0.1
 _TEMPORARIES = 4
@@ -174,6 +176,29 @@ def host_waits_by_option(
     text = "; ".join(f"{name} waits for the device, {_shown(w)}" for name, w in slow.items())
     remedy = "Leave these options out where steps are short, and report the places in shardfuse."
     return Finding("", "warning", text, remedy, values)
+
+
+def params_in_flight(comm: Communicator, device: torch.device, *, size: str) -> Finding:
+    """Where params overlap by default, step() leaves them in flight, and forward waits for each.
+
+    step() waits for all of them where it counts more references to a storage than at construction:
+    code of the user may have made views. A queue of kernels must not count as such code.
+    """
+    training, optimizer = sharded(device, size, bucket_cap_mb=bucket_mib(size))
+    progress = optimizer.communicator.async_model
+    if not _planned(comm, device, size, progress).overlaps[1]:
+        return Finding("", "not run", "params do not overlap by default here")
+    numbers = []
+    for step in range(_WARM_UP + _NUM_COUNTED):
+        training.step(batch_of(comm, device, size, step))
+        numbers.append(sum(type(param) is PendingParam for param in training.model.parameters()))
+    training.finish()
+    num_steps = sum(number > 0 for number in numbers[_WARM_UP:])
+    values = {"params_in_flight": numbers}
+    text = f"step() left params in flight in {num_steps} of {_NUM_COUNTED} steps"
+    if num_steps == _NUM_COUNTED:
+        return Finding("", "ok", text, values=values)
+    return Finding("", "warning", text, "Report this: the others waited for all of them.", values)
 
 
 def _sync_debug_mode(device: torch.device) -> SetMode | None:

@@ -25,7 +25,7 @@ from shardfuse import ShardedAdamW
 from shardfuse.checkpoint import AsyncSave
 from shardfuse.comm.transport import AsyncModel, SingleRank
 from shardfuse.doctor import checks
-from shardfuse.engine import kernels
+from shardfuse.engine import gather, kernels
 from shardfuse.plan.budget import CountingCommunicator
 
 CPU = torch.device("cpu")
@@ -183,6 +183,29 @@ def test_one_agreement_of_ranks_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> N
         numbers.append(number)
         found = host_synchronization(SingleRank(), CPU, size="tiny", set_mode=modes.append)
         assert found.verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("progress", "waits", "verdict"),
+    [
+        (AsyncModel.UNORDERED, False, "ok"),
+        (AsyncModel.UNORDERED, True, "warning"),
+        (AsyncModel.BLOCKING, False, "not run"),
+    ],
+)
+def test_steps_that_wait_for_their_params(
+    progress: AsyncModel, waits: bool, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comm = CountingCommunicator(2, progress)
+    monkeypatch.setattr(
+        steps, "sharded", lambda *args, **o: sharded(*args, process_group=comm, **o)
+    )
+    if waits:  # as if other code had a view of a parameter
+        monkeypatch.setattr(gather, "is_shared", lambda param: True)
+    found = steps.params_in_flight(comm, CPU, size="tiny")
+    assert found.verdict == verdict, found.text
+    if verdict != "not run":
+        assert f"in {0 if waits else 10} of 10 steps" in found.text
 
 
 # Numbers
