@@ -139,9 +139,10 @@ def test_messages_are_those_that_are_raised() -> None:
     texts = "\n".join(
         text for path in (ROOT / "shardfuse").rglob("*.py") for text in texts_in(path)
     )
-    messages = [m for row in rows_of(ERRORS, "Messages and remedies") for m in row.split("`")]
+    rows = rows_of(ERRORS, "Messages and remedies")
+    messages = [message for row in rows for message in row.split("`")[1::2]]
     assert len(messages) > 10
-    for message in messages[1::2]:
+    for message in messages:
         for part in message.split("..."):
             assert part.strip() in texts, message
 

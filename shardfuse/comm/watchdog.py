@@ -127,9 +127,10 @@ class Watchdog:
         A region has failed. A peer may never launch its part of a collective that this rank has
         launched, and the next call that waits for the device would hang.
         """
+        if self._num_passed is None:
+            return
         module = torch.get_device_module(self._device)
-        is_capturing = getattr(module, "is_current_stream_capturing", bool)
-        if self._num_passed is None or is_capturing():
+        if getattr(module, "is_current_stream_capturing", bool)():
             return
         self._failure = text, time.monotonic()
         self._num_failures += 1
