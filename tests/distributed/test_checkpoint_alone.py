@@ -46,7 +46,7 @@ def act(case: str, path: Path, job: Job, checkpoints: Checkpoints, is_odd: bool)
         load(job.objects, path / "step-1")
     elif case == "fails in clean-up":
         if is_odd:
-            integrity.verify_share = fail  # type: ignore[assignment]
+            integrity._share_faults = fail  # type: ignore[assignment]
         checkpoints.save(job.objects, 2)
     elif is_odd and case == "saves":
         checkpoints.save(job.objects, 2)

@@ -23,7 +23,7 @@ MOMENTS = {
     "replacing": ("shardfuse.checkpoint.saving", "commit_staging"),
     "naming": ("shardfuse.checkpoint.folder", "recover_interrupted"),
     "clean-up": ("shardfuse.checkpoint.folder", "_remove_old_checkpoint"),
-    "looking": ("shardfuse.checkpoint.integrity", "verify_share"),
+    "looking": ("shardfuse.checkpoint.integrity", "_share_faults"),
     "loading": ("shardfuse.checkpoint.loading", "_LoadOperation"),
     "reading": ("shardfuse.checkpoint.storage", "dcp_metadata"),
 }
