@@ -11,6 +11,7 @@ completely. Two things are compared by samples, so that a rank reads and sends l
 
 from __future__ import annotations
 
+import itertools
 import operator
 import warnings
 import zlib
@@ -125,44 +126,29 @@ class HyperParams:
     """
 
     def __init__(self) -> None:
-        self._values: dict[int, dict[str, Any]] = {}  # accepted ones, by group
-        self._raw: dict[int, tuple[list[str], list[Any]]] = {}  # keys and values that cannot change
-        self._entries: dict[int, list[str]] = {}
+        self._accepted: dict[int, _AcceptedGroup] = {}  # by index of the group
 
-    def changed(self, groups: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the groups with other numbers, texts or flags than were accepted last."""
-        return [
-            i
-            for i, group in enumerate(groups)
-            if not self._is_same(i, group) and self._values.get(i) != _values_of(group)
-        ]
+    def changes(self, groups: Sequence[Mapping[str, Any]]) -> dict[int, set[str]]:
+        """Return {index of a group: the keys of its changes}, since accept() or at all.
 
-    def _is_same(self, index: int, group: Mapping[str, Any]) -> bool:
-        """Return whether a group has the very objects that were accepted last."""
-        keys, values = self._raw.get(index, ((), ()))
-        return len(group) == len(keys) > 0 and all(map(operator.is_, map(group.get, keys), values))
-
-    def is_counted(self, index: int, group: Mapping[str, Any]) -> bool:
-        """Return whether nothing but the ``step`` of a group has changed, and it was checked."""
-        values = self._values.get(index)
-        return values is not None and {**values, "step": 0} == {**_values_of(group), "step": 0}
+        A change is of a number, text or flag; also a key that is new or gone.
+        """
+        found = {}
+        for index, group in enumerate(groups):
+            own = self._accepted.get(index)
+            keys = set(group) if own is None else own.changed_keys(group)
+            if keys:
+                found[index] = keys
+        return found
 
     def forget(self) -> None:
         """Have all groups count as changed."""
-        self._values.clear()
-        self._raw.clear()
+        self._accepted.clear()
 
-    def accept(self, index: int, group: Mapping[str, Any]) -> None:
-        """Keep the values of a group that was checked."""
-        self._values[index] = values = _values_of(group)
-        self._raw.pop(index, None)
-        if all(_is_constant(group[key]) for key in values):
-            self._raw[index] = list(group), list(group.values())
-        self._entries[index] = [
-            f"{key} = {_formatted(value)} in group {index}"
-            for key, value in values.items()
-            if _has_text(value)
-        ]
+    def accept(self, index: int, group: Mapping[str, Any], keys: set[str]) -> None:
+        """Keep the values of a group that was checked; ``keys`` is as changes() has returned it."""
+        own = self._accepted.setdefault(index, _AcceptedGroup(f"in group {index}"))
+        own.update(group, keys)
 
     def entries(self, num_groups: int) -> list[str]:
         """Return an entry for every number, text and flag in the groups.
@@ -170,14 +156,55 @@ class HyperParams:
         Numbers have six digits: hosts of several kinds may round a schedule differently. Other
         values, such as functions, may differ without harm and have no common text.
         """
-        return [entry for index in range(num_groups) for entry in self._entries[index]]
+        own = [self._accepted[index].entries.values() for index in range(num_groups)]
+        return [*filter(None, itertools.chain.from_iterable(own))]
 
 
-def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    values = {key: _comparable(group[key]) for key in group if key not in _NOT_COMPARED}
-    if isinstance(values.get("lr"), _OnDevice):
-        values["lr"] = _NOT_COMPARABLE
-    return values
+class _AcceptedGroup:
+    """The values of one group, and an entry for each; a schedule changes one of many.
+
+    Args:
+        where: ends the entries.
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._keys: list[str] = []
+        self._objects: list[Any] = []  # by key; _VARIABLE for those that can change themselves
+        self._values: dict[str, Any] = {}
+        self.entries: dict[str, str] = {}  # in the order of the group; "" for none
+
+    def changed_keys(self, group: Mapping[str, Any]) -> set[str]:
+        """Return the keys of values that are new, others, or gone."""
+        keys: Iterable[str] = group.keys() | self._values.keys()
+        if [*group] == self._keys:
+            if all(map(operator.is_, group.values(), self._objects)):
+                return set()
+            pairs = zip(self._keys, group.values(), self._objects, strict=True)
+            keys = [key for key, value, kept in pairs if value is not kept]
+        return {key for key in keys if _value_of(group, key) != self._values.get(key, _UNKNOWN)}
+
+    def update(self, group: Mapping[str, Any], keys: Iterable[str]) -> None:
+        """Take over the values of ``keys``."""
+        if [*group] != self._keys:
+            # In the order of the group, which is that of other ranks, and not of the changes.
+            keys = self._keys = [*group]
+            self._objects = [_VARIABLE] * len(keys)
+            self._values, self.entries = {}, {}
+        for key in keys:
+            cannot_change = key in _NOT_COMPARED or _is_constant(group[key])
+            self._objects[self._keys.index(key)] = group[key] if cannot_change else _VARIABLE
+            value = self._values[key] = _value_of(group, key)
+            has_text = _has_text(value)
+            self.entries[key] = f"{key} = {_formatted(value)} {self._where}" if has_text else ""
+
+
+def _value_of(group: Mapping[str, Any], key: str) -> Any:
+    """Return ``group[key]`` as _comparable() does; _ABSENT if ranks do not compare it."""
+    if key not in group or key in _NOT_COMPARED:
+        return _ABSENT
+    value = _comparable(group[key])
+    return _NOT_COMPARABLE if key == "lr" and isinstance(value, _OnDevice) else value
 
 
 def _is_constant(value: Any) -> bool:
@@ -194,7 +221,7 @@ def _formatted(value: Any) -> str:
 
 
 _NOT_COMPARED = ("params", "param_names")
-_NOT_COMPARABLE = object()
+_NOT_COMPARABLE, _ABSENT, _UNKNOWN, _VARIABLE = object(), object(), object(), object()
 
 
 class _OnDevice:
@@ -211,7 +238,8 @@ class _OnDevice:
 
 def _has_text(value: Any) -> bool:
     """Return whether ranks compare a value of _comparable()."""
-    return value is not _NOT_COMPARABLE and not isinstance(value, _OnDevice)
+    is_object = value is _NOT_COMPARABLE or value is _ABSENT
+    return not is_object and not isinstance(value, _OnDevice)
 
 
 def _comparable(value: Any) -> Any:

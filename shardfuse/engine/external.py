@@ -157,7 +157,7 @@ class PartitionShards(ShardProvider):
 
     def global_square(self) -> Tensor | None:
         """Return the squared norm () of all groups' gradients: more than this partition has."""
-        clip = self._rule.settings(self._group, self._policies[0], 1).clip
+        clip = self._rule.clip(self._group)
         if self._global_square is None or clip is None or clip.scope != "global":
             return None
         return self._global_square().to(self._flat.device)

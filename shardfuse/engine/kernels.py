@@ -115,6 +115,19 @@ def mean_of(grad: tuple[Tensor, ...], scale: Scale, dtype: torch.dtype) -> Tenso
     return g if scale is None else g * scale
 
 
+def mean_into(out: Tensor, grad: tuple[Tensor, ...], scale: Scale) -> None:
+    """Write the sum of ``grad``, each (n,), times ``scale`` to ``out`` (n,), as mean_of() does."""
+    first, *others = grad
+    if others and first.dtype == out.dtype:
+        torch.add(first, others.pop(0), out=out)
+    else:
+        out.copy_(first)  # first: others are added in the dtype of ``out``
+    for part in others:
+        out.add_(part)
+    if scale is not None:
+        out.mul_(scale)
+
+
 def only_pass(rule: ElementwiseRule, flags: Any, h: Any, scale: Scale, tile: Tile) -> None:
     """Update a tile by an elementwise rule.
 

@@ -19,7 +19,7 @@ parameters at run time.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -39,7 +39,7 @@ from shardfuse.engine.kernels import (
     first_pass,
     matrix_first_pass,
     matrix_second_pass,
-    mean_of,
+    mean_into,
     only_pass,
     second_pass,
     square_sum_pass,
@@ -251,7 +251,30 @@ class StepDriver:
     ) -> None:
         """Run one pass over a unit: one call for neighbours whose numbers are equal, or are few."""
         runs = self._runs(unit, scales)
-        is_mean = function is only_pass and self._take_mean(unit, runs)
+        if function is not only_pass or not self._shares_mean(unit, runs):
+            self._call_kernels(function, unit, runs, aux)
+            return
+        assert unit.p is not None
+        mean = torch.empty(min(unit.numel, CPU_TILE), dtype=unit.p.dtype, device=unit.p.device)
+        for near in _by_tile(runs):
+            start, stop = near[0].whole.start, near[-1].whole.stop
+            tile = unit.narrowed(start, stop)
+            fits = stop - start <= CPU_TILE
+            if fits:
+                mean_into(mean[: stop - start], tile.grad, near[0].parts[0][1].scale)
+                tile.grad = (mean[: stop - start],)
+            own = [run.shifted(start) for run in near]
+            self._call_kernels(function, tile, own, None, has_mean=fits)
+
+    def _call_kernels(
+        self,
+        function: Pass,
+        unit: UpdateUnit,
+        runs: Sequence[_Run],
+        aux: Tensor | None,
+        *,
+        has_mean: bool = False,
+    ) -> None:
         tiles = UnitTiles(unit, [whole for whole, _ in runs])
         for index, (whole, parts) in enumerate(runs):
             call = parts[0][1]
@@ -265,14 +288,14 @@ class StepDriver:
             self._kernels.run(
                 function,
                 settings,
-                None if is_mean else self._scale(call, unit, whole),
+                None if has_mean else self._scale(call, unit, whole),
                 tiles.tile(index, call.states, own_aux, row=row, has_grad=has_grad),
                 is_tail=unit.is_tail or call.batch is not None,
                 by_operator=call.by_operator,
             )
 
-    def _take_mean(self, unit: UpdateUnit, runs: Sequence[_Run]) -> bool:
-        """Return whether ``unit.grad`` is the mean gradient now; made at once for all operators.
+    def _shares_mean(self, unit: UpdateUnit, runs: Sequence[_Run]) -> bool:
+        """Return whether the gradients of several operators are made means of by one call.
 
         Layer-wise decay has hundreds of operators, and a sum before each took as long as it.
         """
@@ -280,10 +303,7 @@ class StepDriver:
         if len(calls) < 2 or self._norms is not None or unit.p is None:
             return False
         scale = calls[0].scale
-        if not all(call.by_operator and call.scale is scale for call in calls):
-            return False
-        unit.grad = (mean_of(unit.grad, scale, unit.p.dtype),)
-        return True
+        return all(call.by_operator and call.scale is scale for call in calls)
 
     def _runs(self, unit: UpdateUnit, scales: Mapping[int, Scale]) -> list[_Run]:
         """Return the ranges of ``unit``, those joined that one call can update."""
@@ -331,13 +351,15 @@ class StepDriver:
             sums = between is not None and between.takes(part.param_set)
             scale, states = scales[part.param_set], self._rule.state_names(group)
             mark = id(scale) if isinstance(scale, Tensor) else scale
-            batch = (settings.flags, settings.clip, settings.keeps_gradient, states, sums, mark)
+            clip = self._rule.clip(group)
+            batch = (settings.flags, clip, settings.keeps_gradient, states, sums, mark)
             # A learning rate that is a tensor on a device has no place in a table of numbers.
-            is_known = not any(isinstance(value, Tensor) for value in settings.h)
+            is_known = _NUMBERS.issuperset(map(type, settings.h))
             shares = is_known and self._param_sets[part.param_set].shares_calls
             by_operator = shares and self._kernels.has_cheap_operator(settings)
             call = _KernelArgs(
                 settings,
+                clip,
                 scale,
                 states,
                 sums,
@@ -365,7 +387,7 @@ class StepDriver:
         Clipping per tensor is left to _scale().
         """
         param_sets = list(self._param_sets.values())
-        clips = {number: self._settings_of(number).clip for number in self._param_sets}
+        clips = {own.number: self._rule.clip(own.group) for own in param_sets}
         shared = [clip for clip in clips.values() if clip is not None and clip.scope != "tensor"]
         known = self._shards.global_square()
         by_set = any(clip.scope != "global" for clip in shared)
@@ -421,7 +443,7 @@ class StepDriver:
 
     def _scale(self, call: _KernelArgs, unit: UpdateUnit, part: UpdateRange) -> Scale:
         """Return the factor for ``part``, of each block (blocks, 1) where tensors are clipped."""
-        clip, scale = call.settings.clip, call.scale
+        clip, scale = call.clip, call.scale
         if self._norms is None or clip is None or clip.scope != "tensor":
             return scale
         norms = self._norms.value(unit)
@@ -488,6 +510,7 @@ class _KernelArgs(NamedTuple):
     """The arguments of a kernel beside its tensors, in one step."""
 
     settings: Settings
+    clip: Clip | None
     scale: Scale
     states: tuple[str, ...]
     sums: bool  # whether a Reduction takes part
@@ -495,11 +518,31 @@ class _KernelArgs(NamedTuple):
     by_operator: bool  # whether a small set takes an operator of torch's in place of shared calls
 
 
+_NUMBERS = frozenset({bool, int, float})
+
+
 class _Run(NamedTuple):
     """Neighbours of a unit under one kernel call."""
 
     whole: UpdateRange
     parts: list[tuple[UpdateRange, _KernelArgs]]
+
+    def shifted(self, start: int) -> _Run:
+        """Return the run of a unit that begins at element ``start`` of this one's unit."""
+        whole = self.whole
+        ends = whole.start - start, whole.stop - start
+        return _Run(UpdateRange(*ends, whole.param_set, whole.step), self.parts)
+
+
+def _by_tile(runs: Sequence[_Run]) -> Iterator[list[_Run]]:
+    """Yield runs in lists of at most CPU_TILE elements from the first to the last, or of one."""
+    near: list[_Run] = []
+    for run in runs:
+        if near and run.whole.stop - near[0].whole.start > CPU_TILE:
+            yield near
+            near = []
+        near.append(run)
+    yield near
 
 
 # Sums over tensors and rows that are cut across units and ranks
@@ -645,7 +688,7 @@ class TensorReduction:
 
     def begin(self) -> None:
         param_sets = self._shards.param_sets
-        adapted = [t.number for t in param_sets if self._rule.settings(t.group, t.policy, 1).adapts]
+        adapted = [t.number for t in param_sets if self._rule.adapts(t.group, t.policy)]
         if adapted != self._adapted:
             self._adapted, self._sums = adapted, None
         if adapted and self._sums is None:

@@ -66,6 +66,20 @@ class UpdateUnit:
         """Whether it is one row, of a length of its own."""
         return self.row % BLOCK != 0 and self.row == self.numel
 
+    def narrowed(self, start: int, stop: int) -> UpdateUnit:
+        """Return elements [start, stop), which are whole rows of a tile, after checkout()."""
+        own = slice(start, stop)
+        return UpdateUnit(
+            self.index,
+            stop - start,
+            self.row,
+            tuple([part[own] for part in self.grad]),
+            (),
+            p=None if self.p is None else self.p[own],
+            low=None if self.low is None else self.low[own],
+            states={name: state[own] for name, state in self.states.items()},
+        )
+
     def blocks(self, part: UpdateRange) -> slice:
         """Return which of the unit's blocks are in ``part``."""
         return slice(part.start // self.row, part.stop // self.row)

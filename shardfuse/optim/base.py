@@ -872,12 +872,13 @@ class ShardedOptimizer(TorchCompat):
         self._gather.wait_all()
         self._shards.check(self.param_groups, self._params, self._error_prefix)
         hyper_params = self._consistency.hyper_params
-        for index in hyper_params.changed(self.param_groups):
+        for index, keys in hyper_params.changes(self.param_groups).items():
             group = self.param_groups[index]
-            if not hyper_params.is_counted(index, group):  # a check reads lr, also on a device
+            if keys != {"step"}:  # which we count; a check reads lr, also on a device
                 check_group(self._rule, group, f"{self._on_rank}param_groups[{index}]")
             self._shards.allocate(index)
-            hyper_params.accept(index, group)  # last: after an error here, the next step does it
+            # Last: after an error here, the next step does it.
+            hyper_params.accept(index, group, keys)
         if isinstance(self._shards, DTensorShards):
             if self._shards.activate():
                 self._drive()

@@ -69,10 +69,6 @@ class Settings(NamedTuple):
     """Selects the code of the math."""
     h: tuple[float, ...]
     """The rule's own NamedTuple of values, computed in double precision."""
-    clip: Clip | None = None
-    """How gradients are clipped before the update; the same at every step."""
-    adapts: bool = True
-    """Whether a ReducingRule needs factors; if not, nothing is summed."""
     keeps_gradient: bool = False
     """Whether the direction needs the gradient, which is then kept until the second pass."""
     fused: Fused | None = None
@@ -168,6 +164,10 @@ class UpdateRule(ABC):
     @abstractmethod
     def settings(self, group: Group, policy: str, step: int) -> Settings:
         """Return the settings of the ``step``-th update (from 1) of parameters of a policy."""
+
+    def clip(self, group: Group) -> Clip | None:
+        """Return how the gradients of ``group`` are clipped before each update; None: not."""
+        return None
 
     def policy(self, name: str, named: bool, shape: tuple[int, ...], group: Group) -> str:
         """Return the policy of a parameter; parameters of one group and policy are updated alike.
@@ -298,6 +298,10 @@ class NormRule(ReducingRule):
 
     granularity = "block"
 
+    def adapts(self, group: Group, policy: str) -> bool:
+        """Return whether parameters of a policy have ratios; if not, nothing is summed."""
+        return True
+
     @abstractmethod
     def vectors(self, flags: Any, h: Any, p: Tensor, u: Tensor) -> tuple[tuple[Tensor, Any], ...]:
         """Return ``num_sums`` pairs (tensor (rows, n), factor) whose product's squares are summed.
@@ -356,6 +360,8 @@ def number(value: Any, name: str) -> float:
         TypeError: it has another type; a number written as a string, too.
         ValueError: a tensor of another size.
     """
+    if type(value) is float:
+        return value
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"Tensor {name} must be 1-element, got {value.numel()} elements.")
     try:

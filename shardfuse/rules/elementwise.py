@@ -187,7 +187,7 @@ class AdamRule(ElementwiseRule):
 
     def settings(self, group: Group, policy: str, step: int) -> Settings:
         lr, eps = learning_rate(group), float(group["eps"])
-        beta1, beta2 = (float(beta) for beta in group["betas"])
+        beta1, beta2 = map(float, group["betas"])
         weight_decay = float(group["weight_decay"])
         root_correction2 = (1.0 - beta2**step) ** 0.5
         h = _AdamScalars(
@@ -206,10 +206,16 @@ class AdamRule(ElementwiseRule):
         fused = None
         if not flags.guard and not is_tensor(lr):
             name = "_fused_adamw_" if flags.decoupled else "_fused_adam_"
-            options = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
-            fused = Fused(
-                name, step, partial(_fused_adam, name, **options, weight_decay=weight_decay)
+            call = partial(
+                _fused_adam,
+                name,
+                lr=lr,
+                beta1=beta1,
+                beta2=beta2,
+                eps=eps,
+                weight_decay=weight_decay,
             )
+            fused = Fused(name, step, call)
         return Settings(flags, h, fused=fused)
 
     def update(
@@ -230,7 +236,7 @@ class AdamRule(ElementwiseRule):
 def _fused_adam(
     name: str, p: Tensor, g: Tensor, states: Sequence[Tensor], step: Tensor, **options: float
 ) -> None:
-    exp_avg, exp_avg_sq, *largest = ([state] for state in states)
+    exp_avg, exp_avg_sq, *largest = [[state] for state in states]
     operator = getattr(torch, name)
     operator(
         [p],
@@ -321,9 +327,11 @@ class BertAdamRule(ElementwiseRule):
             weight_decay=float(group["weight_decay"]),
             lr=lr,
         )
+        return Settings(_BertAdamFlags(h.weight_decay > 0, vanishes(h.eps)), h)
+
+    def clip(self, group: Group) -> Clip | None:
         max_norm = float(group["max_grad_norm"])
-        clip = Clip(max_norm, "flat", eps=1e-6) if max_norm > 0 else None
-        return Settings(_BertAdamFlags(h.weight_decay > 0, vanishes(h.eps)), h, clip)
+        return Clip(max_norm, "flat", eps=1e-6) if max_norm > 0 else None
 
     def update(
         self, flags: _BertAdamFlags, h: _BertAdamScalars, p: Tensor, g: Tensor, *state: Tensor

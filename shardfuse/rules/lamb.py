@@ -251,13 +251,13 @@ class LambRule(NormRule):
     def _weight_decay(self, group: Group, policy: str) -> float:
         return 0.0 if NO_DECAY in policy else float(group["weight_decay"])
 
-    def _adapts(self, group: Group, policy: str) -> bool:
+    def adapts(self, group: Group, policy: str) -> bool:
         if self.adam or NO_ADAPT in policy:
             return False
         return self.switches.always_adapt or self._weight_decay(group, policy) != 0
 
     def warnings(self, members: Sequence[Member]) -> dict[str, str]:
-        adapted = [m for m in members if self._adapts(m.group, m.policy)]
+        adapted = [m for m in members if self.adapts(m.group, m.policy)]
         candidates = [m.name for m in members if NO_ADAPT not in m.policy]
         found = {}
         if members and self._has_idle_bound:
@@ -307,9 +307,10 @@ class LambRule(NormRule):
             unit=weight_decay if by_decay else gain,
             share=gain / weight_decay if by_decay else weight_decay / gain,
         )
-        clip = Clip(self.max_grad_norm, "global") if self.use_global_grad_norm else None
-        flags = LambFlags(weight_decay != 0, vanishes(h.eps), by_decay)
-        return Settings(flags, h, clip, adapts=self._adapts(group, policy))
+        return Settings(LambFlags(weight_decay != 0, vanishes(h.eps), by_decay), h)
+
+    def clip(self, group: Group) -> Clip | None:
+        return Clip(self.max_grad_norm, "global") if self.use_global_grad_norm else None
 
     def moments(self, flags: Any, h: LambScalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
         update_moments(h, g, *state)
@@ -423,7 +424,7 @@ class PaddleLambRule(LambRule):
     def policy(self, name: str, named: bool, shape: tuple[int, ...], group: Group) -> str:
         return NO_DECAY if name in self.undecayed else ""
 
-    def _adapts(self, group: Group, policy: str) -> bool:
+    def adapts(self, group: Group, policy: str) -> bool:
         return self.switches.always_adapt or self._weight_decay(group, policy) > 0
 
     def settings(self, group: Group, policy: str, step: int) -> Settings:
@@ -435,10 +436,13 @@ class PaddleLambRule(LambRule):
         kind, upper, lower = grad_clip or (None, 0.0, 0.0)
         h = plain.h._replace(l2=float(group["l2"]), lower=lower, upper=upper)
         flags = plain.flags._replace(bounded=kind == "value", regularized=h.l2 != 0)
-        clip = None
-        if kind == "norm" or kind == "global_norm":
-            clip = Clip(upper, "tensor" if kind == "norm" else "group")
-        return plain._replace(flags=flags, h=h, clip=clip)
+        return plain._replace(flags=flags, h=h)
+
+    def clip(self, group: Group) -> Clip | None:
+        grad_clip: GroupClip | None = group["grad_clip"]
+        if grad_clip is None or grad_clip[0] == "value":
+            return None
+        return Clip(grad_clip[1], "tensor" if grad_clip[0] == "norm" else "group")
 
     def moments(self, flags: Any, h: LambScalars, p: Tensor, g: Tensor, *state: Tensor) -> None:
         if flags.bounded:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import shardfuse
+from shardfuse.engine import step as driver
 from shardfuse.engine.kernels import Kernels
 from shardfuse.layout import BLOCK, FlatLayout, ParamSpec
 from shardfuse.optim.base import ShardedOptimizer
@@ -58,7 +59,7 @@ def set_grads(params: list[list[nn.Parameter]], step: int) -> None:
     """Set gradients that are the same on all ranks, of whole numbers: their sums are exact."""
     generator = torch.Generator().manual_seed(step)
     for param in (param for pair in params for param in pair):
-        param.grad = torch.randint(-9, 10, param.shape, generator=generator).float()
+        param.grad = torch.randint(-9, 10, param.shape, generator=generator).to(param.dtype)
 
 
 def values(params: list[list[nn.Parameter]]) -> list[Tensor]:
@@ -116,6 +117,36 @@ def test_many_groups_are_as_many_optimizers(name: str, kernel: dict[str, Any]) -
                     assert torch.allclose(own, other, rtol=1e-6, atol=1e-7)
                 else:
                     assert torch.equal(own, other)
+
+
+def by_tiles(dtype: torch.dtype, tile_numel: int) -> list[Tensor]:
+    """Return parameters after steps where each tile's gradients become means together; 0: never."""
+    driver.CPU_TILE = tile_numel
+    if tile_numel == 0:
+        driver.StepDriver._shares_mean = lambda *_: False  # type: ignore[method-assign]
+    params = [[nn.Parameter(param.detach().to(dtype)) for param in pair] for pair in layers()]
+    members = groups(params, 40)
+    for group in members[:8]:
+        group |= {"lr": 0.01, "weight_decay": 0.1}  # neighbours of equal numbers are one call
+    optimizer = shardfuse.ShardedAdamW(members)
+    for step in range(4):
+        set_grads(params, step)
+        if step == 2:
+            params[5][0].grad = None
+        optimizer.step()
+    return values(params)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_means_by_tiles(dtype: torch.dtype) -> None:
+    """The size of tiles does not change a bit, also where a call is over more than one."""
+    for world_size in (1, 2):
+        expected = run_procs(world_size, by_tiles, dtype, 0)
+        for tile_numel in (3 * BLOCK, BLOCK):
+            for own, other in zip(
+                run_procs(world_size, by_tiles, dtype, tile_numel), expected, strict=True
+            ):
+                assert all(map(torch.equal, own, other))
 
 
 @contextmanager

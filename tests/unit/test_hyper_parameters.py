@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from shardfuse import ShardConfig, ShardedAdamW, ShardedLamb, ShardedSGD
+from shardfuse.engine import consistency
+from shardfuse.engine.consistency import HyperParams
 from shardfuse.engine.params import FlatState
 from shardfuse.optim import paddle
 from tests.support.edited_dicts import KINDS, Kind, bits, build, train
@@ -306,3 +308,62 @@ def test_memory_that_does_not_suffice_at_first(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(MemoryError):
             run.step()
     assert run.step()
+
+
+def accepted(group: dict[str, Any]) -> HyperParams:
+    """Return what keeps the values of ``group``."""
+    found = HyperParams()
+    found.accept(0, group, found.changes([group])[0])
+    return found
+
+
+def test_changes_are_of_values() -> None:
+    """Changed, new and gone keys are found, also in objects that change themselves; others not."""
+    betas, lr = [0.9, 0.99], torch.tensor(0.5)
+    group: dict[str, Any] = {"params": [], "lr": lr, "betas": betas, "eps": None}
+    known = accepted(group)
+    assert known.changes([group]) == {}
+    assert known.changes([{**group, "params": [1], "lr": 0.5, "betas": (0.9, 0.99)}]) == {}
+    assert known.changes([dict(reversed(group.items()))]) == {}
+    lr.fill_(0.25)
+    betas[1] = 0.999
+    assert known.changes([group]) == {0: {"lr", "betas"}}
+    known.accept(0, group, {"lr", "betas"})
+    assert known.changes([group]) == {}
+    less = {key: value for key, value in group.items() if key != "eps"}
+    assert known.changes([less]) == {0: {"eps"}}
+    assert known.changes([{**group, "step": None}]) == {0: {"step"}}
+    known.accept(0, less, {"eps"})
+    assert known.changes([less]) == {}
+    assert known.changes([group]) == {0: {"eps"}}
+    assert known.entries(1) == ["lr = 0.25 in group 0", "betas = (0.9, 0.999) in group 0"]
+
+
+def test_entries_do_not_depend_on_the_order_of_changes() -> None:
+    """Ranks that took over the same values one by one, or together, declare the same."""
+    old = {"params": [], "lr": 1.0, "eps": 1e-8, "betas": (0.9, 0.99)}
+    new = {**old, "lr": 2.0, "eps": 1e-6, "nesterov": True}
+    together, one_by_one = accepted(old), accepted(old)
+    together.accept(0, new, {"lr", "eps", "nesterov"})
+    for key in ("nesterov", "eps", "lr"):
+        old[key] = new[key]
+        one_by_one.accept(0, old, {key})
+    assert together.entries(1) == one_by_one.entries(1)
+    assert together.entries(1)[:2] == ["lr = 2 in group 0", "eps = 1e-06 in group 0"]
+
+
+def test_a_schedule_costs_one_value_of_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step of a schedule has other rates: the other values are not read again."""
+    params = [nn.Parameter(torch.ones(3)) for _ in range(20)]
+    optimizer = ShardedAdamW([{"params": [p], "lr": 0.1} for p in params])
+    read: list[Any] = []
+    comparable = consistency._comparable
+    monkeypatch.setattr(consistency, "_comparable", lambda v: read.append(v) or comparable(v))
+    for step in range(3):
+        read.clear()
+        for param, group in zip(params, optimizer.param_groups, strict=True):
+            param.grad = torch.ones(3)
+            group["lr"] = 0.1 / (step + 2)
+        optimizer.step()
+        if step > 0:
+            assert read == [0.1 / (step + 2)] * 2 * len(params)
