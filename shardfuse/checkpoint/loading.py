@@ -219,7 +219,8 @@ class _LoadOperation:
             objects.set_saved_shapes(shapes)
             plan = functools.partial(ShardReader, source, saved)
             try:
-                self._staged_reader = plan(self._staged, trusted=trusted)
+                expected = objects.group_lists()
+                self._staged_reader = plan(self._staged, trusted=trusted, expected=expected)
                 self._live_reader = plan(objects.select_saved(objects.live_tensors(), self._saved))
                 self._master_reader = plan(objects.master_reads(self._saved))
                 self._live_keys = objects.check_shapes(shapes)

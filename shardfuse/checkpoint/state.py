@@ -170,6 +170,16 @@ class TrainingState:
                 result[key] = saved.get(key, (None,)) if is_replaced else (None,)
         return result
 
+    def group_lists(self) -> dict[str, list[Any]]:
+        """Return the lists in the optimizers' groups, as of parameters' names, by saved key."""
+        return {
+            f"{key}.param_groups.{index}.{name}": value
+            for key, parts in self.parts.items()
+            for index, group in enumerate(parts.groups())
+            for name, value in group.items()
+            if isinstance(value, list)
+        }
+
     def known_counts(self, counts: Mapping[str, int]) -> dict[str, dict[str, int]]:
         """Return those step counts of the optimizers that are among ``counts``."""
         return {

@@ -188,6 +188,41 @@ def test_tensors_are_visited_once(
         assert num_loaded == 3 * own
 
 
+def test_names_as_expected_are_unpickled_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists of plain data, which Python code unpickles, are so only where they are others."""
+
+    def built(prefix: str) -> ShardedAdam:
+        params = [(f"{prefix}.{i}", nn.Parameter(torch.ones(NUMEL))) for i in range(100)]
+        return ShardedAdam(params, lr=0.1, sharding={"process_group": "alone"})
+
+    def unpickled(optimizer: ShardedAdam) -> list[Any]:
+        found: list[Any] = []
+        plain = torch.load
+
+        def spy(file: Any, *args: Any, weights_only: bool) -> Any:
+            value = plain(file, *args, weights_only=weights_only)
+            found.extend([value] if weights_only else [])
+            return value
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "load", spy)
+            load({"optimizer": optimizer}, tmp_path / "step-1")
+        return [value for value in found if isinstance(value, list)]
+
+    one = built("layers")
+    save({"optimizer": one}, tmp_path / "step-1")
+    assert unpickled(one) == []
+    assert unpickled(built("layers")) == []
+    one.param_groups[0]["note"] = ["new", 1]
+    save({"optimizer": one}, tmp_path / "step-1")
+    other = built("layers")
+    other.param_groups[0]["note"] = ["old", 1]
+    assert unpickled(other) == [["new", 1]]
+    assert other.param_groups[0]["note"] == ["new", 1]
+
+
 if __name__ == "__main__":
     num_ranks, num_tensors, numel = map(int, sys.argv[1:])
     in_memory = "/dev/shm" if os.path.isdir("/dev/shm") else None  # else disks are measured
