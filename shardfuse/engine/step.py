@@ -177,7 +177,7 @@ class StepDriver:
         else:
             for unit in self._shards.gradients():
                 self._shards.checkout(unit)
-                self._note_gradient(unit)
+                self._record_gradient(unit)
                 self._only_pass(unit, scales)
         self._shards.increment_step()
         if watch is not None:
@@ -186,15 +186,15 @@ class StepDriver:
             watch.finish(lambda sums: self._total(_only(counted, sums)), self._shards.device)
             self._watch = None
 
-    def _note_gradient(self, unit: UpdateUnit) -> None:
+    def _record_gradient(self, unit: UpdateUnit) -> None:
         if self._watch is not None:
-            self._watch.note_gradient(unit)
+            self._watch.record_gradient(unit)
 
-    def _noting(self, unit: UpdateUnit) -> AbstractContextManager[None]:
-        return nullcontext() if self._watch is None else self._watch.noting(unit)
+    def _recording_update(self, unit: UpdateUnit) -> AbstractContextManager[None]:
+        return nullcontext() if self._watch is None else self._watch.recording_update(unit)
 
     def _only_pass(self, unit: UpdateUnit, scales: Mapping[int, Scale]) -> None:
-        with self._noting(unit):
+        with self._recording_update(unit):
             self._pass(only_pass, unit, scales)
         self._shards.commit(unit)
 
@@ -202,7 +202,7 @@ class StepDriver:
         units = []
         for unit in self._shards.gradients():
             self._shards.checkout(unit)
-            self._note_gradient(unit)
+            self._record_gradient(unit)
             out = matrices.out(unit)
             if out is None:
                 self._only_pass(unit, scales)
@@ -212,7 +212,7 @@ class StepDriver:
             units.append(unit)
         matrices.run()
         for unit in reversed(units):
-            with self._noting(unit):
+            with self._recording_update(unit):
                 self._pass(matrix_second_pass, unit, scales, matrices.value(unit))
             self._shards.commit(unit)
 
@@ -224,7 +224,7 @@ class StepDriver:
         units = []
         for unit in self._shards.gradients():
             self._shards.checkout(unit)
-            self._note_gradient(unit)
+            self._record_gradient(unit)
             out = sums.out(unit)
             self._pass(first_pass, unit, scales, out)
             sums.collect(unit, out)
@@ -238,7 +238,7 @@ class StepDriver:
         self.ratio = ratio
         # The last ones hold the first layers, which the next forward wants first.
         for unit in reversed(units):
-            with self._noting(unit):
+            with self._recording_update(unit):
                 self._pass(second_pass, unit, scales, sums.factors(unit))
             self._shards.commit(unit)
 
@@ -416,7 +416,7 @@ class StepDriver:
                         square = _sum_over(squares, peers)
                     factor = _factor(clip, square, coefficient)
                 if factor is not None and self._watch is not None:
-                    self._watch.note_clip(factor)
+                    self._watch.record_clip(factor)
                 mean: Scale = own.mean
                 if factor is not None:
                     mean = factor if mean is None else factor * mean

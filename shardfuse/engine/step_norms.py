@@ -35,7 +35,7 @@ class StepNorms:
         self._totals: Tensor | None = None
 
     @property
-    def is_taken(self) -> bool:
+    def has_stepped(self) -> bool:
         """Whether the step was made; one that a gradient scaler skips leaves it to the next."""
         return self._totals is not None
 
@@ -75,19 +75,19 @@ class StepNorms:
 
     # Called by the driver
 
-    def note_gradient(self, unit: UpdateUnit) -> None:
-        """Note the mean gradient of ``unit``."""
+    def record_gradient(self, unit: UpdateUnit) -> None:
+        """Record the mean gradient of ``unit``."""
         grad = unit.grad[0].float()
         for part in unit.grad[1:]:
             grad = grad + part
-        self._note(_GRAD, unit, grad if unit.mean is None else grad * unit.mean)
+        self._record(_GRAD, unit, grad if unit.mean is None else grad * unit.mean)
 
-    def note_clip(self, factor: Tensor) -> None:
+    def record_clip(self, factor: Tensor) -> None:
         """Record a factor () by which the mean gradient is scaled for the rule."""
         self._clips.append(factor)
 
     @contextmanager
-    def noting(self, unit: UpdateUnit) -> Iterator[None]:
+    def recording_update(self, unit: UpdateUnit) -> Iterator[None]:
         """Record the change of a unit inside the context."""
         assert unit.p is not None
         if unit.low is not None:
@@ -96,13 +96,13 @@ class StepNorms:
         low = None if unit.low is None else unit.low.clone()
         yield
         moved = unit.p - before
-        self._note(_WEIGHT, unit, before)
-        self._note(_UPDATE, unit, moved)
+        self._record(_WEIGHT, unit, before)
+        self._record(_UPDATE, unit, moved)
         if low is not None and unit.low is not None:
-            self._note(_VANISHED, unit, ((moved != 0) & (unit.low == low)).float())
+            self._record(_VANISHED, unit, ((moved != 0) & (unit.low == low)).float())
 
-    def _note(self, kind: int, unit: UpdateUnit, values: Tensor) -> None:
-        """Note the sum of squares of the part of each parameter in a unit's ``values``."""
+    def _record(self, kind: int, unit: UpdateUnit, values: Tensor) -> None:
+        """Record the sum of squares of the part of each parameter in a unit's ``values``."""
         squares = values.square()
         for fragment in unit.fragments:
             start, stop = fragment.shard_start, fragment.shard_start + fragment.numel

@@ -265,7 +265,7 @@ class StepMonitor:
         return None if on_device else float(lr)
 
     def _after(self, *_: Any) -> None:
-        if self._watched is None or not self._watched[2].is_taken:
+        if self._watched is None or not self._watched[2].has_stepped:
             return
         step, lr, norms = self._watched
         self._watched = None

@@ -146,7 +146,7 @@ def ratios() -> dict[str, Any]:
     optimizer = CASES["lamb"].build(params, {})
     params.assign(rank_grads("floats", 2, dist.get_rank(), 0))
     norms = optimizer.watch_step()
-    assert not norms.is_taken
+    assert not norms.has_stepped
     with pytest.raises(RuntimeError, match="No step"):
         norms.weight.sum()
     optimizer.step()
