@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfuse.comm import Communicator
+from shardfuse.engine.ddp import ModuleWatch
 from shardfuse.engine.params import FlatState
 from shardfuse.runtime import stacklevel_of_caller
 
@@ -413,6 +414,9 @@ _MAX_CHECKS = 3
 """Steps in which a rank checks whether its peers have written to gradients, too."""
 
 
+_MAX_CHECKS_OF_MODULES = 10
+
+
 class UnsyncedTensorsWarning:
     """Warns once if tensors of the model that the optimizer was not given differ between ranks.
 
@@ -476,6 +480,53 @@ class UnsyncedTensorsWarning:
                 "before each forward; nobody does now. Pass the model in place of its parameters; "
                 "where you pass parameter groups, call optimizer.broadcast_buffers(model) once. "
                 "If they are to differ, pass sharding={'broadcast_buffers': False}.",
+                UserWarning,
+                stacklevel=stacklevel_of_caller(),
+            )
+
+
+class ReplacedParamsWarning:
+    """Warns once if others have taken the place of the optimizer's parameters in the model.
+
+    DistributedDataParallel raises an error in the next forward: it waits for gradients.
+
+    Args:
+        watch: the modules that may hold the parameters.
+        params: (name, parameter) of the optimizer.
+    """
+
+    def __init__(self, watch: ModuleWatch, params: Sequence[tuple[str, Tensor]]) -> None:
+        self._watch: ModuleWatch | None = watch
+        held = watch.held([param for _, param in params])
+        self._params = [
+            pair for pair, is_in_module in zip(params, held, strict=True) if is_in_module
+        ]
+        self._num_checks = 0
+
+    def warn(self) -> None:
+        """Look whether modules still hold the parameters, if any has changed since the last call.
+
+        Some code changes modules in each step, and puts everything back: that is not followed.
+        """
+        if self._watch is None or not self._watch.has_changed:
+            return
+        self._watch.has_changed = False
+        held = self._watch.held([param for _, param in self._params])
+        gone = [
+            name
+            for (name, _), is_in_module in zip(self._params, held, strict=True)
+            if not is_in_module
+        ]
+        self._num_checks += 1
+        if gone or self._num_checks == _MAX_CHECKS_OF_MODULES:
+            self._watch = None
+        if gone:
+            more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
+            warnings.warn(
+                f"No module has the parameters {', '.join(gone[:3])}{more} any more. Since the "
+                "optimizer was built they were replaced, as by a new head, by resized embeddings "
+                "or by a parametrization. The optimizer still has the old parameters, and does not "
+                "train the new ones. Build the optimizer after the last change of the model.",
                 UserWarning,
                 stacklevel=stacklevel_of_caller(),
             )

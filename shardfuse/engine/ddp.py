@@ -176,6 +176,7 @@ class ModuleWatch:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.has_changed = False  # a module has got a child or a parameter
         # By id, and not in a WeakSet: a module's own class may compare it, or have no hash.
         self._by_id = weakref.WeakValueDictionary({id(module): module for module in modules})
         _register_hooks()
@@ -189,6 +190,12 @@ class ModuleWatch:
     def note(self, module: nn.Module) -> None:
         """Add a module."""
         self._by_id[id(module)] = module
+        self.has_changed = True
+
+    def held(self, params: Sequence[Tensor]) -> list[bool]:
+        """Return for each of ``params`` whether any of the modules has it."""
+        found = {id(param) for module in self.modules() for param in _direct_params(module)}
+        return [id(param) in found for param in params]
 
 
 _watches: list[weakref.ref[ModuleWatch]] = []

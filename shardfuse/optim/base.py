@@ -41,6 +41,7 @@ from shardfuse.engine.consistency import (
     DdpCheck,
     EditedGradsWarning,
     GradlessSteps,
+    ReplacedParamsWarning,
     UnsyncedTensorsWarning,
 )
 from shardfuse.engine.ddp import (
@@ -181,6 +182,9 @@ class ShardedOptimizer(TorchCompat):
         if error is None and not alone and not is_external_layout() and self._mesh is None:
             try:
                 self._modules = ModuleWatch(self._find_owners().modules)
+                if self.communicator.world.rank == 0:
+                    watch, named = self._modules, self._named_params()
+                    self._replaced_params = ReplacedParamsWarning(watch, named)
             except Exception as failure:
                 error = failure
         self._buffers = CombinedBuffers()
@@ -278,8 +282,9 @@ class ShardedOptimizer(TorchCompat):
         """Whether gradients leave under backward."""
         return self._config.stage == 2 and self.communicator.world_size > 1
 
-    # Wrappers of the model
+    # Wrappers of the model, and other changes
 
+    _replaced_params: ReplacedParamsWarning | None = None  # on the first rank
     _mesh: Any = None  # where torch has sharded the parameters: that of all ranks
     _had_modules = False  # whether any module held the parameters, as far as was looked
     _sees_gradients = False
@@ -294,10 +299,7 @@ class ShardedOptimizer(TorchCompat):
             RuntimeError: stage 2 under a DistributedDataParallel.
             ValueError: an option of no use there; or only some gradients are averaged.
         """
-        names = [spec.name for spec in self.layout.specs]
-        named = list(zip(names, self._params, strict=False))  # groups may have been changed since
-        if not named:
-            named = setup.named(self.param_groups)
+        named = self._named_params()
         modules = None if self._modules is None else self._modules.modules()
         owners = Owners([param for _, param in named], modules)
         self._had_modules = self._had_modules or len(owners.roots()) > 0
@@ -320,6 +322,11 @@ class ShardedOptimizer(TorchCompat):
             )
         self._config = replace(self._config, grads_are_reduced=True)
         return owners
+
+    def _named_params(self) -> Sequence[tuple[str, Tensor]]:
+        names = [spec.name for spec in self.layout.specs]
+        named = list(zip(names, self._params, strict=False))  # groups may have been changed since
+        return named or setup.named(self.param_groups)
 
     def _are_in_no_module(self) -> bool:
         """Return whether modules held the parameters once, and none does now."""
@@ -864,6 +871,8 @@ class ShardedOptimizer(TorchCompat):
     def _warn_of_replaced_ddp(self) -> None:
         """Warn of unsynced tensors and of edited gradients; after freeze()."""
         self._rest_of_model.warn()
+        if self._replaced_params is not None:
+            self._replaced_params.warn()
         if not self._written_grads.is_over:  # unscale_() of a scaler does not change versions
             self._written_grads.note(self._grads.written())
 

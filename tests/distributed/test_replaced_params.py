@@ -1,0 +1,158 @@
+"""Changes of a model after its optimizer was built: parameters of which the model has others."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.utils.prune
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from shardfuse import ShardedAdamW
+from tests.support.harness import run_procs
+
+
+class Net(nn.Module):
+    """An embedding, a layer and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.layer = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layer(self.embedding(tokens)).relu())  # type: ignore[no-any-return]
+
+
+class Adapted(nn.Module):
+    """A layer beside an adapter, in place of the layer."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.adapter = layer, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.adapter(x)  # type: ignore[no-any-return]
+
+
+def new_head(model: Net) -> None:
+    model.head = nn.Linear(4, 5, bias=False)
+
+
+def larger_embedding(model: Net) -> None:
+    old, model.embedding = model.embedding, nn.Embedding(7, 4)
+    with torch.no_grad():
+        model.embedding.weight[:5] = old.weight
+
+
+def tied(model: Net) -> None:
+    model.head.weight = model.embedding.weight
+
+
+def parametrized(model: Net) -> None:
+    nn.utils.parametrizations.weight_norm(model.layer)
+
+
+def assigned(model: Net) -> None:
+    model.layer.weight = nn.Parameter(model.layer.weight.detach().clone())
+
+
+def loaded(model: Net) -> None:
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def adapted(model: Net) -> None:
+    model.layer = Adapted(model.layer)  # type: ignore[assignment]
+
+
+def pruned(model: Net) -> None:
+    nn.utils.prune.l1_unstructured(model.layer, "weight", amount=0.5)
+
+
+def averaged(model: Net) -> None:
+    AveragedModel(model).update_parameters(model)
+
+
+def wrapped(model: Net) -> None:
+    nn.Sequential(model)
+
+
+def swapped(model: Net) -> None:
+    own = dict(model.named_parameters())
+    others = {name: nn.Parameter(param.detach().clone()) for name, param in own.items()}
+    torch.func.functional_call(model, others, (torch.arange(3),))
+
+
+REPLACED: dict[Callable[[Net], None], list[str]] = {
+    new_head: ["head.weight"],
+    larger_embedding: ["embedding.weight"],
+    tied: ["head.weight"],
+    parametrized: ["layer.weight"],
+    assigned: ["layer.weight"],
+    loaded: ["embedding.weight, layer.weight, layer.bias and 1 more"],
+}
+KEPT = [adapted, pruned, averaged, wrapped, swapped]
+
+
+def warned(change: Callable[[Net], None], num_before: int) -> list[str]:
+    """Return the warnings of four steps, before some of which the model is changed."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = ShardedAdamW(model.named_parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for step in range(4):
+            if step == num_before:
+                change(model)
+            model(torch.arange(5)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(each.message) for each in found if "No module has" in str(each.message)]
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+@pytest.mark.parametrize("change", REPLACED)
+def test_replaced_params_are_named(change: Callable[[Net], None], num_before: int) -> None:
+    """Once, on the first rank; DistributedDataParallel raises an error in the next forward."""
+    first, other = run_procs(2, warned, change, num_before)
+    assert other == []
+    (text,) = first
+    assert f"the parameters {REPLACED[change][0]} any more" in text
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+@pytest.mark.parametrize("change", KEPT)
+def test_changes_that_keep_the_params(change: Callable[[Net], None], num_before: int) -> None:
+    assert run_procs(2, warned, change, num_before) == [[], []]
+
+
+def looks(num_steps: int) -> int:
+    """Return how often modules are searched where each step builds another."""
+    model, found = Net(), 0
+    optimizer = ShardedAdamW(model.named_parameters(), lr=0.1)
+    watch = optimizer._replaced_params
+    search = type(optimizer._modules).held
+
+    def held(*args: object) -> list[bool]:
+        nonlocal found
+        found += 1
+        return search(*args)  # type: ignore[arg-type]
+
+    type(optimizer._modules).held = held  # type: ignore[assignment, method-assign]
+    for _ in range(num_steps):
+        nn.Sequential(nn.Linear(2, 2))
+        model(torch.arange(5)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (watch is None) == (found == 0)
+    return found
+
+
+def test_steps_that_build_modules_are_not_followed_for_long() -> None:
+    """A search takes time for each module of the process."""
+    assert run_procs(2, looks, 15) == [10, 0]
