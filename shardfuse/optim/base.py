@@ -883,9 +883,11 @@ class ShardedOptimizer(TorchCompat):
         hyper_params = self._consistency.hyper_params
         for index, keys in hyper_params.changes(self.param_groups).items():
             group = self.param_groups[index]
-            if keys != {"step"}:  # which we count; a check reads lr, also on a device
-                check_group(self._rule, group, f"{self._on_rank}param_groups[{index}]")
-            self._shards.allocate(index)
+            changed = keys - {"step"}  # which we count
+            if changed:  # a check reads lr, also on a device
+                check_group(self._rule, group, f"{self._on_rank}param_groups[{index}]", changed)
+            if not changed <= {"lr"}:  # no state depends on that
+                self._shards.allocate(index)
             # Last: after an error here, the next step does it.
             hyper_params.accept(index, group, keys)
         if isinstance(self._shards, DTensorShards):

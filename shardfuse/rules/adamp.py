@@ -18,7 +18,6 @@ from shardfuse.rules.base import (
     add_product_,
     check_at_least_zero,
     check_betas,
-    check_lr,
     divide,
     learning_rate,
     update_moments,
@@ -57,7 +56,6 @@ class AdamPRule(RowRule):
     neutral: ClassVar[tuple[float, ...]] = (0.0, 1.0)
 
     def check_values(self, group: Group) -> None:
-        check_lr(group)
         check_betas(group)
         check_at_least_zero(group, "eps", "Invalid epsilon value: {}")
         check_at_least_zero(group, "weight_decay", "Invalid weight_decay value: {}")

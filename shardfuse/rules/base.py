@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -125,11 +125,15 @@ class UpdateRule(ABC):
             TypeError: one is not a number.
         """
         check_torch_keys(group, self.torch_keys, type(self).__name__.removesuffix("Rule"))
+        check_lr(group)
         self.check_values(group)
 
     @abstractmethod
     def check_values(self, group: Group) -> None:
-        """Raise ValueError if a hyper-parameter of ``group`` is out of range or NaN."""
+        """Raise ValueError if any hyper-parameter but ``lr`` is out of range or NaN.
+
+        A schedule changes ``lr`` alone, which check_lr() checks in each step.
+        """
 
     def mismatch(self, saved: Group, group: Group) -> str:
         """Return why saved states have another meaning under ``group``; empty if they have not.
@@ -567,14 +571,21 @@ def divide(numerator: Tensor, denominator: Tensor, *, guard: bool) -> Tensor:
     return quotient.masked_fill_(denominator == 0, 0.0) if guard else quotient
 
 
-def check_group(rule: UpdateRule, group: Group, where: str) -> None:
+def check_group(
+    rule: UpdateRule, group: Group, where: str, changed: Collection[str] | None = None
+) -> None:
     """Check the hyper-parameters of a group; errors begin with ``where``, the group's place.
+
+    ``changed``: the keys of others than were checked before; None: any.
 
     Raises:
         ValueError: one is out of range.
         TypeError: one has another type.
     """
     try:
-        rule.check(group)
+        if changed is not None and {"lr"}.issuperset(changed):
+            check_lr(group)
+        else:
+            rule.check(group)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{where}: {error}") from None

@@ -34,7 +34,6 @@ from shardfuse.rules.base import (
     add_quotient_,
     check_at_least_zero,
     check_betas,
-    check_lr,
     check_number,
     divide,
     is_tensor,
@@ -70,7 +69,6 @@ class SGDRule(ElementwiseRule):
     optional_states: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
 
     def check_values(self, group: Group) -> None:
-        check_lr(group)
         check_at_least_zero(group, "momentum", "Invalid momentum value: {}")
         check_at_least_zero(group, "weight_decay", "Invalid weight_decay value: {}")
         check_number(group, "dampening", "Invalid dampening value: {}")
@@ -172,7 +170,6 @@ class AdamRule(ElementwiseRule):
     squares: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
 
     def check_values(self, group: Group) -> None:
-        check_lr(group)
         check_at_least_zero(group, "eps", "Invalid epsilon value: {}")
         check_betas(group)
         check_at_least_zero(group, "weight_decay", "Invalid weight_decay value: {}")
@@ -294,7 +291,6 @@ class BertAdamRule(ElementwiseRule):
     squares: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq"})
 
     def check_values(self, group: Group) -> None:
-        check_lr(group)
         warmup = number(group["warmup"], "warmup")
         if not (warmup == -1 or 0.0 <= warmup < 1.0):
             raise ValueError(f"Invalid warmup: {group['warmup']}")
@@ -404,7 +400,6 @@ class RMSpropRule(ElementwiseRule):
     squares: ClassVar[frozenset[str]] = frozenset({"square_avg"})
 
     def check_values(self, group: Group) -> None:
-        check_lr(group)
         check_at_least_zero(group, "eps", "Invalid epsilon value: {}")
         check_at_least_zero(group, "momentum", "Invalid momentum value: {}")
         check_at_least_zero(group, "weight_decay", "Invalid weight_decay value: {}")
@@ -540,7 +535,6 @@ class AdadeltaRule(ElementwiseRule):
     squares: ClassVar[frozenset[str]] = frozenset({"square_avg", "acc_delta"})
 
     def check_values(self, group: Group) -> None:
-        check_lr(group)
         if not 0.0 <= number(group["rho"], "rho") <= 1.0:
             raise ValueError(f"Invalid rho value: {group['rho']}")
         check_at_least_zero(group, "eps", "Invalid epsilon value: {}")

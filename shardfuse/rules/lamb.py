@@ -27,7 +27,6 @@ from shardfuse.rules.base import (
     add_product_,
     check_at_least_zero,
     check_betas,
-    check_lr,
     check_number,
     check_switch,
     divide,
@@ -218,7 +217,6 @@ class LambRule(NormRule):
         self._has_idle_bound = max_grad_norm is not None and not use_global_grad_norm
 
     def check_values(self, group: Group) -> None:
-        check_lr(group)
         check_betas(group)
         check_at_least_zero(group, "eps", "Invalid epsilon value: {}")
         check_number(group, "weight_decay", "Invalid weight_decay value: {}")

@@ -16,7 +16,6 @@ from shardfuse.rules.base import (
     Settings,
     add_,
     check_at_least_zero,
-    check_lr,
     learning_rate,
     number,
 )
@@ -67,7 +66,6 @@ class MuonRule(MatrixRule):
         if not self.takes_matrices(group):
             self._adamw.check_values(group)
             return
-        check_lr(group)
         if group["amsgrad"]:
             raise ValueError("Invalid amsgrad: Muon has none. Set it in groups that follow AdamW.")
         check_at_least_zero(group, "momentum", "Invalid momentum value: {}", at_most=1.0)
