@@ -129,27 +129,28 @@ class HyperParams:
     def __init__(self) -> None:
         self._accepted: dict[int, _AcceptedGroup] = {}  # by index of the group
 
-    def changes(self, groups: Sequence[Mapping[str, Any]]) -> dict[int, set[str]]:
-        """Return {index of a group: the keys of its changes}, since accept() or at all.
+    def changes(self, groups: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+        """Return {index of a group: {key: value}} of changes since accept(), or of all before.
 
         A change is of a number, text or flag; also a key that is new or gone.
         """
         found = {}
         for index, group in enumerate(groups):
             own = self._accepted.get(index)
-            keys = set(group) if own is None else own.changed_keys(group)
-            if keys:
-                found[index] = keys
+            values = _values_of(group, group) if own is None else own.changes(group)
+            if values:
+                found[index] = values
         return found
 
     def forget(self) -> None:
         """Have all groups count as changed."""
         self._accepted.clear()
 
-    def accept(self, index: int, group: Mapping[str, Any], keys: set[str]) -> None:
-        """Keep the values of a group that was checked; ``keys`` is as changes() has returned it."""
-        own = self._accepted.setdefault(index, _AcceptedGroup(f"in group {index}"))
-        own.update(group, keys)
+    def accept(self, index: int, group: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        """Keep ``values`` of a group that was checked, as changes() has returned them."""
+        if index not in self._accepted:
+            self._accepted[index] = _AcceptedGroup(f"in group {index}")
+        self._accepted[index].update(group, values)
 
     def entries(self, num_groups: int) -> list[str]:
         """Return an entry for every number, text and flag in the groups.
@@ -175,37 +176,43 @@ class _AcceptedGroup:
         self._values: dict[str, Any] = {}
         self.entries: dict[str, str] = {}  # in the order of the group; "" for none
 
-    def changed_keys(self, group: Mapping[str, Any]) -> set[str]:
-        """Return the keys of values that are new, others, or gone."""
+    def changes(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values that are new, others, or gone, by key."""
         keys: Iterable[str] = group.keys() | self._values.keys()
         if [*group] == self._keys:
             if all(map(operator.is_, group.values(), self._objects)):
-                return set()
+                return {}
             pairs = zip(self._keys, group.values(), self._objects, strict=True)
             keys = [key for key, value, kept in pairs if value is not kept]
-        return {key for key in keys if _value_of(group, key) != self._values.get(key, _UNKNOWN)}
+        known = self._values
+        values = _values_of(group, keys)
+        return {key: v for key, v in values.items() if v != known.get(key, _UNKNOWN)}
 
-    def update(self, group: Mapping[str, Any], keys: Iterable[str]) -> None:
-        """Take over the values of ``keys``."""
+    def update(self, group: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        """Take over some values."""
         if [*group] != self._keys:
             # In the order of the group, which is that of other ranks, and not of the changes.
-            keys = self._keys = [*group]
-            self._objects = [_VARIABLE] * len(keys)
+            self._keys = [*group]
+            self._objects = [_VARIABLE] * len(self._keys)
             self._values, self.entries = {}, {}
-        for key in keys:
+            values = _values_of(group, group)
+        for key, value in values.items():
             cannot_change = key in _NOT_COMPARED or _is_constant(group[key])
             self._objects[self._keys.index(key)] = group[key] if cannot_change else _VARIABLE
-            value = self._values[key] = _value_of(group, key)
+            self._values[key] = value
             has_text = _has_text(value)
             self.entries[key] = f"{key} = {_formatted(value)} {self._where}" if has_text else ""
 
 
-def _value_of(group: Mapping[str, Any], key: str) -> Any:
-    """Return ``group[key]`` as _comparable() does; _ABSENT if ranks do not compare it."""
-    if key not in group or key in _NOT_COMPARED:
-        return _ABSENT
-    value = _comparable(group[key])
-    return _NOT_COMPARABLE if key == "lr" and isinstance(value, _OnDevice) else value
+def _values_of(group: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """Return the values of ``keys`` as _comparable() does; _ABSENT for those not compared."""
+    values = {
+        key: _comparable(group[key]) if key in group and key not in _NOT_COMPARED else _ABSENT
+        for key in keys
+    }
+    if isinstance(values.get("lr"), _OnDevice):
+        values["lr"] = _NOT_COMPARABLE
+    return values
 
 
 def _is_constant(value: Any) -> bool:
@@ -248,9 +255,9 @@ def _comparable(value: Any) -> Any:
 
     For anything else, _NOT_COMPARABLE.
     """
-    if isinstance(value, bool | int | str) or value is None:
+    if type(value) is float or isinstance(value, (bool, int, str)) or value is None:
         return value
-    if isinstance(value, tuple | list):
+    if isinstance(value, (tuple, list)):
         return tuple(_comparable(item) for item in value)
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return _OnDevice(value)  # the host would wait for its value

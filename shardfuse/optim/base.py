@@ -881,15 +881,15 @@ class ShardedOptimizer(TorchCompat):
         self._gather.wait_all()
         self._shards.check(self.param_groups, self._params, self._error_prefix)
         hyper_params = self._consistency.hyper_params
-        for index, keys in hyper_params.changes(self.param_groups).items():
+        for index, values in hyper_params.changes(self.param_groups).items():
             group = self.param_groups[index]
-            changed = keys - {"step"}  # which we count
+            changed = values.keys() - {"step"}  # which we count
             if changed:  # a check reads lr, also on a device
                 check_group(self._rule, group, f"{self._on_rank}param_groups[{index}]", changed)
             if not changed <= {"lr"}:  # no state depends on that
                 self._shards.allocate(index)
             # Last: after an error here, the next step does it.
-            hyper_params.accept(index, group, keys)
+            hyper_params.accept(index, group, values)
         if isinstance(self._shards, DTensorShards):
             if self._shards.activate():
                 self._drive()
