@@ -178,13 +178,13 @@ class _AcceptedGroup:
 
     def changes(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values that are new, others, or gone, by key."""
-        keys: Iterable[str] = group.keys() | self._values.keys()
-        if [*group] == self._keys:
-            if all(map(operator.is_, group.values(), self._objects)):
-                return {}
-            pairs = zip(self._keys, group.values(), self._objects, strict=True)
-            keys = [key for key, value, kept in pairs if value is not kept]
         known = self._values
+        keys: Iterable[str] = group.keys() | known.keys()
+        if [*group] == self._keys:
+            is_other = map(operator.is_not, group.values(), self._objects)
+            keys = [*itertools.compress(group, is_other)]
+            if not keys:
+                return {}
         values = _values_of(group, keys)
         return {key: v for key, v in values.items() if v != known.get(key, _UNKNOWN)}
 

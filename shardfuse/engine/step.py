@@ -263,8 +263,7 @@ class StepDriver:
             if fits:
                 mean_into(mean[: stop - start], tile.grad, near[0].parts[0][1].scale)
                 tile.grad = (mean[: stop - start],)
-            own = [run.shifted(start) for run in near]
-            self._call_kernels(function, tile, own, None, has_mean=fits)
+            self._call_kernels(function, tile, near, None, start=start, has_mean=fits)
 
     def _call_kernels(
         self,
@@ -273,9 +272,14 @@ class StepDriver:
         runs: Sequence[_Run],
         aux: Tensor | None,
         *,
+        start: int = 0,
         has_mean: bool = False,
     ) -> None:
-        tiles = UnitTiles(unit, [whole for whole, _ in runs])
+        """Run one pass over ``runs``, which count elements from ``start`` elements before ``unit``.
+
+        ``has_mean``: ``unit.grad`` is the mean gradient.
+        """
+        tiles = UnitTiles(unit, [whole for whole, _ in runs], start)
         for index, (whole, parts) in enumerate(runs):
             call = parts[0][1]
             row, settings = unit.row, call.settings
@@ -526,12 +530,6 @@ class _Run(NamedTuple):
 
     whole: UpdateRange
     parts: list[tuple[UpdateRange, _KernelArgs]]
-
-    def shifted(self, start: int) -> _Run:
-        """Return the run of a unit that begins at element ``start`` of this one's unit."""
-        whole = self.whole
-        ends = whole.start - start, whole.stop - start
-        return _Run(UpdateRange(*ends, whole.param_set, whole.step), self.parts)
 
 
 def _by_tile(runs: Sequence[_Run]) -> Iterator[list[_Run]]:

@@ -93,22 +93,23 @@ class UnitTiles:
     Args:
         unit: after checkout().
         parts: ranges of it, in order, without overlap.
+        start: the element that they have for the first of ``unit``.
     """
 
-    def __init__(self, unit: UpdateUnit, parts: Sequence[UpdateRange]) -> None:
+    def __init__(self, unit: UpdateUnit, parts: Sequence[UpdateRange], start: int = 0) -> None:
         self._unit = unit
         self._parts = parts
         self._sizes: list[int] = []  # in rows; gaps between parts have theirs
         self._positions: list[int] = []  # of each part in _sizes
-        end = 0
+        end = start
         for part in parts:
             if part.start > end:
                 self._sizes.append((part.start - end) // unit.row)
             self._positions.append(len(self._sizes))
             self._sizes.append((part.stop - part.start) // unit.row)
             end = part.stop
-        if end < unit.numel:
-            self._sizes.append((unit.numel - end) // unit.row)
+        if end < start + unit.numel:
+            self._sizes.append((start + unit.numel - end) // unit.row)
         self._cuts: dict[tuple[str, ...], _Cuts] = {}  # by names of states
 
     def tile(
