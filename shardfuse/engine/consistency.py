@@ -137,7 +137,9 @@ class HyperParams:
         found = {}
         for index, group in enumerate(groups):
             own = self._accepted.get(index)
-            values = _values_of(group, group) if own is None else own.changes(group)
+            if own is None:
+                own = self._accepted[index] = _AcceptedGroup(f"in group {index}")
+            values = own.changes(group)
             if values:
                 found[index] = values
         return found
@@ -148,8 +150,6 @@ class HyperParams:
 
     def accept(self, index: int, group: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         """Keep ``values`` of a group that was checked, as changes() has returned them."""
-        if index not in self._accepted:
-            self._accepted[index] = _AcceptedGroup(f"in group {index}")
         self._accepted[index].update(group, values)
 
     def entries(self, num_groups: int) -> list[str]:
@@ -178,15 +178,16 @@ class _AcceptedGroup:
 
     def changes(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values that are new, others, or gone, by key."""
-        known = self._values
-        keys: Iterable[str] = group.keys() | known.keys()
+        keys: Iterable[str] = group.keys() | self._values.keys()
         if [*group] == self._keys:
             is_other = map(operator.is_not, group.values(), self._objects)
-            keys = [*itertools.compress(group, is_other)]
-            if not keys:
-                return {}
-        values = _values_of(group, keys)
-        return {key: v for key, v in values.items() if v != known.get(key, _UNKNOWN)}
+            keys = itertools.compress(group, is_other)
+        found = {}
+        for key in keys:
+            value = _value_of(group, key)
+            if value != self._values.get(key, _UNKNOWN):
+                found[key] = value
+        return found
 
     def update(self, group: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         """Take over some values."""
@@ -195,7 +196,7 @@ class _AcceptedGroup:
             self._keys = [*group]
             self._objects = [_VARIABLE] * len(self._keys)
             self._values, self.entries = {}, {}
-            values = _values_of(group, group)
+            values = {key: _value_of(group, key) for key in group}
         for key, value in values.items():
             cannot_change = key in _NOT_COMPARED or _is_constant(group[key])
             self._objects[self._keys.index(key)] = group[key] if cannot_change else _VARIABLE
@@ -204,20 +205,17 @@ class _AcceptedGroup:
             self.entries[key] = f"{key} = {_formatted(value)} {self._where}" if has_text else ""
 
 
-def _values_of(group: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """Return the values of ``keys`` as _comparable() does; _ABSENT for those not compared."""
-    values = {
-        key: _comparable(group[key]) if key in group and key not in _NOT_COMPARED else _ABSENT
-        for key in keys
-    }
-    if isinstance(values.get("lr"), _OnDevice):
-        values["lr"] = _NOT_COMPARABLE
-    return values
+def _value_of(group: Mapping[str, Any], key: str) -> Any:
+    """Return ``group[key]`` as _comparable() does; _ABSENT if ranks do not compare it."""
+    if key not in group or key in _NOT_COMPARED:
+        return _ABSENT
+    value = _comparable(group[key])
+    return _NOT_COMPARABLE if key == "lr" and isinstance(value, _OnDevice) else value
 
 
 def _is_constant(value: Any) -> bool:
     """Return whether an object is a number, text or flag, or a tuple of them."""
-    if isinstance(value, tuple):
+    if type(value) is tuple:
         return all(map(_is_constant, value))
     return type(value) in (bool, int, float, str) or value is None
 

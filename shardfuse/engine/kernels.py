@@ -373,6 +373,11 @@ class Kernels:
             h, scale = self._absorbed(flags, h, scale)
         self._run_tiles(function, flags, h, scale, tile)
 
+    def run_operator(self, fused: Fused, tile: Tile) -> None:
+        """Update a tile of the CPU by an operator that has_cheap_operator(), without a scale."""
+        assert isinstance(self._rule, ElementwiseRule)
+        fused_pass(self._rule, fused, self._constant(float(fused.step)), None, tile)
+
     def _run_tiles(self, function: Pass, flags: Any, h: Any, scale: Scale, tile: Tile) -> None:
         """Run ``function`` on a few rows of ``tile`` at a time."""
         if isinstance(scale, float) and [part.dtype.itemsize for part in tile.grad] == [2]:

@@ -258,28 +258,23 @@ class StepDriver:
         mean = torch.empty(min(unit.numel, CPU_TILE), dtype=unit.p.dtype, device=unit.p.device)
         for near in _by_tile(runs):
             start, stop = near[0].whole.start, near[-1].whole.stop
+            if stop - start > CPU_TILE:
+                self._call_kernels(function, unit, near, None)
+                continue
             tile = unit.narrowed(start, stop)
-            fits = stop - start <= CPU_TILE
-            if fits:
-                mean_into(mean[: stop - start], tile.grad, near[0].parts[0][1].scale)
-                tile.grad = (mean[: stop - start],)
-            self._call_kernels(function, tile, near, None, start=start, has_mean=fits)
+            mean_into(mean[: stop - start], tile.grad, near[0].parts[0][1].scale)
+            tile.grad = (mean[: stop - start],)
+            tiles = UnitTiles(tile, [whole for whole, _ in near], start)
+            for index, (_, parts) in enumerate(near):
+                call = parts[0][1]
+                assert call.settings.fused is not None
+                own = tiles.tile(index, call.states, None, row=unit.row, has_grad=True)
+                self._kernels.run_operator(call.settings.fused, own)
 
     def _call_kernels(
-        self,
-        function: Pass,
-        unit: UpdateUnit,
-        runs: Sequence[_Run],
-        aux: Tensor | None,
-        *,
-        start: int = 0,
-        has_mean: bool = False,
+        self, function: Pass, unit: UpdateUnit, runs: Sequence[_Run], aux: Tensor | None
     ) -> None:
-        """Run one pass over ``runs``, which count elements from ``start`` elements before ``unit``.
-
-        ``has_mean``: ``unit.grad`` is the mean gradient.
-        """
-        tiles = UnitTiles(unit, [whole for whole, _ in runs], start)
+        tiles = UnitTiles(unit, [whole for whole, _ in runs])
         for index, (whole, parts) in enumerate(runs):
             call = parts[0][1]
             row, settings = unit.row, call.settings
@@ -292,7 +287,7 @@ class StepDriver:
             self._kernels.run(
                 function,
                 settings,
-                None if has_mean else self._scale(call, unit, whole),
+                self._scale(call, unit, whole),
                 tiles.tile(index, call.states, own_aux, row=row, has_grad=has_grad),
                 is_tail=unit.is_tail or call.batch is not None,
                 by_operator=call.by_operator,
