@@ -169,6 +169,10 @@ class StepDriver:
         self._settings.clear()
         self._calls.clear()
         self._equal.clear()
+        # Of all sets, on this rank or not: where a rule raises an error, every rank raises it, and
+        # before anything is updated.
+        for number in self._param_sets:
+            self._settings_of(number)
         scales = self._scales(coefficient, max_norm)
         if self._reduction is not None:
             self._two_passes(scales, self._reduction)

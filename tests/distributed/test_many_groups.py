@@ -16,7 +16,9 @@ from shardfuse.engine import step as driver
 from shardfuse.engine.kernels import Kernels
 from shardfuse.layout import BLOCK, FlatLayout, ParamSpec
 from shardfuse.optim.base import ShardedOptimizer
-from tests.support.harness import run_procs
+from shardfuse.rules import Settings
+from shardfuse.rules.elementwise import AdamWRule
+from tests.support.harness import STAYING, run_procs
 
 EAGER = {"kernel": "eager"}
 AUTO: dict[str, Any] = {}
@@ -147,6 +149,35 @@ def test_means_by_tiles(dtype: torch.dtype) -> None:
                 run_procs(world_size, by_tiles, dtype, tile_numel), expected, strict=True
             ):
                 assert all(map(torch.equal, own, other))
+
+
+def refused(group: int) -> tuple[str, bool]:
+    """Return the error of a step whose rule refuses one group, and whether params are as before."""
+    params = layers()
+    optimizer = shardfuse.ShardedAdamW(groups(params, 40))
+    set_grads(params, 0)
+    optimizer.step()
+    before, plain = values(params), AdamWRule.settings
+
+    def settings(self: AdamWRule, own: Any, policy: str, step: int) -> Settings:
+        if own is optimizer.param_groups[group]:
+            raise ArithmeticError(f"no settings for group {group}")
+        return plain(self, own, policy, step)
+
+    AdamWRule.settings = settings  # type: ignore[method-assign]
+    set_grads(params, 1)
+    try:
+        optimizer.step()
+    except ArithmeticError as error:
+        STAYING.append(error)
+        return str(error), all(map(torch.equal, before, values(params)))
+    return "nothing", False
+
+
+@pytest.mark.parametrize("group", [0, 39])
+def test_a_rule_refuses_a_group(group: int) -> None:
+    """Every rank raises the error, whether it has elements of the group or not, and before all."""
+    assert run_procs(3, refused, group) == [(f"no settings for group {group}", True)] * 3
 
 
 @contextmanager
