@@ -318,6 +318,7 @@ def accepted(group: dict[str, Any]) -> HyperParams:
     return found
 
 
+@pytest.mark.cpu_only("an lr on a device is not read when it changes in place")
 def test_changes_are_of_values() -> None:
     """Changed, new and gone keys are found, also in objects that change themselves; others not."""
     betas, lr = [0.9, 0.99], torch.tensor(0.5)
