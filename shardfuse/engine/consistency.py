@@ -491,7 +491,7 @@ class UnsyncedTensorsWarning:
 
 
 class ReplacedParamsWarning:
-    """Warns once if others have taken the place of the optimizer's parameters in the model.
+    """Warns once, on each rank concerned, if others have the place of parameters in the model.
 
     DistributedDataParallel raises an error in the next forward: it waits for gradients.
 

@@ -182,9 +182,8 @@ class ShardedOptimizer(TorchCompat):
         if error is None and not alone and not is_external_layout() and self._mesh is None:
             try:
                 self._modules = ModuleWatch(self._find_owners().modules)
-                if self.communicator.world.rank == 0:
-                    watch, named = self._modules, self._named_params()
-                    self._replaced_params = ReplacedParamsWarning(watch, named)
+                watch, named = self._modules, self._named_params()
+                self._replaced_params = ReplacedParamsWarning(watch, named)
             except Exception as failure:
                 error = failure
         self._buffers = CombinedBuffers()
@@ -284,7 +283,7 @@ class ShardedOptimizer(TorchCompat):
 
     # Wrappers of the model, and other changes
 
-    _replaced_params: ReplacedParamsWarning | None = None  # on the first rank
+    _replaced_params: ReplacedParamsWarning | None = None
     _mesh: Any = None  # where torch has sharded the parameters: that of all ranks
     _had_modules = False  # whether any module held the parameters, as far as was looked
     _sees_gradients = False

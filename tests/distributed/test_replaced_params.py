@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.utils.prune
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from shardfuse import ShardedAdamW
-from tests.support.harness import run_procs
+from shardfuse.comm.session import PeerError
+from tests.support.harness import STAYING, run_procs
 
 
 class Net(nn.Module):
@@ -99,13 +102,13 @@ REPLACED: dict[Callable[[Net], None], list[str]] = {
 KEPT = [adapted, pruned, averaged, wrapped, swapped]
 
 
-def warned(change: Callable[[Net], None], num_before: int) -> list[str]:
+def warned(change: Callable[[Net], None], num_before: int, action: Any = "always") -> list[str]:
     """Return the warnings of four steps, before some of which the model is changed."""
     torch.manual_seed(0)
     model = Net()
     optimizer = ShardedAdamW(model.named_parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+        warnings.simplefilter(action)
         for step in range(4):
             if step == num_before:
                 change(model)
@@ -118,11 +121,29 @@ def warned(change: Callable[[Net], None], num_before: int) -> list[str]:
 @pytest.mark.parametrize("num_before", [0, 2])
 @pytest.mark.parametrize("change", REPLACED)
 def test_replaced_params_are_named(change: Callable[[Net], None], num_before: int) -> None:
-    """Once, on the first rank; DistributedDataParallel raises an error in the next forward."""
-    first, other = run_procs(2, warned, change, num_before)
-    assert other == []
-    (text,) = first
-    assert f"the parameters {REPLACED[change][0]} any more" in text
+    """Once; DistributedDataParallel raises an error in the next forward."""
+    for found in run_procs(2, warned, change, num_before):
+        (text,) = found
+        assert f"the parameters {REPLACED[change][0]} any more" in text
+
+
+def on_one(rank: int, is_error: bool) -> list[str]:
+    """Return the warnings, or the error, where one rank alone replaces parameters."""
+    change = new_head if dist.get_rank() == rank else wrapped
+    try:
+        return warned(change, 2, "error" if is_error else "always")
+    except (UserWarning, PeerError) as error:
+        STAYING.append(error)
+        return [str(error)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_alone(rank: int) -> None:
+    """It warns; where warnings are errors, both ranks raise one."""
+    found = run_procs(2, on_one, rank, False)
+    assert [len(texts) for texts in found] == [int(own == rank) for own in range(2)]
+    for texts in run_procs(2, on_one, rank, True, timeout=25):
+        assert "No module has the parameters head.weight" in texts[0]
 
 
 @pytest.mark.parametrize("num_before", [0, 2])
@@ -149,10 +170,10 @@ def looks(num_steps: int) -> int:
         model(torch.arange(5)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert (watch is None) == (found == 0)
+    assert watch is not None
     return found
 
 
 def test_steps_that_build_modules_are_not_followed_for_long() -> None:
     """A search takes time for each module of the process."""
-    assert run_procs(2, looks, 15) == [10, 0]
+    assert run_procs(2, looks, 15) == [10, 10]
