@@ -171,37 +171,36 @@ class _AcceptedGroup:
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self._keys: list[str] = []
-        self._objects: list[Any] = []  # by key; _VARIABLE for those that can change themselves
+        self._objects: dict[str, Any] = {}  # of the group; _VARIABLE if they can change themselves
         self._values: dict[str, Any] = {}
         self.entries: dict[str, str] = {}  # in the order of the group; "" for none
 
     def changes(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values that are new, others, or gone, by key."""
         keys: Iterable[str] = group.keys() | self._values.keys()
-        if [*group] == self._keys:
-            is_other = map(operator.is_not, group.values(), self._objects)
+        if [*group] == [*self._objects]:
+            is_other = map(operator.is_not, group.values(), self._objects.values())
             keys = itertools.compress(group, is_other)
-        found = {}
+        known, found = self._values, {}
         for key in keys:
             value = _value_of(group, key)
-            if value != self._values.get(key, _UNKNOWN):
+            if value != known.get(key, _UNKNOWN):
                 found[key] = value
         return found
 
     def update(self, group: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         """Take over some values."""
-        if [*group] != self._keys:
+        if [*group] != [*self._objects]:
             # In the order of the group, which is that of other ranks, and not of the changes.
-            self._keys = [*group]
-            self._objects = [_VARIABLE] * len(self._keys)
+            self._objects = dict.fromkeys(group)
             self._values, self.entries = {}, {}
             values = {key: _value_of(group, key) for key in group}
         for key, value in values.items():
-            cannot_change = key in _NOT_COMPARED or _is_constant(group[key])
-            self._objects[self._keys.index(key)] = group[key] if cannot_change else _VARIABLE
+            own = group[key]
+            cannot_change = _is_constant(own) or key in _NOT_COMPARED
+            self._objects[key] = own if cannot_change else _VARIABLE
             self._values[key] = value
-            has_text = _has_text(value)
+            has_text = type(value) is float or _has_text(value)
             self.entries[key] = f"{key} = {_formatted(value)} {self._where}" if has_text else ""
 
 
@@ -217,16 +216,19 @@ def _is_constant(value: Any) -> bool:
     """Return whether an object is a number, text or flag, or a tuple of them."""
     if type(value) is tuple:
         return all(map(_is_constant, value))
-    return type(value) in (bool, int, float, str) or value is None
+    return type(value) in _CONSTANT_TYPES
 
 
 def _formatted(value: Any) -> str:
+    if type(value) is float:
+        return f"{value:.6g}"
     if isinstance(value, tuple):
         return "(" + ", ".join(_formatted(item) for item in value if _has_text(item)) + ")"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 _NOT_COMPARED = ("params", "param_names")
+_CONSTANT_TYPES = frozenset({float, bool, int, str, type(None)})
 _NOT_COMPARABLE, _ABSENT, _UNKNOWN, _VARIABLE = object(), object(), object(), object()
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -149,7 +149,7 @@ def fused_pass(rule: ElementwiseRule, fused: Fused, h: Any, scale: Scale, tile: 
     if low is not None:
         refresh_master(p, low)
     g = mean_of(tile.grad, scale, p.dtype)
-    missing = -p.numel() % _FUSED_WIDTH
+    missing = -p.numel() % FUSED_WIDTH
     if missing:
         own = [torch.nn.functional.pad(t.flatten(), (0, missing)) for t in (p, g, *tile.states)]
         fused.call(own[0], own[1], own[2:], h)
@@ -161,7 +161,7 @@ def fused_pass(rule: ElementwiseRule, fused: Fused, h: Any, scale: Scale, tile: 
         low.copy_(p)
 
 
-_FUSED_WIDTH = 16
+FUSED_WIDTH = 16
 """Elements of a vector of AVX-512, and of torch's tasks for threads.
 
 Elements behind the last full vector are rounded otherwise by fused operators on the CPU, so there
@@ -373,10 +373,23 @@ class Kernels:
             h, scale = self._absorbed(flags, h, scale)
         self._run_tiles(function, flags, h, scale, tile)
 
-    def run_operator(self, fused: Fused, tile: Tile) -> None:
-        """Update a tile of the CPU by an operator that has_cheap_operator(), without a scale."""
-        assert isinstance(self._rule, ElementwiseRule)
-        fused_pass(self._rule, fused, self._constant(float(fused.step)), None, tile)
+    def run_operators(self, operators: Sequence[Fused], sizes: Sequence[int], tile: Tile) -> None:
+        """Update a tile of the CPU by operators that has_cheap_operator(), without a scale.
+
+        Args:
+            operators: one for each part of the tile.
+            sizes: elements of each part, multiples of FUSED_WIDTH.
+            tile: of (n,) tensors.
+        """
+        p, low, (grad,) = tile.p, tile.low, tile.grad
+        assert p is not None
+        if low is not None:
+            refresh_master(p, low)
+        parts = [tensor.split_with_sizes(sizes) for tensor in (p, grad, *tile.states)]
+        for fused, own_p, own_grad, *states in zip(operators, *parts, strict=True):
+            fused.call(own_p, own_grad, states, self._constant(fused.step))
+        if low is not None:
+            low.copy_(p)
 
     def _run_tiles(self, function: Pass, flags: Any, h: Any, scale: Scale, tile: Tile) -> None:
         """Run ``function`` on a few rows of ``tile`` at a time."""
@@ -411,7 +424,7 @@ class Kernels:
     def _run_fused(self, fused: Fused, scale: Scale, tile: Tile) -> bool:
         """Run an operator of torch's; if the device refuses the first call, go eager for good."""
         try:
-            self._run_tiles(fused_pass, fused, self._constant(float(fused.step)), scale, tile)
+            self._run_tiles(fused_pass, fused, self._constant(fused.step), scale, tile)
         except RuntimeError as error:
             if self._has_fused or self._device.type == "cpu":
                 raise

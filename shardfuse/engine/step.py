@@ -30,6 +30,7 @@ from shardfuse.comm import Communicator
 from shardfuse.comm.transport import ReduceOp
 from shardfuse.engine.kernels import (
     CPU_TILE,
+    FUSED_WIDTH,
     MOST_CONSTANTS,
     Kernels,
     Pass,
@@ -171,8 +172,9 @@ class StepDriver:
         self._equal.clear()
         # Of all sets, on this rank or not: where a rule raises an error, every rank raises it, and
         # before anything is updated.
-        for number in self._param_sets:
-            self._settings_of(number)
+        settings, rule = self._settings, self._rule
+        for own in self._param_sets.values():
+            settings[own.number, own.step] = rule.settings(own.group, own.policy, own.step)
         scales = self._scales(coefficient, max_norm)
         if self._reduction is not None:
             self._two_passes(scales, self._reduction)
@@ -221,7 +223,7 @@ class StepDriver:
             self._shards.commit(unit)
 
     def _two_passes(self, scales: Mapping[int, Scale], sums: Reduction) -> None:
-        keeps = {number for number in self._param_sets if self._settings_of(number).keeps_gradient}
+        keeps = {number for (number, _), own in self._settings.items() if own.keeps_gradient}
         if keeps:
             self._shards.keep_all_reduced()
         sums.begin()
@@ -265,15 +267,14 @@ class StepDriver:
             if stop - start > CPU_TILE:
                 self._call_kernels(function, unit, near, None)
                 continue
-            tile = unit.narrowed(start, stop)
-            mean_into(mean[: stop - start], tile.grad, near[0].parts[0][1].scale)
-            tile.grad = (mean[: stop - start],)
-            tiles = UnitTiles(tile, [whole for whole, _ in near], start)
-            for index, (_, parts) in enumerate(near):
-                call = parts[0][1]
-                assert call.settings.fused is not None
-                own = tiles.tile(index, call.states, None, row=unit.row, has_grad=True)
-                self._kernels.run_operator(call.settings.fused, own)
+            call = near[0].parts[0][1]
+            tile = unit.tile(start, stop, call.states)
+            grad = mean[: stop - start]
+            mean_into(grad, tile.grad, call.scale)
+            found = [run.parts[0][1].settings.fused for run in near]
+            operators = [fused for fused in found if fused is not None]
+            sizes = [run.whole.stop - run.whole.start for run in near]
+            self._kernels.run_operators(operators, sizes, tile._replace(grad=(grad,)))
 
     def _call_kernels(
         self, function: Pass, unit: UpdateUnit, runs: Sequence[_Run], aux: Tensor | None
@@ -303,7 +304,7 @@ class StepDriver:
         Layer-wise decay has hundreds of operators, and a sum before each took as long as it.
         """
         calls = [run.parts[0][1] for run in runs]
-        if len(calls) < 2 or self._norms is not None or unit.p is None:
+        if len(calls) < 2 or unit.row % FUSED_WIDTH or self._norms is not None or unit.p is None:
             return False
         scale = calls[0].scale
         return all(call.by_operator and call.scale is scale for call in calls)
@@ -349,16 +350,16 @@ class StepDriver:
         """Return the numbers that update ``part``: one object for all whose numbers are equal."""
         key = (part.param_set, part.step)
         if key not in self._calls:
-            settings, group = self._settings_of(*key), self._param_sets[part.param_set].group
+            settings, own = self._settings_of(*key), self._param_sets[part.param_set]
             between = self._reduction or self._matrices
             sums = between is not None and between.takes(part.param_set)
-            scale, states = scales[part.param_set], self._rule.state_names(group)
+            scale, states = scales[part.param_set], self._rule.state_names(own.group)
             mark = id(scale) if isinstance(scale, Tensor) else scale
-            clip = self._rule.clip(group)
+            clip = self._rule.clip(own.group)
             batch = (settings.flags, clip, settings.keeps_gradient, states, sums, mark)
             # A learning rate that is a tensor on a device has no place in a table of numbers.
             is_known = _NUMBERS.issuperset(map(type, settings.h))
-            shares = is_known and self._param_sets[part.param_set].shares_calls
+            shares = is_known and own.shares_calls
             by_operator = shares and self._kernels.has_cheap_operator(settings)
             call = _KernelArgs(
                 settings,
@@ -374,12 +375,12 @@ class StepDriver:
             self._calls[key] = call
         return self._calls[key]
 
-    def _settings_of(self, param_set: int, step: int | None = None) -> Settings:
+    def _settings_of(self, param_set: int, step: int) -> Settings:
         """Return the settings of a param_set, made once a step."""
-        own = self._param_sets[param_set]
-        key = (param_set, own.step if step is None else step)
-        if key not in self._settings:
-            self._settings[key] = self._rule.settings(own.group, own.policy, key[1])
+        key = (param_set, step)
+        if key not in self._settings:  # of a set whose parameters have steps of their own
+            own = self._param_sets[param_set]
+            self._settings[key] = self._rule.settings(own.group, own.policy, step)
         return self._settings[key]
 
     # Clips
@@ -532,10 +533,14 @@ class _Run(NamedTuple):
 
 
 def _by_tile(runs: Sequence[_Run]) -> Iterator[list[_Run]]:
-    """Yield runs in lists of at most CPU_TILE elements from the first to the last, or of one."""
+    """Yield adjacent runs with the same states, in lists of at most CPU_TILE elements or of one."""
     near: list[_Run] = []
     for run in runs:
-        if near and run.whole.stop - near[0].whole.start > CPU_TILE:
+        if near and not (
+            run.whole.start == near[-1].whole.stop
+            and run.whole.stop - near[0].whole.start <= CPU_TILE
+            and run.parts[0][1].states == near[0].parts[0][1].states
+        ):
             yield near
             near = []
         near.append(run)

@@ -66,18 +66,14 @@ class UpdateUnit:
         """Whether it is one row, of a length of its own."""
         return self.row % BLOCK != 0 and self.row == self.numel
 
-    def narrowed(self, start: int, stop: int) -> UpdateUnit:
-        """Return elements [start, stop), which are whole rows of a tile, after checkout()."""
+    def tile(self, start: int, stop: int, states: Sequence[str]) -> Tile:
+        """Return elements [start, stop), as (n,) tensors, with these states; after checkout()."""
         own = slice(start, stop)
-        return UpdateUnit(
-            self.index,
-            stop - start,
-            self.row,
+        return Tile(
             tuple([part[own] for part in self.grad]),
-            (),
-            p=None if self.p is None else self.p[own],
-            low=None if self.low is None else self.low[own],
-            states={name: state[own] for name, state in self.states.items()},
+            None if self.p is None else self.p[own],
+            None if self.low is None else self.low[own],
+            tuple([self.states[name][own] for name in states]),
         )
 
     def blocks(self, part: UpdateRange) -> slice:
@@ -93,23 +89,22 @@ class UnitTiles:
     Args:
         unit: after checkout().
         parts: ranges of it, in order, without overlap.
-        start: the element that they have for the first of ``unit``.
     """
 
-    def __init__(self, unit: UpdateUnit, parts: Sequence[UpdateRange], start: int = 0) -> None:
+    def __init__(self, unit: UpdateUnit, parts: Sequence[UpdateRange]) -> None:
         self._unit = unit
         self._parts = parts
         self._sizes: list[int] = []  # in rows; gaps between parts have theirs
         self._positions: list[int] = []  # of each part in _sizes
-        end = start
+        end = 0
         for part in parts:
             if part.start > end:
                 self._sizes.append((part.start - end) // unit.row)
             self._positions.append(len(self._sizes))
             self._sizes.append((part.stop - part.start) // unit.row)
             end = part.stop
-        if end < start + unit.numel:
-            self._sizes.append((start + unit.numel - end) // unit.row)
+        if end < unit.numel:
+            self._sizes.append((unit.numel - end) // unit.row)
         self._cuts: dict[tuple[str, ...], _Cuts] = {}  # by names of states
 
     def tile(

@@ -78,7 +78,7 @@ from shardfuse.optim.backend import is_external_layout, own_layout
 from shardfuse.optim.compat import MemorySummary, TorchCompat, TorchOptions, checked
 from shardfuse.optim.stateful import warn_of_saves_on_one_rank
 from shardfuse.rules import UpdateRule
-from shardfuse.rules.base import check_group
+from shardfuse.rules.base import SCHEDULED, check_group
 from shardfuse.runtime import paused_gc, stacklevel_of_caller, untraced
 from shardfuse.scaling import UNSCALED, GradScale, Overflow, OverflowReport, agree_on_scale
 
@@ -879,13 +879,12 @@ class ShardedOptimizer(TorchCompat):
         """Check parameters and hyper-parameters; return flats that begin to train. Local."""
         self._gather.wait_all()
         self._shards.check(self.param_groups, self._params, self._error_prefix)
-        hyper_params = self._consistency.hyper_params
+        hyper_params, where = self._consistency.hyper_params, f"{self._on_rank}param_groups"
         for index, values in hyper_params.changes(self.param_groups).items():
-            group = self.param_groups[index]
-            changed = values.keys() - {"step"}  # which we count
+            group, changed = self.param_groups[index], values.keys() - {"step"}  # which we count
             if changed:  # a check reads lr, also on a device
-                check_group(self._rule, group, f"{self._on_rank}param_groups[{index}]", changed)
-            if not changed <= {"lr"}:  # no state depends on that
+                check_group(self._rule, group, f"{where}[{index}]", changed)
+            if not changed <= SCHEDULED:  # no state depends on that
                 self._shards.allocate(index)
             # Last: after an error here, the next step does it.
             hyper_params.accept(index, group, values)

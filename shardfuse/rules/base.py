@@ -571,6 +571,10 @@ def divide(numerator: Tensor, denominator: Tensor, *, guard: bool) -> Tensor:
     return quotient.masked_fill_(denominator == 0, 0.0) if guard else quotient
 
 
+SCHEDULED = frozenset({"lr"})
+"""The keys of groups that a schedule changes, on which no other check and no state depends."""
+
+
 def check_group(
     rule: UpdateRule, group: Group, where: str, changed: Collection[str] | None = None
 ) -> None:
@@ -583,7 +587,7 @@ def check_group(
         TypeError: one has another type.
     """
     try:
-        if changed is not None and {"lr"}.issuperset(changed):
+        if changed is not None and SCHEDULED.issuperset(changed):
             check_lr(group)
         else:
             rule.check(group)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -184,35 +184,17 @@ class AdamRule(ElementwiseRule):
 
     def settings(self, group: Group, policy: str, step: int) -> Settings:
         lr, eps = learning_rate(group), float(group["eps"])
-        beta1, beta2 = map(float, group["betas"])
-        weight_decay = float(group["weight_decay"])
-        root_correction2 = (1.0 - beta2**step) ** 0.5
-        h = _AdamScalars(
-            *with_takes(beta1, beta2),
-            eps=eps * root_correction2,
-            weight_decay=weight_decay,
-            shrink=1.0 - lr * weight_decay,
-            step_size=lr * (root_correction2 / (1.0 - beta1**step)),
+        beta1, beta2 = group["betas"]
+        weight_decay, amsgrad = float(group["weight_decay"]), bool(group["amsgrad"])
+        numbers = float(beta1), float(beta2), eps, weight_decay
+        flags, constants, correction = _adam_constants(
+            *numbers, amsgrad=amsgrad, decoupled=self.is_decoupled(group), step=step
         )
-        flags = _AdamFlags(
-            decay=weight_decay != 0,
-            decoupled=self.is_decoupled(group),
-            amsgrad=bool(group["amsgrad"]),
-            guard=vanishes(h.eps),
-        )
+        h = _AdamScalars(*constants, shrink=1.0 - lr * weight_decay, step_size=lr * correction)
         fused = None
         if not flags.guard and not is_tensor(lr):
             name = "_fused_adamw_" if flags.decoupled else "_fused_adam_"
-            call = partial(
-                _fused_adam,
-                name,
-                lr=lr,
-                beta1=beta1,
-                beta2=beta2,
-                eps=eps,
-                weight_decay=weight_decay,
-            )
-            fused = Fused(name, step, call)
+            fused = Fused(name, step, partial(_fused_adam, name, lr, numbers))
         return Settings(flags, h, fused=fused)
 
     def update(
@@ -230,21 +212,56 @@ class AdamRule(ElementwiseRule):
         add_quotient_(p, exp_avg, denominator, -h.step_size, guard=flags.guard)
 
 
+@lru_cache(maxsize=1024)
+def _adam_constants(
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    *,
+    amsgrad: bool,
+    decoupled: bool,
+    step: int,
+) -> tuple[_AdamFlags, tuple[float, float, float, float, float, float], float]:
+    """Return (flags, _AdamScalars without those of lr, the factor from lr to step_size).
+
+    Hundreds of groups differ in lr alone, so these are kept.
+    """
+    root_correction2 = (1.0 - beta2**step) ** 0.5
+    scaled_eps = eps * root_correction2
+    flags = _AdamFlags(
+        decay=weight_decay != 0, decoupled=decoupled, amsgrad=amsgrad, guard=vanishes(scaled_eps)
+    )
+    constants = (*with_takes(beta1, beta2), scaled_eps, weight_decay)
+    return flags, constants, root_correction2 / (1.0 - beta1**step)
+
+
 def _fused_adam(
-    name: str, p: Tensor, g: Tensor, states: Sequence[Tensor], step: Tensor, **options: float
+    name: str,
+    lr: float,
+    numbers: tuple[float, float, float, float],
+    p: Tensor,
+    g: Tensor,
+    states: Sequence[Tensor],
+    step: Tensor,
 ) -> None:
-    exp_avg, exp_avg_sq, *largest = [[state] for state in states]
-    operator = getattr(torch, name)
-    operator(
+    """Call the operator; ``numbers`` are (beta1, beta2, eps, weight_decay)."""
+    beta1, beta2, eps, weight_decay = numbers
+    exp_avg, exp_avg_sq, *largest = states
+    getattr(torch, name)(
         [p],
         [g],
-        exp_avg,
-        exp_avg_sq,
-        *(largest or [[]]),
+        [exp_avg],
+        [exp_avg_sq],
+        largest,
         [step],
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
         amsgrad=bool(largest),
         maximize=False,
-        **options,
     )
 
 
