@@ -325,11 +325,15 @@ def dcp_metadata(saved: SavedEntries, keys: Iterable[str], paths: Mapping[str, A
 
 
 class _MetadataPickler(pickle.Pickler):
-    """Pickles places as calls of their classes, in half of the time of pickle's default."""
+    """Pickles places and tensors as calls of their classes, in half of the default's time."""
 
     dispatch_table = copyreg.dispatch_table | {
         MetadataIndex: lambda at: (MetadataIndex, (at.fqn, at.offset, at.index)),
         _StorageInfo: lambda at: (_StorageInfo, (at.relative_path, at.offset, at.length)),
+        TensorStorageMetadata: lambda it: (
+            TensorStorageMetadata,
+            (it.properties, it.size, it.chunks),
+        ),
     }
 
 
