@@ -299,11 +299,17 @@ class Kernels:
         self._has_fused = False
         self._leaves_edits = False  # of masters, to the second pass; see first_pass()
 
-    def choose(self, shard_numel: int, *, num_units: int = 1) -> None:
+    def choose(self, shard_numel: int, *, num_units: int = 1, num_calls: int = 1) -> None:
         """Choose how to run on shards of so many elements together; compiled kernels are kept.
 
-        ``num_units``: how many calls they take. Of a small AdamW, a compiled call takes 94 us and
-        one of torch's operator 25 us (x86-64, 2026-11-26), so small units take the operator.
+        Where torch has an operator, small units and calls take it: of a small AdamW, a compiled
+        call takes 94 us and one of the operator 25 us (x86-64, 2026-11-26). With 79 calls of
+        133,000 elements, a step took 52 to 56 ms compiled and 43 to 46 by operators; of 400,000,
+        97 to 118 and 121 to 133 (2026-11-28).
+
+        Args:
+            num_units: of a model whose parameters are units of their own.
+            num_calls: for sets of parameters in one shard.
         """
         if f" {_FAILED}: " in self.reason:
             return
@@ -313,6 +319,9 @@ class Kernels:
         if self._kernel == "auto" and self._operators:
             if self.choice == "compile" and shard_numel < COMPILE_MIN_NUMEL * num_units:
                 self.reason = f"{shard_numel} elements are {num_units} units"
+                self.choice = "eager"
+            elif self.choice == "compile" and shard_numel < CPU_TILE * num_calls:
+                self.reason = f"{shard_numel} elements take {num_calls} calls"
                 self.choice = "eager"
             if self.choice == "eager":
                 self.choice = "fused"
@@ -336,6 +345,10 @@ class Kernels:
         """
         is_free = self._kernel == "auto" and self._device.type == "cpu"
         return is_free and self._has_operator(settings.fused)
+
+    def takes_operator(self, settings: Settings, *, is_small: bool) -> bool:
+        """Return whether run() takes an operator on the CPU, also for sets that are not small."""
+        return is_small or (self.choice == "fused" and self.has_cheap_operator(settings))
 
     def run(
         self,

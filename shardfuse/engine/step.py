@@ -307,7 +307,11 @@ class StepDriver:
         if len(calls) < 2 or unit.row % FUSED_WIDTH or self._norms is not None or unit.p is None:
             return False
         scale = calls[0].scale
-        return all(call.by_operator and call.scale is scale for call in calls)
+        takes_operator = self._kernels.takes_operator
+        return all(
+            call.scale is scale and takes_operator(call.settings, is_small=call.by_operator)
+            for call in calls
+        )
 
     def _runs(self, unit: UpdateUnit, scales: Mapping[int, Scale]) -> list[_Run]:
         """Return the ranges of ``unit``, those joined that one call can update."""

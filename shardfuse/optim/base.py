@@ -575,8 +575,10 @@ class ShardedOptimizer(TorchCompat):
         self._driver = StepDriver(
             self._rule, self._shards, comm=self.communicator, kernels=self._kernels
         )
-        num_units = self._shards.num_units if isinstance(self._shards, DTensorShards) else 1
-        self._kernels.choose(self._shards.local_numel, num_units=num_units)
+        shards = self._shards
+        num_units = shards.num_units if isinstance(shards, DTensorShards) else 1
+        num_calls = 1 if isinstance(shards, DTensorShards) else shards.num_calls
+        self._kernels.choose(shards.local_numel, num_units=num_units, num_calls=num_calls)
 
     def _checksums(self, first: int) -> list[int]:
         """Return a checksum of each flat's parameters from ``first`` on, on rank 1 alone."""

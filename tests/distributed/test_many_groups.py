@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import shardfuse
 from shardfuse.engine import step as driver
+from shardfuse.engine import units
 from shardfuse.engine.kernels import Kernels
 from shardfuse.layout import BLOCK, FlatLayout, ParamSpec
 from shardfuse.optim.base import ShardedOptimizer
@@ -121,9 +122,11 @@ def test_many_groups_are_as_many_optimizers(name: str, kernel: dict[str, Any]) -
                     assert torch.equal(own, other)
 
 
-def by_tiles(dtype: torch.dtype, tile_numel: int) -> list[Tensor]:
+def by_tiles(dtype: torch.dtype, are_small: bool, tile_numel: int) -> list[Tensor]:
     """Return parameters after steps where each tile's gradients become means together; 0: never."""
     driver.CPU_TILE = tile_numel
+    if not are_small:
+        units._SMALL_NUMEL = 0
     if tile_numel == 0:
         driver.StepDriver._shares_mean = lambda *_: False  # type: ignore[method-assign]
     params = [[nn.Parameter(param.detach().to(dtype)) for param in pair] for pair in layers()]
@@ -136,19 +139,40 @@ def by_tiles(dtype: torch.dtype, tile_numel: int) -> list[Tensor]:
         if step == 2:
             params[5][0].grad = None
         optimizer.step()
+    assert len(optimizer._shards.param_sets) > 30
+    assert any(own.shares_calls for own in optimizer._shards.param_sets) == are_small
     return values(params)
 
 
+@pytest.mark.parametrize("are_small", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_means_by_tiles(dtype: torch.dtype) -> None:
+def test_means_by_tiles(dtype: torch.dtype, are_small: bool) -> None:
     """The size of tiles does not change a bit, also where a call is over more than one."""
     for world_size in (1, 2):
-        expected = run_procs(world_size, by_tiles, dtype, 0)
+        expected = run_procs(world_size, by_tiles, dtype, are_small, 0)
         for tile_numel in (3 * BLOCK, BLOCK):
             for own, other in zip(
-                run_procs(world_size, by_tiles, dtype, tile_numel), expected, strict=True
+                run_procs(world_size, by_tiles, dtype, are_small, tile_numel), expected, strict=True
             ):
                 assert all(map(torch.equal, own, other))
+
+
+def calls_of(num_groups: int, are_small: bool) -> int:
+    """Return how many kernel calls the sets of a model take on this rank, as far as it knows."""
+    if not are_small:
+        units._SMALL_NUMEL = 0
+    optimizer = shardfuse.ShardedAdamW(groups(layers(), num_groups), lr=0.01)
+    return optimizer._shards.num_calls  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_calls_of_many_sets(world_size: int) -> None:
+    """Each rank counts its share of the sets that are not small, so that all choose one kernel."""
+    num_sets = 2 * NUM_LAYERS
+    assert run_procs(world_size, calls_of, 1, False) == [1] * world_size
+    assert run_procs(world_size, calls_of, 40, True) == [1] * world_size
+    found = run_procs(world_size, calls_of, 40, False)
+    assert found == [num_sets // world_size] * world_size
 
 
 def refused(group: int) -> tuple[str, bool]:
