@@ -337,18 +337,16 @@ class Kernels:
             self._has_compiled = False
             return_freed_memory()
 
-    def has_cheap_operator(self, settings: Settings) -> bool:
-        """Return whether small sets of parameters take an operator of torch's each.
+    def takes_operator(self, settings: Settings, *, is_small: bool) -> bool:
+        """Return whether a set of parameters takes an operator of torch's on the CPU.
 
-        On the CPU that takes less time than tables of the sets' numbers; on a device each call is
-        a launch. However ranks cut a set, its elements take the same way.
+        So do small sets also where others are compiled: it takes less time than tables of the sets'
+        numbers. On a device each call is a launch. However ranks cut a set, its elements take the
+        same way.
         """
         is_free = self._kernel == "auto" and self._device.type == "cpu"
-        return is_free and self._has_operator(settings.fused)
-
-    def takes_operator(self, settings: Settings, *, is_small: bool) -> bool:
-        """Return whether run() takes an operator on the CPU, also for sets that are not small."""
-        return is_small or (self.choice == "fused" and self.has_cheap_operator(settings))
+        is_chosen = is_small or self.choice == "fused"
+        return is_free and is_chosen and self._has_operator(settings.fused)
 
     def run(
         self,
@@ -387,7 +385,7 @@ class Kernels:
         self._run_tiles(function, flags, h, scale, tile)
 
     def run_operators(self, operators: Sequence[Fused], sizes: Sequence[int], tile: Tile) -> None:
-        """Update a tile of the CPU by operators that has_cheap_operator(), without a scale.
+        """Update a tile of the CPU whose sets all takes_operator(), without a scale.
 
         Args:
             operators: one for each part of the tile.

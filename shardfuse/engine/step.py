@@ -268,7 +268,7 @@ class StepDriver:
                 self._call_kernels(function, unit, near, None)
                 continue
             call = near[0].parts[0][1]
-            tile = unit.tile(start, stop, call.states)
+            tile = unit.narrow(start, stop, call.states)
             grad = mean[: stop - start]
             mean_into(grad, tile.grad, call.scale)
             found = [run.parts[0][1].settings.fused for run in near]
@@ -307,11 +307,7 @@ class StepDriver:
         if len(calls) < 2 or unit.row % FUSED_WIDTH or self._norms is not None or unit.p is None:
             return False
         scale = calls[0].scale
-        takes_operator = self._kernels.takes_operator
-        return all(
-            call.scale is scale and takes_operator(call.settings, is_small=call.by_operator)
-            for call in calls
-        )
+        return all(call.by_operator and call.scale is scale for call in calls)
 
     def _runs(self, unit: UpdateUnit, scales: Mapping[int, Scale]) -> list[_Run]:
         """Return the ranges of ``unit``, those joined that one call can update."""
@@ -364,7 +360,7 @@ class StepDriver:
             # A learning rate that is a tensor on a device has no place in a table of numbers.
             is_known = _NUMBERS.issuperset(map(type, settings.h))
             shares = is_known and own.shares_calls
-            by_operator = shares and self._kernels.has_cheap_operator(settings)
+            by_operator = self._kernels.takes_operator(settings, is_small=shares)
             call = _KernelArgs(
                 settings,
                 clip,
@@ -523,7 +519,7 @@ class _KernelArgs(NamedTuple):
     states: tuple[str, ...]
     sums: bool  # whether a Reduction takes part
     batch: Hashable  # equal for all parts that share calls; None: it shares none
-    by_operator: bool  # whether a small set takes an operator of torch's in place of shared calls
+    by_operator: bool  # as Kernels.takes_operator()
 
 
 _NUMBERS = frozenset({bool, int, float})

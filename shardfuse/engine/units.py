@@ -66,7 +66,7 @@ class UpdateUnit:
         """Whether it is one row, of a length of its own."""
         return self.row % BLOCK != 0 and self.row == self.numel
 
-    def tile(self, start: int, stop: int, states: Sequence[str]) -> Tile:
+    def narrow(self, start: int, stop: int, states: Sequence[str]) -> Tile:
         """Return elements [start, stop), as (n,) tensors, with these states; after checkout()."""
         own = slice(start, stop)
         return Tile(
