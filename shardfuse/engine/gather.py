@@ -633,7 +633,7 @@ def _before_forward(module: nn.Module, _: Any) -> None:
     for param in [param for param in module._parameters.values() if param is not None]:
         if type(param) is PendingParam:
             wait_for(param)
-        elif type(param) is not nn.Parameter:
+        elif not isinstance(param, nn.Parameter):
             REGISTRY.finish()  # as torch.func.functional_call() sets them
             return
 

@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
+from shardfuse.engine import gather
 from tests.support import contract, contract_stream, lateness, placing
 
 _ROOT = Path(__file__).parents[2]
@@ -111,12 +112,20 @@ def run_threads(
         _join(threads, timeout, failures)
     finally:
         contract.close_all()
+        _forget_in_flight()
         multi_threaded_pg.ProcessLocalGroup.reset()
         multi_threaded_pg._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
     if failures:
         raise RanksFailedError(failures)
     return list(map(placing.here, results))
+
+
+def _forget_in_flight() -> None:
+    """Have no later world wait for parameters of this one, whose optimizers may still be alive."""
+    with gather.LOCK:
+        for gatherer in list(gather.REGISTRY._gatherers):
+            gather.REGISTRY.discard(gatherer)
 
 
 def everywhere(body: Callable[..., None], *args: Any) -> None:
