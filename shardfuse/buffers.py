@@ -114,6 +114,15 @@ def move(source: torch.Tensor, target: torch.Tensor) -> None:
         _madvise(start, stop - start, mmap.MADV_DONTNEED)
 
 
+def move_all(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    """Copy each source into its target, small ones by one call; the caller frees them then."""
+    if len(sources) == 1:
+        move(sources[0], targets[0])
+        return
+    with torch.no_grad():
+        torch._foreach_copy_(targets, sources)
+
+
 def return_freed_memory(device: torch.device = _CPU) -> None:
     """Return all free memory of glibc, or of a device's allocator, to the system.
 
@@ -140,7 +149,7 @@ def internal_format(tensor: torch.Tensor) -> int | None:
     (Not run on hardware.) A tensor on an NPU exists only if torch_npu is imported.
     """
     torch_npu = sys.modules.get("torch_npu")
-    if tensor.device.type != "npu" or torch_npu is None:
+    if torch_npu is None or tensor.device.type != "npu":
         return None
     number = int(torch_npu.get_npu_format(tensor))
     return None if number in PLAIN_FORMATS else number
@@ -154,25 +163,6 @@ def are_at(tensors: Iterable[torch.Tensor], addresses: Iterable[int]) -> bool:
 def has_own_storage(param: torch.Tensor) -> bool:
     """Return whether a parameter in a flat buffer has a storage to itself."""
     return param.device.type in ("cpu", "cuda") and param.numel() > 0
-
-
-def _with_own_storage(
-    storage: torch.UntypedStorage, spec: ParamSpec, like: torch.Tensor
-) -> torch.Tensor:
-    """Return a dense tensor over a slice of a storage, with a storage of its own.
-
-    Code that saves models works on storages: torch.save() writes the full storage of every tensor,
-    safetensors and Accelerate refuse tensors that share one, copy.deepcopy() copies it. A storage
-    per parameter over one allocation works with all of them, and costs nothing. Addresses do not
-    change, reads and writes through the buffer have the same effect, and each storage keeps the
-    allocation alive. Alternative: a hook that clones the tensors of a module's state_dict(). But
-    submodules and lists of parameters have no hook, the clones double the model's memory, and
-    ``model.state_dict()[name].copy_(value)`` would not write to the model.
-
-    Out-of-tree devices (Ascend) have a storage class of their own, and a slice is of another class:
-    there a parameter is a view. So is an empty one, which has no memory.
-    """
-    return like.new_empty(0).set_(storage, 0, spec.shape, spec.stride)
 
 
 @dataclass(eq=False)
@@ -192,15 +182,41 @@ class FlatBuffer:
         start = self.data.storage_offset() + self.flat.slots[position].start
         return self.data.as_strided(spec.shape, spec.stride, start)
 
-    def own_view(self, position: int, spec: ParamSpec) -> torch.Tensor:
-        """Return view() as a tensor with a storage of its own, over the same memory."""
-        slot = self.flat.slots[position]
-        if not has_own_storage(self.data) or not slot.numel:
-            return self.view(position, spec)
-        itemsize = self.data.itemsize
-        start = (self.data.storage_offset() + slot.start) * itemsize
-        storage = self.data.untyped_storage()[start : start + slot.numel * itemsize]
-        return _with_own_storage(storage, spec, self.data)
+    def views(self, specs: Sequence[ParamSpec]) -> list[torch.Tensor]:
+        """Return view() of every slot, with the parameters' ``specs`` by position."""
+        first, as_strided = self.data.storage_offset(), self.data.as_strided
+        return [
+            as_strided(spec.shape, spec.stride, first + slot.start)
+            for slot, spec in zip(self.flat.slots, specs, strict=True)
+        ]
+
+    def own_views(self, specs: Sequence[ParamSpec]) -> list[torch.Tensor]:
+        """Return views() as tensors that have a storage of their own each, over the same memory.
+
+        Code that saves models works on storages: torch.save() writes the full storage of every
+        tensor, safetensors and Accelerate refuse tensors that share one, copy.deepcopy() copies it.
+        A storage per parameter over one allocation works with all of them, and costs nothing.
+        Addresses do not change, reads and writes through the buffer have the same effect, and each
+        storage keeps the allocation alive. Alternative: a hook that clones the tensors of a
+        module's state_dict(). But submodules and lists of parameters have no hook, the clones
+        double the model's memory, and ``model.state_dict()[name].copy_(value)`` would not write to
+        the model.
+
+        Out-of-tree devices (Ascend) have a storage class of their own, and a slice is of another
+        class: there a parameter is a view. So is an empty one, which has no memory.
+        """
+        if not has_own_storage(self.data):
+            return self.views(specs)
+        storage, itemsize, empty = self.data.untyped_storage(), self.data.itemsize, self.data[:0]
+        first, views = self.data.storage_offset(), []
+        for slot, spec in zip(self.flat.slots, specs, strict=True):
+            if not slot.numel:
+                views.append(empty.as_strided(spec.shape, spec.stride, first + slot.start))
+                continue
+            start = (first + slot.start) * itemsize
+            part = storage[start : start + slot.numel * itemsize]
+            views.append(empty.new_empty(0).set_(part, 0, spec.shape, spec.stride))
+        return views
 
     def join(self, first: int, tensors: Sequence[torch.Tensor]) -> None:
         """Write 1-D ``tensors`` into the slots from ``first`` on, and the padding between.

@@ -630,7 +630,8 @@ def _before_forward(module: nn.Module, _: Any) -> None:
         for param in module.parameters():
             wait_for(param)  # raises, for one that was lost
         return
-    for param in [param for param in module._parameters.values() if param is not None]:
+    params: list[Any] = [param for param in module._parameters.values() if param is not None]
+    for param in params:
         if type(param) is PendingParam:
             wait_for(param)
         elif not isinstance(param, nn.Parameter):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from shardfuse.buffers import FlatBuffer, ShardArena, are_at, move, return_freed_memory
+from shardfuse.buffers import FlatBuffer, ShardArena, are_at, move_all, return_freed_memory
 from shardfuse.codecs import MASTER_DTYPE, ParamCodec
 from shardfuse.engine.gather import ParamGatherer
 from shardfuse.engine.units import (
@@ -36,6 +36,9 @@ _REMEDY = (
 
 _TRIM_NBYTES = 32 << 20
 """Bytes of parameters that move between two calls of return_freed_memory()."""
+
+_BATCH_NBYTES = 1 << 20
+"""Bytes of parameters that move by one call: those that are there twice meanwhile."""
 
 
 # Of this process. Parameters themselves have no weak references: torch would not swap them then.
@@ -120,16 +123,21 @@ class FlatState:
         change = self.change()
         if change:
             raise TypeError(change)
+        views = self.params_buffer.own_views(self.specs)
+        pairs = [
+            (param, view)
+            for param, view in zip(self.params, views, strict=True)
+            if param.data_ptr() != view.data_ptr() or param.stride() != view.stride()
+        ]
         nbytes = 0
-        for position, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
-            view = self.params_buffer.own_view(position, spec)
-            if param.data_ptr() != view.data_ptr() or param.stride() != view.stride():
-                move(param, view)
+        for batch in _batches(pairs):
+            move_all([param for param, _ in batch], [view for _, view in batch])
+            for param, view in batch:
                 param.data = view  # frees its own memory, unless other code refers to that
                 nbytes += view.nbytes
-                if nbytes >= _TRIM_NBYTES and self.device.type == "cpu":
-                    return_freed_memory()
-                    nbytes = 0
+            if nbytes >= _TRIM_NBYTES and self.device.type == "cpu":
+                return_freed_memory()
+                nbytes = 0
         if nbytes >= _TRIM_NBYTES:  # on a device once: it waits for all kernels
             return_freed_memory(self.device)
         self._addresses = [param.data_ptr() for param in self.params]
@@ -348,9 +356,9 @@ def move_through_host(
         return_freed_memory(device)
         buffers = allocate()
         for buffer in buffers:
-            for position, slot in enumerate(buffer.flat.slots):
+            of_buffer = buffer.own_views([specs[slot.param] for slot in buffer.flat.slots])
+            for slot, view in zip(buffer.flat.slots, of_buffer, strict=True):
                 if slot.param in on_host:
-                    view = buffer.own_view(position, specs[slot.param])
                     view.copy_(on_host[slot.param])
                     params[slot.param].data = view
                     del on_host[slot.param]
@@ -358,6 +366,21 @@ def move_through_host(
         for number, values in on_host.items():
             params[number].data = values.to(device)
     return buffers
+
+
+def _batches(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Yield ``pairs`` of equal size in batches of at most _BATCH_NBYTES, a larger one alone."""
+    batch: list[tuple[Tensor, Tensor]] = []
+    nbytes = 0
+    for pair in pairs:
+        size = pair[1].nbytes
+        if batch and nbytes + size > _BATCH_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(pair)
+        nbytes += size
+    if batch:
+        yield batch
 
 
 def rebind(flats: Sequence[FlatState]) -> None:

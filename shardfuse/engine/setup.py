@@ -82,18 +82,19 @@ def common_device(groups: Groups) -> torch.device:
     device: torch.device | None = None
     for index, group in enumerate(groups):
         for position, param in enumerate(group["params"]):
+            if param.device == device:
+                continue
             if param.device.type == "meta":
                 raise TypeError(
                     f"Parameter {_name(group, index, position)} is on the meta device. Materialise "
                     "the model first, as by model.to_empty(device=...), and give it its values."
                 )
-            if device is None:
-                device = param.device
-            elif param.device != device:
+            if device is not None:
                 raise ValueError(
                     f"Parameter {_name(group, index, position)} is on {param.device}, others are "
                     f"on {device}. Give one optimizer the parameters of one device."
                 )
+            device = param.device
     return device or torch.device("cpu")
 
 
@@ -121,7 +122,7 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
     """
     common_device(groups)
     added: list[tuple[Tensor, ParamSpec]] = []
-    texts: dict[tuple[torch.dtype, torch.device], tuple[str, str]] = {}
+    kinds: dict[Any, tuple[str, str]] = {}
     names = {
         _name(group, index, position)
         for index, group in enumerate(groups[:first_group])
@@ -134,11 +135,12 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
         storage = rule.storage(group)
         for position, param in enumerate(group["params"]):
             name = _name(group, index, position)
-            _check_supported(param, name)
-            if (param.dtype, param.device) not in texts:
-                dtype = str(param.dtype).removeprefix("torch.")
-                texts[param.dtype, param.device] = (dtype, str(param.device))
-            dtype, device = texts[param.dtype, param.device]
+            _check_memory(param, name)
+            kind = param.dtype, param.device, param.layout
+            if kind not in kinds:
+                _check_kind(param, name)
+                kinds[kind] = str(param.dtype).removeprefix("torch."), str(param.device)
+            dtype, device = kinds[kind]
             if name in names:
                 raise ValueError(
                     f"The parameter name {name} is given twice. Checkpoints and error messages use "
@@ -238,18 +240,12 @@ def _name(group: Mapping[str, Any], index: int, position: int) -> str:
 _DTYPES = {getattr(torch, name) for name in ITEMSIZE}
 
 
-def _check_supported(param: Tensor, name: str) -> None:
+def _check_memory(param: Tensor, name: str) -> None:
+    """Raise TypeError if sizes and strides of ``param`` do not describe its memory."""
     if hasattr(param, "ds_tensor"):
         raise TypeError(
             f"Parameter {name} is partitioned by DeepSpeed's ZeRO stage 3, which shards the "
             "optimizer states, too. Use stage 1 or 2, or train without deepspeed.zero.Init()."
-        )
-    if param.layout != torch.strided:
-        raise TypeError(f"Parameter {name} is {param.layout}; shardfuse needs dense parameters.")
-    if param.dtype not in _DTYPES:
-        raise TypeError(
-            "Fused optimizer's parameters must be either float32, float16 or bfloat16, but "
-            f"received {param.dtype} ({name}). {_dtype_remedy(param)}"
         )
     number = internal_format(param)
     if number is not None:
@@ -258,6 +254,17 @@ def _check_supported(param: Tensor, name: str) -> None:
             "strides do not describe the memory. Set torch.npu.config.allow_internal_format = "
             "False before the model is built, or convert the parameter: "
             "p.data = torch_npu.npu_format_cast(p.data, 2)."
+        )
+
+
+def _check_kind(param: Tensor, name: str) -> None:
+    """Raise TypeError if no flat has parameters of the dtype and layout of ``param``."""
+    if param.layout != torch.strided:
+        raise TypeError(f"Parameter {name} is {param.layout}; shardfuse needs dense parameters.")
+    if param.dtype not in _DTYPES:
+        raise TypeError(
+            "Fused optimizer's parameters must be either float32, float16 or bfloat16, but "
+            f"received {param.dtype} ({name}). {_dtype_remedy(param)}"
         )
 
 

@@ -67,7 +67,7 @@ class GradBuffer:
         self.buffer.padding = -0.0  # a gradient beside padding may be absent
         self.buffer.clear_padding()
         # As .data each has a version of its own, which counts the writes through it.
-        self.views = [self.buffer.view(i, spec).data for i, spec in enumerate(self.specs)]
+        self.views = [view.data for view in self.buffer.views(self.specs)]
         self.addresses = [view.data_ptr() for view in self.views]
         self.starts = [slot.start for slot in self.flat.slots]
         self.positions = {b.index: list(slots_in(self.flat, b)) for b in self.flat.buckets}
