@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from shardfuse import ShardedAdamW, ShardedLamb, ShardedSGD
 from tests.distributed.test_overlap import OPTIMIZERS
 from tests.support.harness import run_procs, run_threads
-from tests.support.in_flight import InFlight
 from tests.support.lazy import LazyCommunicator, Post
 from tests.support.overlap import OFF, PROGRAMS, WIRES, Net
 
@@ -305,29 +304,6 @@ def test_late_gradients_alone_are_sent_again() -> None:
     for log in run_threads(2, body):
         again = [line for line in log if line.startswith("reduce") and "attempt 0" not in line]
         assert 0 < len(again) < 2 * (STEPS - 1)
-
-
-def test_accumulation_waits_for_no_other_optimizer() -> None:
-    """A forward after a backward whose gradients were sent waits for its own parameters alone."""
-    post = Post()
-
-    def body() -> bool:
-        model = Sums()
-        sharding = {"process_group": LazyCommunicator(post, dist.get_rank(), 2), "stage": 2}
-        optimizer = ShardedAdamW(model.named_parameters(), lr=0.01, sharding=sharding)
-        other = InFlight([torch.ones(4)])
-        model(0).backward()
-        assert type(model.never) is nn.Parameter
-        assert type(model.items[0]) is not nn.Parameter
-        model(1, with_sometimes=True).backward()
-        assert type(model.sometimes) is not nn.Parameter
-        model(2).backward()
-        is_whole = other.is_whole
-        other.land()
-        optimizer.step()
-        return is_whole
-
-    assert run_threads(2, body) == [True, True]
 
 
 # Added and unfrozen while gradients are held
