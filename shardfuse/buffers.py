@@ -114,7 +114,7 @@ def move(source: torch.Tensor, target: torch.Tensor) -> None:
         _madvise(start, stop - start, mmap.MADV_DONTNEED)
 
 
-def move_all(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+def copy_all(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
     """Copy each source into its target, small ones by one call; the caller frees them then."""
     if len(sources) == 1:
         move(sources[0], targets[0])
@@ -190,7 +190,7 @@ class FlatBuffer:
             for slot, spec in zip(self.flat.slots, specs, strict=True)
         ]
 
-    def own_views(self, specs: Sequence[ParamSpec]) -> list[torch.Tensor]:
+    def views_with_own_storage(self, specs: Sequence[ParamSpec]) -> list[torch.Tensor]:
         """Return views() as tensors that have a storage of their own each, over the same memory.
 
         Code that saves models works on storages: torch.save() writes the full storage of every

@@ -385,7 +385,7 @@ class Kernels:
         self._run_tiles(function, flags, h, scale, tile)
 
     def run_operators(self, operators: Sequence[Fused], sizes: Sequence[int], tile: Tile) -> None:
-        """Update a tile of the CPU whose sets all takes_operator(), without a scale.
+        """Update a tile of the CPU all of whose sets pass takes_operator(), without a scale.
 
         Args:
             operators: one for each part of the tile.

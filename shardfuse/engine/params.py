@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from shardfuse.buffers import FlatBuffer, ShardArena, are_at, move_all, return_freed_memory
+from shardfuse.buffers import FlatBuffer, ShardArena, are_at, copy_all, return_freed_memory
 from shardfuse.codecs import MASTER_DTYPE, ParamCodec
 from shardfuse.engine.gather import ParamGatherer
 from shardfuse.engine.units import (
@@ -37,7 +37,7 @@ _REMEDY = (
 _TRIM_NBYTES = 32 << 20
 """Bytes of parameters that move between two calls of return_freed_memory()."""
 
-_BATCH_NBYTES = 1 << 20
+_CHUNK_NBYTES = 1 << 20
 """Bytes of parameters that move by one call: those that are there twice meanwhile."""
 
 
@@ -123,16 +123,16 @@ class FlatState:
         change = self.change()
         if change:
             raise TypeError(change)
-        views = self.params_buffer.own_views(self.specs)
+        views = self.params_buffer.views_with_own_storage(self.specs)
         pairs = [
             (param, view)
             for param, view in zip(self.params, views, strict=True)
             if param.data_ptr() != view.data_ptr() or param.stride() != view.stride()
         ]
         nbytes = 0
-        for batch in _batches(pairs):
-            move_all([param for param, _ in batch], [view for _, view in batch])
-            for param, view in batch:
+        for chunk in _chunked(pairs):
+            copy_all([param for param, _ in chunk], [view for _, view in chunk])
+            for param, view in chunk:
                 param.data = view  # frees its own memory, unless other code refers to that
                 nbytes += view.nbytes
             if nbytes >= _TRIM_NBYTES and self.device.type == "cpu":
@@ -356,7 +356,9 @@ def move_through_host(
         return_freed_memory(device)
         buffers = allocate()
         for buffer in buffers:
-            of_buffer = buffer.own_views([specs[slot.param] for slot in buffer.flat.slots])
+            of_buffer = buffer.views_with_own_storage(
+                [specs[slot.param] for slot in buffer.flat.slots]
+            )
             for slot, view in zip(buffer.flat.slots, of_buffer, strict=True):
                 if slot.param in on_host:
                     view.copy_(on_host[slot.param])
@@ -368,13 +370,13 @@ def move_through_host(
     return buffers
 
 
-def _batches(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Yield ``pairs`` of equal size in batches of at most _BATCH_NBYTES, a larger one alone."""
+def _chunked(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Yield ``pairs`` of equal size in chunks of at most _CHUNK_NBYTES, a larger one alone."""
     batch: list[tuple[Tensor, Tensor]] = []
     nbytes = 0
     for pair in pairs:
         size = pair[1].nbytes
-        if batch and nbytes + size > _BATCH_NBYTES:
+        if batch and nbytes + size > _CHUNK_NBYTES:
             yield batch
             batch, nbytes = [], 0
         batch.append(pair)

@@ -122,7 +122,7 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
     """
     common_device(groups)
     added: list[tuple[Tensor, ParamSpec]] = []
-    kinds: dict[Any, tuple[str, str]] = {}
+    texts: dict[Any, tuple[str, str]] = {}
     names = {
         _name(group, index, position)
         for index, group in enumerate(groups[:first_group])
@@ -135,12 +135,12 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
         storage = rule.storage(group)
         for position, param in enumerate(group["params"]):
             name = _name(group, index, position)
-            _check_memory(param, name)
-            kind = param.dtype, param.device, param.layout
-            if kind not in kinds:
-                _check_kind(param, name)
-                kinds[kind] = str(param.dtype).removeprefix("torch."), str(param.device)
-            dtype, device = kinds[kind]
+            _check_memory_format(param, name)
+            key = param.dtype, param.device, param.layout
+            if key not in texts:
+                _check_dtype_and_layout(param, name)
+                texts[key] = str(param.dtype).removeprefix("torch."), str(param.device)
+            dtype, device = texts[key]
             if name in names:
                 raise ValueError(
                     f"The parameter name {name} is given twice. Checkpoints and error messages use "
@@ -240,7 +240,7 @@ def _name(group: Mapping[str, Any], index: int, position: int) -> str:
 _DTYPES = {getattr(torch, name) for name in ITEMSIZE}
 
 
-def _check_memory(param: Tensor, name: str) -> None:
+def _check_memory_format(param: Tensor, name: str) -> None:
     """Raise TypeError if sizes and strides of ``param`` do not describe its memory."""
     if hasattr(param, "ds_tensor"):
         raise TypeError(
@@ -257,7 +257,7 @@ def _check_memory(param: Tensor, name: str) -> None:
         )
 
 
-def _check_kind(param: Tensor, name: str) -> None:
+def _check_dtype_and_layout(param: Tensor, name: str) -> None:
     """Raise TypeError if no flat has parameters of the dtype and layout of ``param``."""
     if param.layout != torch.strided:
         raise TypeError(f"Parameter {name} is {param.layout}; shardfuse needs dense parameters.")

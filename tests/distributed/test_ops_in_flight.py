@@ -26,6 +26,7 @@ import shardfuse
 from shardfuse.comm.session import PeerError
 from shardfuse.engine import gather as pending_params
 from shardfuse.engine.gather import PendingParam
+from shardfuse.grads.sharded import ConsumedGradGuard, ConsumedGradParam
 from tests.support.in_flight import PLACEMENTS, InFlight
 
 pytestmark = [
@@ -481,3 +482,16 @@ def test_a_fork_while_something_is_lost() -> None:
         flight.params[0].sum()
     assert pending_params.LOCK.acquire(blocking=False)
     pending_params.LOCK.release()
+
+
+def test_a_forward_after_sent_gradients_waits_for_no_other_optimizer() -> None:
+    """A param whose gradient was sent (stage 2) is no tensor of unknown origin."""
+    flight = InFlight([torch.ones(4, 4)])  # first: its hook sees the param before it is restored
+    module, guard = nn.Linear(2, 2), ConsumedGradGuard()
+    module(torch.ones(1, 2)).sum().backward()
+    guard.consume(module.weight, "weight")
+    assert type(module.weight) is ConsumedGradParam
+    module(torch.ones(1, 2))
+    assert type(module.weight) is nn.Parameter
+    assert flight.is_whole
+    flight.land()
