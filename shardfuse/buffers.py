@@ -253,6 +253,19 @@ class FlatBuffer:
         stop = self.flat.numel if position + 1 == len(slots) else slots[position + 1].start
         self.data[slots[position].start : stop].fill_(self.padding)
 
+    def set_padding(self, value: float) -> None:
+        """Have ``value`` as the padding's, in a buffer to which nothing was written yet.
+
+        The slots may get it, too: one kernel instead of one per slot. On the CPU they do if that
+        writes to no more pages of memory, because a page takes memory when it is first written.
+        """
+        self.padding = value
+        pages = self.data.nbytes // mmap.PAGESIZE
+        if self.data.device.type != "cpu" or pages <= len(self.flat.slots):
+            self.data.fill_(value)
+        else:
+            self.clear_padding()
+
     def clear_padding(self) -> None:
         """Set all elements outside the parameters to the padding's value."""
         for start, stop in self._padding():

@@ -85,14 +85,16 @@ def common_device(groups: Groups) -> torch.device:
             if param.device == device:
                 continue
             if param.device.type == "meta":
+                name = _names(group, index)[position]
                 raise TypeError(
-                    f"Parameter {_name(group, index, position)} is on the meta device. Materialise "
-                    "the model first, as by model.to_empty(device=...), and give it its values."
+                    f"Parameter {name} is on the meta device. Materialise the model first, as by "
+                    "model.to_empty(device=...), and give it its values."
                 )
             if device is not None:
+                name = _names(group, index)[position]
                 raise ValueError(
-                    f"Parameter {_name(group, index, position)} is on {param.device}, others are "
-                    f"on {device}. Give one optimizer the parameters of one device."
+                    f"Parameter {name} is on {param.device}, others are on {device}. Give one "
+                    "optimizer the parameters of one device."
                 )
             device = param.device
     return device or torch.device("cpu")
@@ -106,8 +108,9 @@ def payload_nbytes(groups: Groups) -> int:
 def named(groups: Groups) -> list[tuple[str, Tensor]]:
     """Return (name, parameter) of every parameter of ``groups``."""
     return [
-        (_name(group, index, position), param)
+        (names[position], param)
         for index, group in enumerate(groups)
+        for names in (_names(group, index),)
         for position, param in enumerate(group["params"])
     ]
 
@@ -123,18 +126,13 @@ def read(groups: Groups, first_group: int, rule: UpdateRule) -> list[tuple[Tenso
     common_device(groups)
     added: list[tuple[Tensor, ParamSpec]] = []
     texts: dict[Any, tuple[str, str]] = {}
-    names = {
-        _name(group, index, position)
-        for index, group in enumerate(groups[:first_group])
-        for position in range(len(group["params"]))
-    }
+    names = {name for name, _ in named(groups[:first_group])}
     for index in range(first_group, len(groups)):
         group = groups[index]
         rule.check(group)
         maths: dict[str, str] = {}  # by policy
         storage = rule.storage(group)
-        for position, param in enumerate(group["params"]):
-            name = _name(group, index, position)
+        for param, name in zip(group["params"], _names(group, index), strict=True):
             _check_memory_format(param, name)
             key = param.dtype, param.device, param.layout
             if key not in texts:
@@ -232,9 +230,14 @@ def _mesh_text(config: ShardConfig) -> str:
     return f" mesh={config.mesh.mesh.tolist()} {config.mesh.mesh_dim_names}"
 
 
-def _name(group: Mapping[str, Any], index: int, position: int) -> str:
-    names = group.get("param_names")
-    return names[position] if names else f"param_groups[{index}][{position}]"
+def _names(group: Mapping[str, Any], index: int) -> Sequence[str]:
+    """Return the names of the parameters of ``group``, the ``index``-th; perhaps more names.
+
+    torch.optim.Optimizer sees to it that a new group has one per parameter. DeepSpeed replaces the
+    parameters of a group by one flat.
+    """
+    numbers = range(len(group["params"]))
+    return group.get("param_names") or [f"param_groups[{index}][{i}]" for i in numbers]
 
 
 _DTYPES = {getattr(torch, name) for name in ITEMSIZE}

@@ -64,8 +64,7 @@ class GradBuffer:
     """By position, the version of a view after autograd has written to it in this step."""
 
     def __post_init__(self) -> None:
-        self.buffer.padding = -0.0  # a gradient beside padding may be absent
-        self.buffer.clear_padding()
+        self.buffer.set_padding(-0.0)  # a gradient beside padding may be absent
         # As .data each has a version of its own, which counts the writes through it.
         self.views = [view.data for view in self.buffer.views(self.specs)]
         self.addresses = [view.data_ptr() for view in self.views]

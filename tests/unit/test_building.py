@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardfuse import ShardedAdam, ShardedSGD
 from shardfuse import buffers as buffers_module
@@ -134,3 +135,30 @@ def test_through_the_host_nothing_is_there_twice(monkeypatch: pytest.MonkeyPatch
         monkeypatch.undo()
         del named, param
     assert peaks == pytest.approx([2.0, 1.0], abs=0.01)
+
+
+class Writes(TorchDispatchMode):
+    """Lists operators that write to memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name.endswith("_") and name not in ("aten::set_", "aten::detach_"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_of_building_do_not_grow_with_params(dtype: torch.dtype) -> None:
+    """Up to 1 MiB of them: one copy, and one fill of all padding."""
+    counts = []
+    for num in (10, 1000):
+        params = [nn.Parameter(placing.here(torch.ones(37, dtype=dtype))) for _ in range(num)]
+        with Writes() as writes:
+            ShardedAdam(params)
+        counts.append(writes.names)
+    assert counts[0] == counts[1]
+    assert "aten::_foreach_copy_" in counts[0]

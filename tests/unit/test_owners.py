@@ -161,6 +161,7 @@ def test_wrappers_of_later_are_seen() -> None:
 
 
 def test_a_watch_keeps_nothing_alive() -> None:
+    gc.collect()  # of optimizers that earlier tests have dropped
     model, num_before = nn.Linear(2, 2), len(ddp._watches)
     watch = ModuleWatch([model])
     parent = nn.Sequential(model)
