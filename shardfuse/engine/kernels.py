@@ -299,17 +299,14 @@ class Kernels:
         self._has_fused = False
         self._leaves_edits = False  # of masters, to the second pass; see first_pass()
 
-    def choose(self, shard_numel: int, *, num_units: int = 1, num_calls: int = 1) -> None:
+    def choose(self, shard_numel: int, *, num_units: int = 1) -> None:
         """Choose how to run on shards of so many elements together; compiled kernels are kept.
 
-        Where torch has an operator, small units and calls take it: of a small AdamW, a compiled
-        call takes 94 us and one of the operator 25 us (x86-64, 2026-11-26). With 79 calls of
-        133,000 elements, a step took 52 to 56 ms compiled and 43 to 46 by operators; of 400,000,
-        97 to 118 and 121 to 133 (2026-11-28).
+        Where torch has an operator, small units take it: of a small AdamW, a compiled call takes
+        94 us and one of the operator 25 us (x86-64, 2026-11-26).
 
         Args:
             num_units: of a model whose parameters are units of their own.
-            num_calls: for sets of parameters in one shard.
         """
         if f" {_FAILED}: " in self.reason:
             return
@@ -319,9 +316,6 @@ class Kernels:
         if self._kernel == "auto" and self._operators:
             if self.choice == "compile" and shard_numel < COMPILE_MIN_NUMEL * num_units:
                 self.reason = f"{shard_numel} elements are {num_units} units"
-                self.choice = "eager"
-            elif self.choice == "compile" and shard_numel < CPU_TILE * num_calls:
-                self.reason = f"{shard_numel} elements take {num_calls} calls"
                 self.choice = "eager"
             if self.choice == "eager":
                 self.choice = "fused"
@@ -337,16 +331,23 @@ class Kernels:
             self._has_compiled = False
             return_freed_memory()
 
-    def takes_operator(self, settings: Settings, *, is_small: bool) -> bool:
+    @property
+    def joins_all(self) -> bool:
+        """Whether sets of any size share calls, if there are many sets.
+
+        A compiled call that reads a table of the sets' numbers takes about the time of one with
+        numbers. So 150 sets of 133,000 elements took 1.02 to 1.19 of the time of one set, and 1.24
+        to 1.53 by an operator of torch's for each (two ranks, x86-64, 2026-11-28).
+        """
+        return self.choice == "compile"
+
+    def takes_operator(self, settings: Settings) -> bool:
         """Return whether a set of parameters takes an operator of torch's on the CPU.
 
-        So do small sets also where others are compiled: it takes less time than tables of the sets'
-        numbers. On a device each call is a launch. However ranks cut a set, its elements take the
-        same way.
+        On a device each call is a launch. However ranks cut a set, its elements take the same way.
         """
         is_free = self._kernel == "auto" and self._device.type == "cpu"
-        is_chosen = is_small or self.choice == "fused"
-        return is_free and is_chosen and self._has_operator(settings.fused)
+        return is_free and self.choice == "fused" and self._has_operator(settings.fused)
 
     def run(
         self,
@@ -420,7 +421,10 @@ class Kernels:
                 tuple(state.narrow(0, start, length) for state in tile.states),
                 None if tile.aux is None else tile.aux.narrow(1, start, length),
             )
-            function(self._rule, flags, h, _narrow(scale, start, length), part)
+            own_h = h
+            if isinstance(h, tuple):  # of numbers, or of tables
+                own_h = type(h)(*(_narrow(v, start, length) for v in h))
+            function(self._rule, flags, own_h, _narrow(scale, start, length), part)
 
     def _absorbed(self, flags: Any, h: Any, scale: float) -> tuple[Any, Scale]:
         """Return h and scale, with scale in h if that changes no rounding and saves its pass."""
@@ -464,7 +468,8 @@ class Kernels:
         """Run ``function`` compiled; on a compiler's failure, log it and go eager for good."""
         tensors = [*tile.grad, tile.p, tile.low, *tile.states, tile.aux]
         has = tuple(tensor is None for tensor in tensors)
-        key = (function, flags, len(tile.grad), len(tile.states), has)
+        has_table = any(isinstance(v, Tensor) and v.dim() > 0 for v in h or ())
+        key = (function, flags, len(tile.grad), len(tile.states), has, has_table)
         compiled = self._compiled.get(key)
         if compiled is None:
             if self._tells and not self._compiled:
@@ -534,10 +539,10 @@ def _shape(tile: Tile) -> tuple[int, int]:
     return num_rows, row
 
 
-def _narrow(scale: Scale, start: int, length: int) -> Scale:
-    """Return the part of ``scale`` for some rows: itself, unless it has a factor per row."""
-    per_row = isinstance(scale, Tensor) and scale.dim() > 0
-    return scale.narrow(0, start, length) if per_row else scale  # type: ignore[union-attr]
+def _narrow(value: Scale, start: int, length: int) -> Scale:
+    """Return the part of ``value`` for some rows: itself, unless it has a number per row."""
+    per_row = isinstance(value, Tensor) and value.dim() > 0
+    return value.narrow(0, start, length) if per_row else value  # type: ignore[union-attr]
 
 
 def _has_kernel(name: str, device: torch.device) -> bool:

@@ -558,7 +558,10 @@ class OwnShards(ShardProvider):
 
         Without padding, which under LAMB may be most of a flat.
         """
-        return self._share_of(sum(slot.numel for s in self._active for slot in s.flat.slots))
+        numel = sum(slot.numel for state in self._active for slot in state.flat.slots)
+        padded = sum(bucket.numel for bucket in self._buckets.values())
+        shards = sum(bucket.shard_numel for bucket in self._buckets.values())
+        return numel * shards // padded if padded else 0
 
     @property
     def param_nbytes(self) -> int:
@@ -592,17 +595,6 @@ class OwnShards(ShardProvider):
     @property
     def device(self) -> torch.device:
         return self._flats[0].device if self._flats else torch.device("cpu")
-
-    @property
-    def num_calls(self) -> int:
-        """Kernel calls that sets of own calls take on each rank, about; equal on all ranks."""
-        return max(1, self._share_of(len(self._members) - len(self._small)))
-
-    def _share_of(self, count: int) -> int:
-        """Return the share of one rank, if each has the same, in ``count`` of all."""
-        padded = sum(bucket.numel for bucket in self._buckets.values())
-        shards = sum(bucket.shard_numel for bucket in self._buckets.values())
-        return count * shards // padded if padded else 0
 
     @property
     def param_sets(self) -> Sequence[ParamSet]:

@@ -54,6 +54,7 @@ from shardfuse.engine.units import (
     UnitTiles,
     UpdateRange,
     UpdateUnit,
+    are_many,
 )
 from shardfuse.layout import BLOCK
 from shardfuse.rules import (
@@ -104,6 +105,8 @@ class StepDriver:
         self._calls: dict[tuple[int, int], _KernelArgs] = {}  # the same
         self._equal: dict[Any, _KernelArgs] = {}  # by value
         self._row_owners: dict[tuple[int, ...], Tensor] = {}  # kept, by rows of each part of a run
+        self._num_owners = 0  # of all rows that are kept
+        self._joins_all = False  # as Kernels.joins_all, in the present step
         self._clipped: list[int] = []
         self._norms: BlockSums | None = None  # broadcast: the norm of the tensor each block is of
         self._watch: StepNorms | None = None  # of the present step
@@ -167,6 +170,7 @@ class StepDriver:
         """
         self._watch = watch
         self._param_sets = {param_set.number: param_set for param_set in self._shards.param_sets}
+        self._joins_all = self._kernels.joins_all and are_many(len(self._param_sets))
         self._settings.clear()
         self._calls.clear()
         self._equal.clear()
@@ -294,7 +298,7 @@ class StepDriver:
                 settings,
                 self._scale(call, unit, whole),
                 tiles.tile(index, call.states, own_aux, row=row, has_grad=has_grad),
-                is_tail=unit.is_tail or call.batch is not None,
+                is_tail=unit.is_tail,
                 by_operator=call.by_operator,
             )
 
@@ -317,7 +321,7 @@ class StepDriver:
             if runs and runs[-1].whole.stop == part.start:
                 whole, parts = runs[-1]
                 is_alike = call.batch is not None and call.batch == parts[0][1].batch
-                if parts[0][1] is call or (is_alike and part.stop - whole.start <= CPU_TILE):
+                if parts[0][1] is call or is_alike:
                     runs[-1] = _Run(whole._replace(stop=part.stop), [*parts, (part, call)])
                     continue
             runs.append(_Run(part, [(part, call)]))
@@ -336,8 +340,11 @@ class StepDriver:
         row = BLOCK if all(end % BLOCK == 0 for end in ends) else unit.row
         counts = tuple((part.stop - part.start) // row for part, _ in parts)
         if counts not in self._row_owners:
-            if len(self._row_owners) >= MOST_CONSTANTS:  # absent gradients make ever new runs
+            # Absent gradients make ever new runs.
+            if len(self._row_owners) >= MOST_CONSTANTS or self._num_owners >= _MOST_OWNERS:
                 self._row_owners.clear()
+                self._num_owners = 0
+            self._num_owners += sum(counts)
             owners = torch.repeat_interleave(torch.tensor(counts))
             self._row_owners[counts] = owners.to(unit.p.device, non_blocking=True)
         h = parts[0][1].settings.h
@@ -359,8 +366,8 @@ class StepDriver:
             batch = (settings.flags, clip, settings.keeps_gradient, states, sums, mark)
             # A learning rate that is a tensor on a device has no place in a table of numbers.
             is_known = _NUMBERS.issuperset(map(type, settings.h))
-            shares = is_known and own.shares_calls
-            by_operator = self._kernels.takes_operator(settings, is_small=shares)
+            shares = is_known and (own.shares_calls or self._joins_all)
+            by_operator = self._kernels.takes_operator(settings)
             call = _KernelArgs(
                 settings,
                 clip,
@@ -523,6 +530,9 @@ class _KernelArgs(NamedTuple):
 
 
 _NUMBERS = frozenset({bool, int, float})
+
+_MOST_OWNERS = 4 << 20
+"""Rows of which it is kept to which set each belongs: the rows of a shard of 2 Gi elements."""
 
 
 class _Run(NamedTuple):

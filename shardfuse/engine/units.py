@@ -33,7 +33,7 @@ class ParamSet(NamedTuple):
     mean: float | None = None
     """The factor from summed gradients to their mean; None is 1."""
     shares_calls: bool = False
-    """Whether it is updated together with others of other numbers: it is one of many small ones."""
+    """Whether it is one of many small ones, which are updated together in one call."""
     step: int = 1
     """The step of its next update, or 1; no setting but ``h`` depends on it."""
 
@@ -252,4 +252,9 @@ def small_sets(numels: Sequence[int]) -> set[int]:
     ``numels`` are over all ranks, so that every cut of the shards computes alike.
     """
     small = {number for number, numel in enumerate(numels) if numel <= _SMALL_NUMEL}
-    return small if len(small) >= _MANY_SETS else set()
+    return small if are_many(len(small)) else set()
+
+
+def are_many(num_sets: int) -> bool:
+    """Return whether so many param_sets share kernel calls: then a table of their numbers pays."""
+    return num_sets >= _MANY_SETS

@@ -577,8 +577,7 @@ class ShardedOptimizer(TorchCompat):
         )
         shards = self._shards
         num_units = shards.num_units if isinstance(shards, DTensorShards) else 1
-        num_calls = 1 if isinstance(shards, DTensorShards) else shards.num_calls
-        self._kernels.choose(shards.local_numel, num_units=num_units, num_calls=num_calls)
+        self._kernels.choose(shards.local_numel, num_units=num_units)
 
     def _checksums(self, first: int) -> list[int]:
         """Return a checksum of each flat's parameters from ``first`` on, on rank 1 alone."""
