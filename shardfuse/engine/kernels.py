@@ -421,9 +421,10 @@ class Kernels:
                 tuple(state.narrow(0, start, length) for state in tile.states),
                 None if tile.aux is None else tile.aux.narrow(1, start, length),
             )
-            own_h = h
+            own_h: Any = h
             if isinstance(h, tuple):  # of numbers, or of tables
-                own_h = type(h)(*(_narrow(v, start, length) for v in h))
+                make: Any = type(h)
+                own_h = make(*(_narrow(v, start, length) for v in h))
             function(self._rule, flags, own_h, _narrow(scale, start, length), part)
 
     def _absorbed(self, flags: Any, h: Any, scale: float) -> tuple[Any, Scale]:
