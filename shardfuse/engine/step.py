@@ -112,12 +112,14 @@ class StepDriver:
         self._watch: StepNorms | None = None  # of the present step
         self.ratio: Tensor | None = None  # (num_params,), of the last step; 1 where none was taken
 
-    def square_norms(self, *, by_set: bool = False) -> Tensor:
-        """Return the squared norm of the mean gradient over all ranks, (1,) fp32.
+    def square_norms(self) -> Tensor:
+        """Return squared norms of the mean gradient over all ranks, whose sum is the whole's; fp32.
 
-        ``by_set``: that of each param_set, by number. Reduces the gradients and keeps them reduced.
-        One all-reduce.
+        They are those of each param_set, by number, where the rule clips by sets; else (1,) of all.
+        So step() and clip_grad_norm() add up in one order. Reduces the gradients and keeps them
+        reduced. One all-reduce.
         """
+        by_set = any(map(_is_of_sets, (self._rule.clip(s.group) for s in self._shards.param_sets)))
         counted = self._shards.counted("sets")
         self._shards.keep_reduced()
         in_parts = by_set or counted is not None
@@ -401,9 +403,8 @@ class StepDriver:
         clips = {own.number: self._rule.clip(own.group) for own in param_sets}
         shared = [clip for clip in clips.values() if clip is not None and clip.scope != "tensor"]
         known = self._shards.global_square()
-        by_set = any(clip.scope != "global" for clip in shared)
-        needs = by_set or (known is None and len(shared) > 0)
-        squares = self.square_norms(by_set=by_set) if needs or max_norm is not None else None
+        needs = any(map(_is_of_sets, shared)) or (known is None and len(shared) > 0)
+        squares = self.square_norms() if needs or max_norm is not None else None
         if max_norm is not None and squares is not None:
             coefficient = _factor(Clip(max_norm, "global", eps=1e-6), squares.sum(), coefficient)
         self._sum_tensors(clips, coefficient)
@@ -489,6 +490,11 @@ class StepDriver:
 def _only(counted: Tensor | None, sums: Tensor) -> Tensor:
     """Return ``sums`` (..., n), zero in columns that are not ``counted`` (n,)."""
     return sums if counted is None else torch.where(counted, sums, 0.0)
+
+
+def _is_of_sets(clip: Clip | None) -> bool:
+    """Return whether a clip is by the norm of some param_sets."""
+    return clip is not None and clip.scope in ("group", "flat")
 
 
 def _sum_over(values: Tensor, places: tuple[int, ...] | None) -> Tensor:

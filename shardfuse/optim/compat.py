@@ -209,7 +209,7 @@ class TorchCompat(StatefulOptimizer, Joinable):
         self._refuse_in_join("The norm of the mean gradient")
         self._begin(f"max_norm = {max_norm}")
         self._refuse_changed("another norm of them")
-        return self._clipped(self._driver.square_norms()[0].sqrt())
+        return self._clipped(self._driver.square_norms().sum().sqrt())
 
     def _p_norm(self, norm_type: float) -> Tensor:
         """Return the p-norm of the mean gradient, after the clips so far, () fp32."""
