@@ -234,3 +234,25 @@ def test_no_rank_skips_alone(unscale: bool) -> None:
     for overflow, unchanged in run_procs(2, skip_on_one_rank, unscale):
         assert unchanged
         assert overflow == ("w", 1)
+
+
+def clipped_over_groups(by_option: bool) -> list[Tensor]:
+    """Clip squares of 2**24, and of 1 eight times, of which fp32 loses each that comes alone."""
+    params = [nn.Parameter(torch.zeros(512)) for _ in range(9)]
+    groups = [{"params": params[:1]}, {"params": params[1:]}]
+    sharding: dict[str, Any] = {"kernel": "eager", "bucket_cap_mb": 512 * 4 / 2**20}
+    sharding |= {"process_group": "alone"} | ({"clip_grad_norm": BOUND} if by_option else {})
+    optimizer = ShardedBertAdam(groups, lr=0.05, e=1.0, max_grad_norm=1.0, sharding=sharding)
+    assert len(optimizer.layout.buckets) == 9
+    for param in params:
+        param.grad = torch.zeros(512)
+        param.grad[0] = 4096.0 if param is params[0] else 1.0
+    if not by_option:
+        optimizer.clip_grad_norm(BOUND)
+    optimizer.step()
+    return [param.detach().cpu() for param in params]
+
+
+def test_option_and_method_add_up_in_one_order() -> None:
+    """Also where the rule clips by the norms of its groups, which are then added up first."""
+    assert_bitwise(clipped_over_groups(True), clipped_over_groups(False))
