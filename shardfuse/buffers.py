@@ -114,7 +114,7 @@ def move(source: torch.Tensor, target: torch.Tensor) -> None:
         _madvise(start, stop - start, mmap.MADV_DONTNEED)
 
 
-def copy_all(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+def foreach_copy(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
     """Copy each source into its target, small ones by one call; the caller frees them then."""
     if len(sources) == 1:
         move(sources[0], targets[0])

@@ -332,12 +332,12 @@ class Kernels:
             return_freed_memory()
 
     @property
-    def joins_all(self) -> bool:
+    def batches_all_sets(self) -> bool:
         """Whether sets of any size share calls, if there are many sets.
 
         A compiled call that reads a table of the sets' numbers takes about the time of one with
-        numbers. So 150 sets of 133,000 elements took 1.02 to 1.19 of the time of one set, and 1.24
-        to 1.53 by an operator of torch's for each (two ranks, x86-64, 2026-11-28).
+        numbers. A step of 150 sets of 133,000 elements took 1.00 to 1.15 times that of one set, and
+        1.24 to 1.38 by an operator of torch's for each (two ranks, x86-64, 2026-11-28).
         """
         return self.choice == "compile"
 

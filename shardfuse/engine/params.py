@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from shardfuse.buffers import FlatBuffer, ShardArena, are_at, copy_all, return_freed_memory
+from shardfuse.buffers import FlatBuffer, ShardArena, are_at, foreach_copy, return_freed_memory
 from shardfuse.codecs import MASTER_DTYPE, ParamCodec
 from shardfuse.engine.gather import ParamGatherer
 from shardfuse.engine.units import (
@@ -131,7 +131,7 @@ class FlatState:
         ]
         nbytes = 0
         for chunk in _chunked(pairs):
-            copy_all([param for param, _ in chunk], [view for _, view in chunk])
+            foreach_copy([param for param, _ in chunk], [view for _, view in chunk])
             for param, view in chunk:
                 param.data = view  # frees its own memory, unless other code refers to that
                 nbytes += view.nbytes

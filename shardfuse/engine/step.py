@@ -54,7 +54,7 @@ from shardfuse.engine.units import (
     UnitTiles,
     UpdateRange,
     UpdateUnit,
-    are_many,
+    should_batch,
 )
 from shardfuse.layout import BLOCK
 from shardfuse.rules import (
@@ -106,7 +106,7 @@ class StepDriver:
         self._equal: dict[Any, _KernelArgs] = {}  # by value
         self._row_owners: dict[tuple[int, ...], Tensor] = {}  # kept, by rows of each part of a run
         self._num_owners = 0  # of all rows that are kept
-        self._joins_all = False  # as Kernels.joins_all, in the present step
+        self._batches_all_sets = False  # as Kernels.batches_all_sets, in the present step
         self._clipped: list[int] = []
         self._norms: BlockSums | None = None  # broadcast: the norm of the tensor each block is of
         self._watch: StepNorms | None = None  # of the present step
@@ -119,7 +119,9 @@ class StepDriver:
         So step() and clip_grad_norm() add up in one order. Reduces the gradients and keeps them
         reduced. One all-reduce.
         """
-        by_set = any(map(_is_of_sets, (self._rule.clip(s.group) for s in self._shards.param_sets)))
+        by_set = any(
+            map(_clips_by_group, (self._rule.clip(s.group) for s in self._shards.param_sets))
+        )
         counted = self._shards.counted("sets")
         self._shards.keep_reduced()
         in_parts = by_set or counted is not None
@@ -172,7 +174,9 @@ class StepDriver:
         """
         self._watch = watch
         self._param_sets = {param_set.number: param_set for param_set in self._shards.param_sets}
-        self._joins_all = self._kernels.joins_all and are_many(len(self._param_sets))
+        self._batches_all_sets = self._kernels.batches_all_sets and should_batch(
+            len(self._param_sets)
+        )
         self._settings.clear()
         self._calls.clear()
         self._equal.clear()
@@ -368,7 +372,7 @@ class StepDriver:
             batch = (settings.flags, clip, settings.keeps_gradient, states, sums, mark)
             # A learning rate that is a tensor on a device has no place in a table of numbers.
             is_known = _NUMBERS.issuperset(map(type, settings.h))
-            shares = is_known and (own.shares_calls or self._joins_all)
+            shares = is_known and (own.shares_calls or self._batches_all_sets)
             by_operator = self._kernels.takes_operator(settings)
             call = _KernelArgs(
                 settings,
@@ -403,7 +407,7 @@ class StepDriver:
         clips = {own.number: self._rule.clip(own.group) for own in param_sets}
         shared = [clip for clip in clips.values() if clip is not None and clip.scope != "tensor"]
         known = self._shards.global_square()
-        needs = any(map(_is_of_sets, shared)) or (known is None and len(shared) > 0)
+        needs = any(map(_clips_by_group, shared)) or (known is None and len(shared) > 0)
         squares = self.square_norms() if needs or max_norm is not None else None
         if max_norm is not None and squares is not None:
             coefficient = _factor(Clip(max_norm, "global", eps=1e-6), squares.sum(), coefficient)
@@ -492,7 +496,7 @@ def _only(counted: Tensor | None, sums: Tensor) -> Tensor:
     return sums if counted is None else torch.where(counted, sums, 0.0)
 
 
-def _is_of_sets(clip: Clip | None) -> bool:
+def _clips_by_group(clip: Clip | None) -> bool:
     """Return whether a clip is by the norm of some param_sets."""
     return clip is not None and clip.scope in ("group", "flat")
 

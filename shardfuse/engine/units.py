@@ -252,9 +252,9 @@ def small_sets(numels: Sequence[int]) -> set[int]:
     ``numels`` are over all ranks, so that every cut of the shards computes alike.
     """
     small = {number for number, numel in enumerate(numels) if numel <= _SMALL_NUMEL}
-    return small if are_many(len(small)) else set()
+    return small if should_batch(len(small)) else set()
 
 
-def are_many(num_sets: int) -> bool:
+def should_batch(num_sets: int) -> bool:
     """Return whether so many param_sets share kernel calls: then a table of their numbers pays."""
     return num_sets >= _MANY_SETS
