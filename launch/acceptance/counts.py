@@ -243,7 +243,7 @@ def selected(arguments: argparse.Namespace) -> list[tuple[str, str, str, int]]:
         for dtype in DTYPES
         for kernel in arguments.kernel or KERNELS
         for stage in arguments.stage or (1, 2)
-        if kernel != "fused" or name in ("SGD, momentum", "Adam", "AdamW")
+        if kernel != "fused" or name in ("SGD, momentum", "Adam", "AdamW", "LAMB", "BertAdam")
         if kernel != "compiled" or (stage == 1 and name in ("AdamW", "LAMB"))  # takes minutes
     ]
 

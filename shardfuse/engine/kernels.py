@@ -142,21 +142,32 @@ def only_pass(rule: ElementwiseRule, flags: Any, h: Any, scale: Scale, tile: Til
         low.copy_(p)
 
 
-def fused_pass(rule: ElementwiseRule, fused: Fused, h: Any, scale: Scale, tile: Tile) -> None:
-    """Do the same by one operator of torch's; ``h`` is the step as a tensor."""
+class _FusedFlags(NamedTuple):
+    """The flags of a pass with an operator of torch's."""
+
+    flags: Any  # of the rule
+    fused: Fused
+    step: Tensor  # () fp32
+
+    def call(self, p: Tensor, g: Tensor, states: Sequence[Tensor]) -> None:
+        """Call the operator on tensors (rows, n)."""
+        missing = -p.numel() % FUSED_WIDTH
+        if not missing:
+            self.fused.call(p, g, states, self.step)
+            return
+        own = [torch.nn.functional.pad(t.flatten(), (0, missing)) for t in (p, g, *states)]
+        self.fused.call(own[0], own[1], own[2:], self.step)
+        for tensor, padded in zip((p, *states), (own[0], *own[2:]), strict=True):
+            tensor.copy_(padded[: p.numel()].view_as(tensor))
+
+
+def fused_pass(rule: ElementwiseRule, flags: _FusedFlags, h: Any, scale: Scale, tile: Tile) -> None:
+    """Do as only_pass(), by one operator of torch's."""
     p, low = tile.p, tile.low
     assert p is not None
     if low is not None:
         refresh_master(p, low)
-    g = mean_of(tile.grad, scale, p.dtype)
-    missing = -p.numel() % FUSED_WIDTH
-    if missing:
-        own = [torch.nn.functional.pad(t.flatten(), (0, missing)) for t in (p, g, *tile.states)]
-        fused.call(own[0], own[1], own[2:], h)
-        for tensor, padded in zip((p, *tile.states), (own[0], *own[2:]), strict=True):
-            tensor.copy_(padded[: p.numel()].view_as(tensor))
-    else:
-        fused.call(p, g, tile.states, h)
+    flags.call(p, mean_of(tile.grad, scale, p.dtype), tile.states)
     if low is not None:
         low.copy_(p)
 
@@ -178,9 +189,29 @@ def first_pass(rule: ReducingRule, flags: Any, h: Any, scale: Scale, tile: Tile)
         p = _with_edits(p, tile.low, out=None if torch.compiler.is_compiling() else p)
     g = mean_of(tile.grad, scale, p.dtype)
     rule.moments(flags, h, p, g, *tile.states)
-    if sums is None:
-        return
-    u = rule.direction(flags, h, p, g, *tile.states)
+    if sums is not None:
+        u = rule.direction(flags, h, p, g, *tile.states)
+        _write_products(rule, flags, h, p, g, u, sums)
+
+
+def fused_first_pass(
+    rule: ReducingRule, flags: _FusedFlags, h: Any, scale: Scale, tile: Tile
+) -> None:
+    """Do as first_pass(), the states and the direction by one operator of torch's."""
+    p = tile.p
+    assert p is not None
+    if tile.low is not None:
+        refresh_master(p, tile.low)
+    g, u = mean_of(tile.grad, scale, p.dtype), p.clone()
+    flags.call(u, g, tile.states)
+    if tile.aux is not None:
+        _write_products(rule, flags.flags, h, p, g, u, tile.aux)
+
+
+def _write_products(
+    rule: ReducingRule, flags: Any, h: Any, p: Tensor, g: Tensor, u: Tensor, sums: Tensor
+) -> None:
+    """Write what a rule sums to ``sums``, as the first pass does; ``u`` is the direction."""
     if isinstance(rule, NormRule):
         for out, (vector, factor) in zip(sums, rule.vectors(flags, h, p, u), strict=True):
             _sum_squares(vector, factor, out)
@@ -272,6 +303,9 @@ compilation took 11 to 13 s of CPU time, so it is repaid after 120,000, 2,100, 9
 
 Pass = Callable[[Any, Any, Any, Scale, Tile], None]
 
+_FUSED: dict[Pass, Pass] = {only_pass: fused_pass, first_pass: fused_first_pass}
+"""The passes that an operator of torch's may do, as the functions that call it."""
+
 
 class Kernels:
     """The passes of one rule on one device.
@@ -298,6 +332,7 @@ class Kernels:
         self._operators: set[str] = set()
         self._has_fused = False
         self._leaves_edits = False  # of masters, to the second pass; see first_pass()
+        self._has_two_passes = isinstance(rule, ReducingRule)
 
     def choose(self, shard_numel: int, *, num_units: int = 1) -> None:
         """Choose how to run on shards of so many elements together; compiled kernels are kept.
@@ -314,7 +349,8 @@ class Kernels:
         names = self._rule.fused_operators
         self._operators = {name for name in names if _has_kernel(name, self._device)}
         if self._kernel == "auto" and self._operators:
-            if self.choice == "compile" and shard_numel < COMPILE_MIN_NUMEL * num_units:
+            is_small = shard_numel < COMPILE_MIN_NUMEL * num_units
+            if self.choice == "compile" and is_small and not self._has_two_passes:
                 self.reason = f"{shard_numel} elements are {num_units} units"
                 self.choice = "eager"
             if self.choice == "eager":
@@ -342,12 +378,13 @@ class Kernels:
         return self.choice == "compile"
 
     def takes_operator(self, settings: Settings) -> bool:
-        """Return whether a set of parameters takes an operator of torch's on the CPU.
+        """Return whether the update of a set of parameters is an operator of torch's on the CPU.
 
         On a device each call is a launch. However ranks cut a set, its elements take the same way.
         """
-        is_free = self._kernel == "auto" and self._device.type == "cpu"
-        return is_free and self.choice == "fused" and self._has_operator(settings.fused)
+        if self._kernel != "auto" or self._device.type != "cpu" or self._has_two_passes:
+            return False
+        return self.choice == "fused" and self._has_operator(settings.fused)
 
     def run(
         self,
@@ -377,9 +414,9 @@ class Kernels:
             refresh_master(tile.p, tile.low)
             self._leaves_edits = function is second_pass
         is_fused = self.choice == "fused" or by_operator
-        if function is only_pass and is_fused and self._has_operator(fused):
+        if function in _FUSED and is_fused and self._has_operator(fused):
             assert fused is not None
-            if self._run_fused(fused, scale, tile):
+            if self._run_fused(function, flags, fused, h, scale, tile):
                 return
         if function is only_pass and isinstance(scale, float):
             h, scale = self._absorbed(flags, h, scale)
@@ -437,10 +474,13 @@ class Kernels:
     def _has_operator(self, fused: Fused | None) -> bool:
         return fused is not None and fused.name in self._operators
 
-    def _run_fused(self, fused: Fused, scale: Scale, tile: Tile) -> bool:
+    def _run_fused(
+        self, function: Pass, flags: Any, fused: Fused, h: Any, scale: Scale, tile: Tile
+    ) -> bool:
         """Run an operator of torch's; if the device refuses the first call, go eager for good."""
+        own = _FusedFlags(flags, fused, self._constant(fused.step))
         try:
-            self._run_tiles(fused_pass, fused, self._constant(fused.step), scale, tile)
+            self._run_tiles(_FUSED[function], own, h, scale, tile)
         except RuntimeError as error:
             if self._has_fused or self._device.type == "cpu":
                 raise

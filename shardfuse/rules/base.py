@@ -51,7 +51,8 @@ class Clip:
 class Fused(NamedTuple):
     """An operator of torch's that makes the whole update in one kernel, for fp32 elements.
 
-    Its results depend on the place of an element modulo 16 alone, if at all.
+    Of a rule of two passes it updates the states, and makes the direction, in the first pass. Its
+    results depend on the place of an element modulo 16 alone, if at all.
     """
 
     name: str
@@ -59,7 +60,10 @@ class Fused(NamedTuple):
     step: float
     """Number of the update, from 1."""
     call: Callable[[Tensor, Tensor, Sequence[Tensor], Tensor], None]
-    """Takes the parameter, the mean gradient, the states, and the step as a () fp32 tensor."""
+    """Takes the parameter, the mean gradient, the states, and the step as a () fp32 tensor.
+
+    Of a rule of two passes it takes a copy of the parameter, which becomes the direction.
+    """
 
 
 class Settings(NamedTuple):
@@ -72,7 +76,7 @@ class Settings(NamedTuple):
     keeps_gradient: bool = False
     """Whether the direction needs the gradient, which is then kept until the second pass."""
     fused: Fused | None = None
-    """The same update as one operator of torch's, if there is one under these flags."""
+    """The same as one operator of torch's, if there is one under these flags."""
 
 
 class Member(NamedTuple):

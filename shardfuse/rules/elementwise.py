@@ -194,7 +194,7 @@ class AdamRule(ElementwiseRule):
         fused = None
         if not flags.guard and not is_tensor(lr):
             name = "_fused_adamw_" if flags.decoupled else "_fused_adam_"
-            fused = Fused(name, step, partial(_fused_adam, name, lr, numbers))
+            fused = Fused(name, step, partial(fused_adam, name, lr, numbers))
         return Settings(flags, h, fused=fused)
 
     def update(
@@ -236,7 +236,7 @@ def _adam_constants(
     return flags, constants, root_correction2 / (1.0 - beta1**step)
 
 
-def _fused_adam(
+def fused_adam(
     name: str,
     lr: float,
     numbers: tuple[float, float, float, float],
@@ -245,7 +245,7 @@ def _fused_adam(
     states: Sequence[Tensor],
     step: Tensor,
 ) -> None:
-    """Call the operator; ``numbers`` are (beta1, beta2, eps, weight_decay)."""
+    """Call torch's operator ``name``; ``numbers`` are (beta1, beta2, eps, weight_decay)."""
     beta1, beta2, eps, weight_decay = numbers
     exp_avg, exp_avg_sq, *largest = states
     getattr(torch, name)(
@@ -263,6 +263,10 @@ def _fused_adam(
         amsgrad=bool(largest),
         maximize=False,
     )
+
+
+UNCORRECTED = 1e30
+"""A number of updates by which Adam's bias corrections are 1, because betas are below 1."""
 
 
 class AdamWRule(AdamRule):
@@ -304,6 +308,7 @@ class BertAdamRule(ElementwiseRule):
     own max_grad_norm counts, where upstream uses the constructor's for all.
     """
 
+    fused_operators: ClassVar[tuple[str, ...]] = ("_fused_adamw_",)
     torch_keys: ClassVar[frozenset[str]] = frozenset({"decoupled_weight_decay"})
     squares: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq"})
 
@@ -340,7 +345,14 @@ class BertAdamRule(ElementwiseRule):
             weight_decay=float(group["weight_decay"]),
             lr=lr,
         )
-        return Settings(_BertAdamFlags(h.weight_decay > 0, vanishes(h.eps)), h)
+        flags = _BertAdamFlags(h.weight_decay > 0, vanishes(h.eps))
+        fused = None
+        if not flags.guard and not is_tensor(lr):
+            # AdamW without bias corrections: p *= 1 - lr * decay; p -= lr * m / (sqrt(v) + e).
+            numbers = b1, b2, h.eps, h.weight_decay if flags.decay else 0.0
+            call = partial(fused_adam, "_fused_adamw_", lr, numbers)
+            fused = Fused("_fused_adamw_", UNCORRECTED, call)
+        return Settings(flags, h, fused=fused)
 
     def clip(self, group: Group) -> Clip | None:
         max_norm = float(group["max_grad_norm"])

@@ -12,6 +12,7 @@ import re
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from shardfuse.rules.base import (
     Clip,
+    Fused,
     Group,
     Member,
     NormRule,
@@ -38,6 +40,7 @@ from shardfuse.rules.base import (
     vanishes,
     with_takes,
 )
+from shardfuse.rules.elementwise import UNCORRECTED, fused_adam
 
 LambVariant = Literal["npu", "apex", "nvlamb", "google", "paddle", "deepspeed"]
 
@@ -176,6 +179,29 @@ class LambScalars(NamedTuple):
     upper: float = 0.0
 
 
+def _fused_direction(
+    flags: LambFlags,
+    share: float,
+    numbers: tuple[float, float, float, float],
+    u: Tensor,
+    g: Tensor,
+    states: Sequence[Tensor],
+    step: Tensor,
+) -> None:
+    """Update the moments, and make the direction of ``u``, a copy of the parameter.
+
+    AdamW without a decay adds -lr * m / (sqrt(v) + eps), and takes a negative lr.
+    """
+    if flags.by_decay:
+        fused_adam("_fused_adamw_", -share, numbers, u, g, states, step)
+        return
+    if flags.decay:
+        u.mul_(share)
+    else:
+        u.zero_()
+    fused_adam("_fused_adamw_", -1.0, numbers, u, g, states, step)
+
+
 class LambRule(NormRule):
     """m, v moments of g; u = m / (sqrt(v) + eps) + weight_decay * p; p -= lr * ratio * u.
 
@@ -184,6 +210,7 @@ class LambRule(NormRule):
     """
 
     counts_in_groups: ClassVar[bool] = True
+    fused_operators: ClassVar[tuple[str, ...]] = ("_fused_adamw_",)
     torch_keys: ClassVar[frozenset[str]] = frozenset({"decoupled_weight_decay"})
     squares: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq"})
     num_sums: ClassVar[int] = 2
@@ -305,7 +332,12 @@ class LambRule(NormRule):
             unit=weight_decay if by_decay else gain,
             share=gain / weight_decay if by_decay else weight_decay / gain,
         )
-        return Settings(LambFlags(weight_decay != 0, vanishes(h.eps), by_decay), h)
+        flags = LambFlags(weight_decay != 0, vanishes(h.eps), by_decay)
+        fused = None
+        if not flags.guard:
+            call = partial(_fused_direction, flags, h.share, (beta1, beta2, h.eps, 0.0))
+            fused = Fused("_fused_adamw_", UNCORRECTED, call)
+        return Settings(flags, h, fused=fused)
 
     def clip(self, group: Group) -> Clip | None:
         return Clip(self.max_grad_norm, "global") if self.use_global_grad_norm else None
@@ -434,7 +466,8 @@ class PaddleLambRule(LambRule):
         kind, upper, lower = grad_clip or (None, 0.0, 0.0)
         h = plain.h._replace(l2=float(group["l2"]), lower=lower, upper=upper)
         flags = plain.flags._replace(bounded=kind == "value", regularized=h.l2 != 0)
-        return plain._replace(flags=flags, h=h)
+        has_raw_gradient = not (flags.bounded or flags.regularized)
+        return Settings(flags, h, fused=plain.fused if has_raw_gradient else None)
 
     def clip(self, group: Group) -> Clip | None:
         grad_clip: GroupClip | None = group["grad_clip"]

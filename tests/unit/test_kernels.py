@@ -131,10 +131,10 @@ def test_edits_survive_a_compiler_that_fails_between_passes(
 def test_auto_says_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
     """The automatic choice is logged with its reason; small models do not pay for a compiler.
 
-    The stand-in device has no fused operators, and LAMB none anywhere.
+    The stand-in device has no fused operators, and RMSprop none anywhere.
     """
     fused = "fused" if device_type() == "cpu" else "eager"
-    for cls, choice in ((ShardedAdam, fused), (ShardedLamb, "eager")):
+    for cls, choice in ((ShardedAdam, fused), (ShardedLamb, fused), (ShardedRMSprop, "eager")):
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="shardfuse"):
             cls([nn.Parameter(torch.ones(5))], lr=0.1)
