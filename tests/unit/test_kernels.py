@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import random
 import shutil
 from typing import Any
@@ -22,7 +23,7 @@ from shardfuse import (
     ShardedRMSpropTF,
     ShardedSGD,
 )
-from shardfuse.engine.kernels import Kernels, Tile, only_pass, refresh_master
+from shardfuse.engine.kernels import Kernels, Tile, first_pass, only_pass, refresh_master
 from shardfuse.engine.step import SegmentSum
 from tests.support.models import flat_buffers
 from tests.support.placing import device_type
@@ -248,6 +249,41 @@ def test_results_do_not_depend_on_the_place(name: str) -> None:
         for start, numel in ranges:
             part = slice(start, start + numel)
             assert torch.equal(updated(whole[:, :, part].contiguous()), expected[:, :, part])
+
+
+@NOT_TRACED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weight_decay", [0.1, -0.1, 1e-8, 0.0])
+def test_lambs_first_pass_by_an_operator(weight_decay: float, dtype: torch.dtype) -> None:
+    """Moments and sums as the in-place forms make them; the same bits wherever rows are cut."""
+    optimizer = ShardedLamb([("w", nn.Parameter(torch.ones(5, 2)))], lr=0.1, variant="nvlamb")
+    rule, group = optimizer._rule, {**optimizer.param_groups[0], "weight_decay": weight_decay}
+    settings = rule.settings(group, "", 3)
+    assert settings.fused is not None
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(4, 8, 512, generator=generator)
+    values[3].square_()
+    values[1, 7], values[2, 7], values[3, 7] = 0.0, values[2, 7] * 1e-8, 1.0  # as the least decay
+    low = values[0].to(dtype)
+    low[1, 5] = 3.0  # an edit
+    results = {}
+    for choice in ("auto", "eager"):
+        kernels = Kernels(rule, choice, torch.device("cpu"))
+        kernels.choose(5)
+        for rows in (8, 3):  # 8 is 3 + 3 + 2
+            p, g, *states = values.clone()
+            sums = torch.full((2, 8), math.nan)
+            for part in (slice(i, i + rows) for i in range(0, 8, rows)):
+                own_low = None if dtype is torch.float32 else low[part]
+                tile = Tile((g[part],), p[part], own_low, tuple(s[part] for s in states))
+                tile = tile._replace(aux=sums[:, part])
+                kernels.run(first_pass, settings, 1 / 3, tile, is_tail=False)
+            results[choice, rows] = p, *states, sums
+        assert all(map(torch.equal, results[choice, 8], results[choice, 3]))
+    for fused, in_place in zip(results["auto", 8], results["eager", 8], strict=True):
+        is_sum = fused is results["auto", 8][-1]
+        torch.testing.assert_close(fused, in_place, rtol=1e-6, atol=0.0 if is_sum else 1e-7)
+    assert results["auto", 8][0][1, 5] == (values[0][1, 5] if dtype is torch.float32 else 3.0)
 
 
 @NOT_TRACED
