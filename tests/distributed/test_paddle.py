@@ -22,6 +22,7 @@ from tests.support.harness import run_threads
 from tests.support.models import MIXED, mean_grads, rank_grads
 from tests.support.oracles import Grads, LambOracle, OracleParam
 from tests.support.runs import (
+    KERNELS,
     Case,
     assert_bitwise,
     max_relative_error,
@@ -169,13 +170,14 @@ CASES = {
 def test_follows_the_oracle(name: str, world_size: int) -> None:
     """Ten sharded steps stay within rounding of the float64 per-tensor reference."""
     case = CASES[name]
-    sharding = {"bucket_cap_mb": 0.04}
-    ranks = run_threads(world_size, train_rank, case, "floats", NUM_STEPS, sharding)
     expected = train_oracle(case, "floats", NUM_STEPS, world_size)
-    start = case.param_set().values()
-    for values in ranks:
-        assert max_relative_error(values, expected, start) < ORACLE_TOLERANCES.get(name, TOLERANCE)
-        assert_bitwise(values, ranks[0])
+    start, tolerance = case.param_set().values(), ORACLE_TOLERANCES.get(name, TOLERANCE)
+    for kernel in KERNELS:
+        sharding = {"bucket_cap_mb": 0.04, "kernel": kernel}
+        ranks = run_threads(world_size, train_rank, case, "floats", NUM_STEPS, sharding)
+        for values in ranks:
+            assert max_relative_error(values, expected, start) < tolerance
+            assert_bitwise(values, ranks[0])
 
 
 @pytest.mark.parametrize("name", ["norm", "value", "groups-clips"])

@@ -53,6 +53,10 @@ class Case:
         return self.optimizer(groups, **self.options, sharding=sharding)
 
 
+KERNELS = ("eager", "auto")
+"""In-place forms, and the default: models of tests are small, and take torch's fused operators."""
+
+
 def train_rank(
     case: Case, kind: GradKind, num_steps: int, sharding: Mapping[str, Any] | None = None
 ) -> list[Tensor]:
@@ -65,11 +69,13 @@ def train_rank(
     return params.values()
 
 
-def train_unsharded(case: Case, kind: GradKind, num_steps: int, world_size: int) -> list[Tensor]:
+def train_unsharded(
+    case: Case, kind: GradKind, num_steps: int, world_size: int, kernel: str = "eager"
+) -> list[Tensor]:
     """Train the same class with no process group on the mean of what `world_size` ranks feed."""
     assert not dist.is_initialized()
     params = case.param_set()
-    optimizer = case.build(params, {"kernel": "eager"})
+    optimizer = case.build(params, {"kernel": kernel})
     for step in range(num_steps):
         params.assign(mean_grads(kind, world_size, step, case.entries))
         optimizer.step()
@@ -94,12 +100,13 @@ def check_follows_oracle(case: Case, world_size: int, bucket_cap_mb: float = 0.0
 
     The oracle is the float64 per-tensor reference, on the mean of the ranks' floats.
     """
-    sharding = {"bucket_cap_mb": bucket_cap_mb}
-    ranks = run_threads(world_size, train_rank, case, "floats", NUM_STEPS, sharding)
     expected = train_oracle(case, "floats", NUM_STEPS, world_size)
-    assert max_relative_error(ranks[0], expected, case.param_set().values()) < TOLERANCE
-    for values in ranks[1:]:
-        assert_bitwise(values, ranks[0])
+    for kernel in KERNELS:
+        sharding = {"bucket_cap_mb": bucket_cap_mb, "kernel": kernel}
+        ranks = run_threads(world_size, train_rank, case, "floats", NUM_STEPS, sharding)
+        assert max_relative_error(ranks[0], expected, case.param_set().values()) < TOLERANCE
+        for values in ranks[1:]:
+            assert_bitwise(values, ranks[0])
 
 
 def check_is_unsharded(
@@ -109,13 +116,14 @@ def check_is_unsharded(
 
     Bitwise, because the mean gradient is exact; or else within another order of summing norms.
     """
-    sharding = {"bucket_cap_mb": bucket_cap_mb}
-    ranks = run_threads(world_size, train_rank, case, "integers", 5, sharding)
-    expected = train_unsharded(case, "integers", 5, world_size)
-    if not bitwise:
-        assert max_relative_error(ranks[0], expected, case.param_set().values()) < TOLERANCE
-    for values in ranks:
-        assert_bitwise(values, expected if bitwise else ranks[0])
+    for kernel in KERNELS:
+        sharding = {"bucket_cap_mb": bucket_cap_mb, "kernel": kernel}
+        ranks = run_threads(world_size, train_rank, case, "integers", 5, sharding)
+        expected = train_unsharded(case, "integers", 5, world_size, kernel)
+        if not bitwise:
+            assert max_relative_error(ranks[0], expected, case.param_set().values()) < TOLERANCE
+        for values in ranks:
+            assert_bitwise(values, expected if bitwise else ranks[0])
 
 
 def in_entry_order(entries: Sequence[Entry], by_group: Sequence[Tensor]) -> list[Tensor]:
