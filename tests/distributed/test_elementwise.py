@@ -45,6 +45,7 @@ BERT_OPTIONS: dict[str, dict[str, Any]] = {
     "bert-constant": {"lr": 0.1, "warmup": 0.3, "t_total": 10, "schedule": "warmup_constant"},
     "bert-cosine": {"lr": 0.1, "warmup": 0.3, "t_total": 10, "schedule": "warmup_cosine"},
     "bert-poly": {"lr": 0.1, "warmup": 0.3, "t_total": 10, "schedule": "warmup_poly"},
+    "bert-negative-decay": {"lr": 0.1, "weight_decay": -0.1},  # none
     "bert-undecayed": {"lr": 0.1, "weight_decay": 0.0, "b1": 0.8, "b2": 0.95, "e": 1e-4},
 }
 
