@@ -108,16 +108,30 @@ def adamw(p: Tensor, g: Tensor, state: State, o: Options, step: int) -> None:
 
 
 def bert_adam(p: Tensor, g: Tensor, state: State, o: Options, step: int) -> None:
-    """NVIDIA's, unclipped."""
+    """NVIDIA's, unclipped; AdamW after so many steps that no bias is left."""
     m, v = _state(state, "exp_avg", p), _state(state, "exp_avg_sq", p)
+    lr, decay = o["lr"], max(o["weight_decay"], 0.0)
+    if o["t_total"] != -1:
+        lr *= bert_schedule(o["schedule"], (step - 1) / o["t_total"], o["warmup"])
+    if o["fused"]:
+        options = {"beta1": o["b1"], "beta2": o["b2"], "eps": o["e"], "weight_decay": decay}
+        _fused(
+            "_fused_adamw_",
+            [p, g.clone(), m, v],
+            lambda operator, *lists: operator(
+                *(*lists, [], [torch.tensor(1e30)]),
+                **options,
+                lr=lr,
+                amsgrad=False,
+                maximize=False,
+            ),
+        )
+        return
     m.lerp_(g, 1.0 - o["b1"])
     v.mul_(o["b2"]).addcmul_(g, g, value=1.0 - o["b2"])
     u = m / v.sqrt().add_(o["e"])
-    if o["weight_decay"] > 0:
-        u.add_(p, alpha=o["weight_decay"])
-    lr = o["lr"]
-    if o["t_total"] != -1:
-        lr *= bert_schedule(o["schedule"], (step - 1) / o["t_total"], o["warmup"])
+    if decay > 0:
+        u.add_(p, alpha=decay)
     p.add_(u, alpha=-lr)
 
 
