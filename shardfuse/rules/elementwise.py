@@ -265,7 +265,7 @@ def fused_adam(
     )
 
 
-UNCORRECTED = 1e30
+NO_BIAS_CORRECTION = 1e30
 """A number of updates by which Adam's bias corrections are 1, because betas are below 1."""
 
 
@@ -351,7 +351,7 @@ class BertAdamRule(ElementwiseRule):
             # AdamW without bias corrections: p *= 1 - lr * decay; p -= lr * m / (sqrt(v) + e).
             numbers = b1, b2, h.eps, h.weight_decay if flags.decay else 0.0
             call = partial(fused_adam, "_fused_adamw_", lr, numbers)
-            fused = Fused("_fused_adamw_", UNCORRECTED, call)
+            fused = Fused("_fused_adamw_", NO_BIAS_CORRECTION, call)
         return Settings(flags, h, fused=fused)
 
     def clip(self, group: Group) -> Clip | None:

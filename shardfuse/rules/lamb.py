@@ -40,7 +40,7 @@ from shardfuse.rules.base import (
     vanishes,
     with_takes,
 )
-from shardfuse.rules.elementwise import UNCORRECTED, fused_adam
+from shardfuse.rules.elementwise import NO_BIAS_CORRECTION, fused_adam
 
 LambVariant = Literal["npu", "apex", "nvlamb", "google", "paddle", "deepspeed"]
 
@@ -336,7 +336,7 @@ class LambRule(NormRule):
         fused = None
         if not flags.guard:
             call = partial(_fused_direction, flags, h.share, (beta1, beta2, h.eps, 0.0))
-            fused = Fused("_fused_adamw_", UNCORRECTED, call)
+            fused = Fused("_fused_adamw_", NO_BIAS_CORRECTION, call)
         return Settings(flags, h, fused=fused)
 
     def clip(self, group: Group) -> Clip | None:
