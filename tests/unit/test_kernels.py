@@ -331,33 +331,38 @@ def test_edited_params_win_over_masters() -> None:
 
 
 @NOT_TRACED
+@pytest.mark.parametrize(
+    ("cls", "function"), [(ShardedAdamW, only_pass), (ShardedLamb, first_pass)]
+)
 def test_a_device_may_refuse_a_fused_operator(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cls: Any, function: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is tried once; then the in-place forms run, and a line says so."""
 
     def refused(*args: Any, **options: Any) -> None:
         raise NotImplementedError("no such operator")
 
-    optimizer = ShardedAdamW([nn.Parameter(torch.ones(5))], lr=0.1)
+    optimizer = cls([nn.Parameter(torch.ones(5))], lr=0.1)
     rule, group = optimizer._rule, optimizer.param_groups[0]
     kernels = Kernels(rule, "auto", torch.device("cpu"))
     kernels.choose(5)
     monkeypatch.setattr(torch, "_fused_adamw_", refused)
     settings = rule.settings(group, "", 1)
 
-    def run() -> Tensor:
-        p = torch.ones(1, 512)
-        tile = Tile((torch.ones(1, 512),), p, None, (torch.zeros(1, 512), torch.zeros(1, 512)))
-        kernels.run(only_pass, settings, None, tile, is_tail=False)
-        return p
+    def run() -> tuple[Tensor, Tensor]:
+        p, states = torch.ones(1, 512), torch.zeros(2, 1, 512)
+        tile = Tile((torch.ones(1, 512),), p, None, tuple(states))
+        kernels.run(function, settings, None, tile, is_tail=False)
+        return p, states
 
     with pytest.raises(NotImplementedError):
         run()  # the CPU has it: another error than that
     monkeypatch.setattr(kernels, "_device", torch.device("meta"))
     monkeypatch.setattr(kernels, "_constant", lambda value: torch.tensor(value))
     with caplog.at_level(logging.WARNING, logger="shardfuse"):
-        assert bool((run() < 1).all())
+        p, states = run()
+        assert bool((states > 0).all())
+        assert bool((p < 1).all()) == (function is only_pass)
         run()
     kernels.choose(5)
     assert kernels.choice == "eager"
