@@ -142,14 +142,14 @@ def only_pass(rule: ElementwiseRule, flags: Any, h: Any, scale: Scale, tile: Til
         low.copy_(p)
 
 
-class _FusedFlags(NamedTuple):
-    """The flags of a pass with an operator of torch's."""
+class _FusedUpdate(NamedTuple):
+    """An operator of torch's, in place of a pass's flags."""
 
     flags: Any  # of the rule
     fused: Fused
     step: Tensor  # () fp32
 
-    def call(self, p: Tensor, g: Tensor, states: Sequence[Tensor]) -> None:
+    def update(self, p: Tensor, g: Tensor, states: Sequence[Tensor]) -> None:
         """Call the operator on tensors (rows, n)."""
         missing = -p.numel() % FUSED_WIDTH
         if not missing:
@@ -161,13 +161,15 @@ class _FusedFlags(NamedTuple):
             tensor.copy_(padded[: p.numel()].view_as(tensor))
 
 
-def fused_pass(rule: ElementwiseRule, flags: _FusedFlags, h: Any, scale: Scale, tile: Tile) -> None:
+def fused_pass(
+    rule: ElementwiseRule, operator: _FusedUpdate, h: Any, scale: Scale, tile: Tile
+) -> None:
     """Do as only_pass(), by one operator of torch's."""
     p, low = tile.p, tile.low
     assert p is not None
     if low is not None:
         refresh_master(p, low)
-    flags.call(p, mean_of(tile.grad, scale, p.dtype), tile.states)
+    operator.update(p, mean_of(tile.grad, scale, p.dtype), tile.states)
     if low is not None:
         low.copy_(p)
 
@@ -195,7 +197,7 @@ def first_pass(rule: ReducingRule, flags: Any, h: Any, scale: Scale, tile: Tile)
 
 
 def fused_first_pass(
-    rule: ReducingRule, flags: _FusedFlags, h: Any, scale: Scale, tile: Tile
+    rule: ReducingRule, operator: _FusedUpdate, h: Any, scale: Scale, tile: Tile
 ) -> None:
     """Do as first_pass(), the states and the direction by one operator of torch's."""
     p = tile.p
@@ -203,9 +205,9 @@ def fused_first_pass(
     if tile.low is not None:
         refresh_master(p, tile.low)
     g, u = mean_of(tile.grad, scale, p.dtype), p.clone()
-    flags.call(u, g, tile.states)
+    operator.update(u, g, tile.states)
     if tile.aux is not None:
-        _write_products(rule, flags.flags, h, p, g, u, tile.aux)
+        _write_products(rule, operator.flags, h, p, g, u, tile.aux)
 
 
 def _write_products(
@@ -478,7 +480,7 @@ class Kernels:
         self, function: Pass, flags: Any, fused: Fused, h: Any, scale: Scale, tile: Tile
     ) -> bool:
         """Run an operator of torch's; if the device refuses the first call, go eager for good."""
-        own = _FusedFlags(flags, fused, self._constant(fused.step))
+        own = _FusedUpdate(flags, fused, self._constant(fused.step))
         try:
             self._run_tiles(_FUSED[function], own, h, scale, tile)
         except RuntimeError as error:

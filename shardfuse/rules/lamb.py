@@ -192,14 +192,12 @@ def _fused_direction(
 
     AdamW without a decay adds -lr * m / (sqrt(v) + eps), and takes a negative lr.
     """
-    if flags.by_decay:
-        fused_adam("_fused_adamw_", -share, numbers, u, g, states, step)
-        return
-    if flags.decay:
-        u.mul_(share)
-    else:
+    lr = -share if flags.by_decay else -1.0
+    if not flags.decay:
         u.zero_()
-    fused_adam("_fused_adamw_", -1.0, numbers, u, g, states, step)
+    elif not flags.by_decay:
+        u.mul_(share)
+    fused_adam("_fused_adamw_", lr, numbers, u, g, states, step)
 
 
 class LambRule(NormRule):
