@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import enum
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -190,7 +191,18 @@ class Completion(Generic[T]):
 _unfinished: list[Any] = []
 """Works dropped in flight: gloo breaks a connection on which more arrives for such a work."""
 
-atexit.register(_unfinished.clear)
+
+def _free_works() -> None:
+    """Free all works, and let gloo's threads free theirs.
+
+    A thread that waits for the GIL, to free the tensors of the last collective, aborts the process
+    when the interpreter ends (pytorch/pytorch#190489).
+    """
+    _unfinished.clear()
+    time.sleep(0.01)  # releases the GIL
+
+
+atexit.register(_free_works)
 
 
 def completed(result: T) -> Completion[T]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -55,3 +58,29 @@ def test_only_works_of_torch_are_kept() -> None:
         Completion(list, [Work([], "a")], are_of_torch=are_of_torch)
         assert len(transport._unfinished) == before + are_of_torch
     transport._unfinished.pop()
+
+
+def test_threads_get_the_gil_before_the_interpreter_ends() -> None:
+    """A thread of gloo that waited for it at the end would abort the process."""
+    seen: list[int] = []
+
+    def take_gil() -> None:
+        time.sleep(0.01)
+        seen.append(1)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    try:
+        thread = threading.Thread(target=take_gil)
+        thread.start()
+        end = time.perf_counter() + 0.5
+        while time.perf_counter() < end:  # the thread's sleep ends meanwhile
+            pass
+        assert not seen
+        kept, transport._unfinished[:] = transport._unfinished[:], []
+        transport._free_works()
+        transport._unfinished[:] = kept
+        assert seen
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
