@@ -25,7 +25,7 @@ from launch.bench.options import Options, Row, interleaved
 from launch.bench.report import groups
 from launch.bench.timing import PeakMemory, time_ms
 from launch.bench.training import ADAM, COMPUTE, DDP, METHODS, Training, built
-from launch.bench.transformer import ELSEWHERE, SIZES, Size, make_batch, numel_of
+from launch.bench.transformer import ELSEWHERE, HOST_AHEAD, SIZES, Size, make_batch, numel_of
 
 ROUNDS = 3
 STEPS = 10
@@ -43,19 +43,32 @@ _FAILED = re.compile(r"\[method (.+?) failed\]")
 
 @dataclass(frozen=True)
 class Table:
-    """Hosts, what each may send, and whether the model computes on the host's cores."""
+    """Hosts, what each may send, and whether the model computes on the host's cores.
+
+    With ``host_is_ahead`` it computes elsewhere, and the host launches layers ahead.
+    """
 
     rate: str
     num_hosts: int
     is_elsewhere: bool = False
+    host_is_ahead: bool = False
+
+    @property
+    def link(self) -> str:
+        """The column "rate" of its rows."""
+        return self.rate + (HOST_AHEAD if self.host_is_ahead else "")
 
     def __str__(self) -> str:
-        return f"{self.rate}, {self.num_hosts} hosts"
+        return f"{self.link}, {self.num_hosts} hosts"
 
 
 QUICK_TABLE = Table("1gbit", 2)
 TABLES = [Table("200mbit", 2), QUICK_TABLE, Table("4gbit", 2), Table("1gbit", 3)]
-FREE_TABLES = [Table("1gbit", 2, is_elsewhere=True), Table("4gbit", 2, is_elsewhere=True)]
+FREE_TABLES = [
+    Table("1gbit", 2, is_elsewhere=True),
+    Table("1gbit", 2, is_elsewhere=True, host_is_ahead=True),
+    Table("4gbit", 2, is_elsewhere=True),
+]
 
 
 def measure(methods: Sequence[str], size: str, num_rounds: int, num_steps: int) -> Row:
@@ -227,12 +240,14 @@ def _is_installed(method: str) -> bool:
 
 
 def _size(table: Table, options: Options) -> str:
-    return ("tiny" if options.quick else "33M") + (ELSEWHERE if table.is_elsewhere else "")
+    name = "tiny" if options.quick else "33M"
+    name += ELSEWHERE if table.is_elsewhere else ""
+    return name + (HOST_AHEAD if table.host_is_ahead else "")
 
 
 def _facts(table: Table, options: Options) -> Row:
     numel = numel_of(SIZES[_size(table, options)])
-    return {"rate": table.rate, "world_size": table.num_hosts, "numel": numel}
+    return {"rate": table.link, "world_size": table.num_hosts, "numel": numel}
 
 
 def _launch(table: Table, methods: Sequence[str], options: Options) -> Iterator[Row]:

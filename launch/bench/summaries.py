@@ -339,7 +339,9 @@ def free_links(rows: Sequence[Row]) -> Summary:
     method = (
         "As links, but the model computes elsewhere, as on an accelerator: forward and backward of "
         "a layer take the time that they took on one core, asleep, and leave the host's cores to "
-        "sockets and updates. Gradients are constants, and the loss says nothing. " + found.method
+        "sockets and updates. Gradients are constants, and the loss says nothing. Host ahead: CPU "
+        "time of the training thread between two layers is part of the next one's, as where the "
+        "host queues kernels ahead. " + found.method
     )
     return replace(found, title="Steps between hosts, with compute elsewhere", method=method)
 

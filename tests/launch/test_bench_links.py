@@ -205,6 +205,29 @@ def test_elsewhere_takes_its_time_and_gives_every_gradient() -> None:
         torch.testing.assert_close(param.grad, torch.full_like(param, 1e-3))
 
 
+def test_cpu_time_between_layers_is_part_of_the_next_where_the_host_is_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But not that of the optimizer's step before forward, and no layer ends before it begins."""
+    cpu_s, slept = [5.0], list[float]()
+    monkeypatch.setattr(time, "thread_time", lambda: cpu_s[0])
+    monkeypatch.setattr(time, "sleep", slept.append)
+    size = replace(SIZES["tiny elsewhere, host ahead"], hidden=512, heads=8, layers=1)
+    model = Transformer(size)
+    spends = iter([0.01, 0.0, 9.0, 0.0])
+    for layer in (*model.blocks, model.norm):
+        for param in layer.parameters():
+            param.register_hook(lambda grad: cpu_s.__setitem__(0, cpu_s[0] + next(spends, 0.0)))
+    cpu_s[0] += 7.0
+    model(torch.ones(2, 9)).backward()
+    block = sum(p.numel() for p in model.blocks[0].parameters()) * FORWARD_S
+    head = (sum(p.numel() for p in model.norm.parameters()) + model.head.weight.numel()) * FORWARD_S
+    expected = [0.0, block, head, 2 * head, 2 * block - 0.01, 0.0]
+    assert slept == pytest.approx(expected)
+    for param in model.parameters():
+        torch.testing.assert_close(param.grad, torch.full_like(param, 1e-3))
+
+
 @needs_hosts
 def test_quick_trace_has_all_lanes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A step of real ranks has ranges of every kind; the picture is drawn from them."""
