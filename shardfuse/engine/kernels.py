@@ -411,10 +411,10 @@ class Kernels:
                 self._leaves_edits |= function is first_pass
                 return
         if self._leaves_edits and self.choice != "compile" and tile.low is not None:
-            # The compiler failed after a first pass, which had left edits to the second one.
+            # The compiler failed after a first pass, which had left edits to the second one. It may
+            # have failed in the first pass of another unit, so every pass refreshes from then on.
             assert tile.p is not None
             refresh_master(tile.p, tile.low)
-            self._leaves_edits = function is second_pass
         is_fused = self.choice == "fused" or by_operator
         if function in _FUSED and is_fused and self._has_operator(fused):
             assert fused is not None

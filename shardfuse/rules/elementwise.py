@@ -300,6 +300,25 @@ class _BertAdamScalars(NamedTuple):
     lr: float
 
 
+def _fused_decayed(
+    weight_decay: float,
+    lr: float,
+    numbers: tuple[float, float, float, float],
+    p: Tensor,
+    g: Tensor,
+    states: Sequence[Tensor],
+    step: Tensor,
+) -> None:
+    """Update the moments and ``p``: p -= lr * (m / (sqrt(v) + eps) + weight_decay * p).
+
+    The operator's own decay multiplies by 1 - lr * weight_decay. In fp32 that is 1, or wrong by up
+    to a half of the decay, where lr * weight_decay is about 1e-7 (lr 1e-5).
+    """
+    u = p * weight_decay
+    fused_adam("_fused_adamw_", -1.0, numbers, u, g, states, step)
+    add_(p, u, -lr)
+
+
 class BertAdamRule(ElementwiseRule):
     """m, v moments of g; p -= lr_t * (m / (sqrt(v) + e) + weight_decay * p).
 
@@ -348,9 +367,11 @@ class BertAdamRule(ElementwiseRule):
         flags = _BertAdamFlags(h.weight_decay > 0, vanishes(h.eps))
         fused = None
         if not flags.guard and not is_tensor(lr):
-            # AdamW without bias corrections: p *= 1 - lr * decay; p -= lr * m / (sqrt(v) + e).
-            numbers = b1, b2, h.eps, h.weight_decay if flags.decay else 0.0
-            call = partial(fused_adam, "_fused_adamw_", lr, numbers)
+            numbers = b1, b2, h.eps, 0.0
+            if flags.decay:
+                call = partial(_fused_decayed, h.weight_decay, lr, numbers)
+            else:
+                call = partial(fused_adam, "_fused_adamw_", lr, numbers)
             fused = Fused("_fused_adamw_", NO_BIAS_CORRECTION, call)
         return Settings(flags, h, fused=fused)
 

@@ -36,7 +36,7 @@ BOUNDS: dict[tuple[str, str], tuple[tuple[int, int], tuple[int, int]]] = {
     ("LAMB", "fused"): ((9, 92), (13, 118)),
     ("LAMB", "compiled"): ((3, 40), (3, 44)),
     ("BertAdam", "eager"): ((9, 92), (13, 118)),
-    ("BertAdam", "fused"): ((2, 36), (6, 62)),
+    ("BertAdam", "fused"): ((4, 56), (8, 82)),
     ("RMSprop", "eager"): ((6, 60), (10, 86)),
     ("RMSpropTF", "eager"): ((6, 60), (10, 86)),
     ("Adadelta", "eager"): ((12, 116), (16, 142)),

@@ -129,6 +129,42 @@ def test_edits_survive_a_compiler_that_fails_between_passes(
     assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
 
 
+@NOT_TRACED
+def test_edits_survive_a_compiler_that_fails_in_the_first_pass_of_another_unit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Groups with and without a decay are compiled apart; the second one has no memory left."""
+    real, passes = torch.compile, []
+
+    def no_memory(*args: Any) -> None:
+        raise torch._dynamo.exc.InternalTorchDynamoError("no memory")
+
+    def failing(function: Any, **options: Any) -> Any:
+        passes.append(function.__name__)
+        return no_memory if len(passes) > 1 else real(function, dynamic=True, backend="eager")
+
+    def stepped(kernel: str) -> list[Tensor]:
+        params = [nn.Parameter(torch.ones(700, dtype=torch.bfloat16)) for _ in range(2)]
+        groups = [
+            {"params": [param], "weight_decay": weight_decay}
+            for param, weight_decay in zip(params, (0.0, 0.1), strict=True)
+        ]
+        optimizer = ShardedLamb(groups, lr=0.1, sharding={"kernel": kernel})
+        with torch.no_grad():
+            for param in params:
+                param.fill_(7.0)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        return [param.detach() for param in params]
+
+    expected = stepped("eager")
+    monkeypatch.setattr(torch, "compile", failing)
+    values = stepped("compile")
+    assert passes == ["first_pass", "first_pass"]
+    assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
+
+
 def test_auto_says_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
     """The automatic choice is logged with its reason; small models do not pay for a compiler.
 
@@ -249,6 +285,41 @@ def test_results_do_not_depend_on_the_place(name: str) -> None:
         for start, numel in ranges:
             part = slice(start, start + numel)
             assert torch.equal(updated(whole[:, :, part].contiguous()), expected[:, :, part])
+
+
+@pytest.mark.parametrize("kernel", ["eager", "auto"])
+@pytest.mark.parametrize("lr", [2e-6, 5e-6, 1e-5])
+def test_bert_adam_decays_at_small_rates(lr: float, kernel: str) -> None:
+    """The mean of 1,000 updates in fp32 has the decay of those in fp64.
+
+    1 - lr * weight_decay rounds in fp32 to 1, or to a decay that is wrong by half.
+    """
+    weight_decay, beta1, beta2, eps = 0.01, 0.9, 0.999, 1e-6
+    generator = torch.Generator().manual_seed(0)
+    exact = 0.1 + 0.02 * torch.randn(16_384, generator=generator, dtype=torch.float64)
+    param = nn.Parameter(exact.to(device_type(), torch.float32))
+    exact = param.detach().cpu().double()
+    optimizer = ShardedBertAdam(
+        [param],
+        lr=lr,
+        weight_decay=weight_decay,
+        b1=beta1,
+        b2=beta2,
+        e=eps,
+        max_grad_norm=-1,
+        sharding={"kernel": kernel},
+    )
+    m, v, decay = torch.zeros_like(exact), torch.zeros_like(exact), 0.0
+    for _ in range(1000):
+        grad = torch.randn(exact.numel(), generator=generator)
+        param.grad = grad.to(param.device)
+        optimizer.step()
+        m = beta1 * m + (1 - beta1) * grad.double()
+        v = beta2 * v + (1 - beta2) * grad.double() ** 2
+        decay += lr * weight_decay * exact.mean().item()
+        exact -= lr * (m / (v.sqrt() + eps) + weight_decay * exact)
+    error = (param.detach().cpu().double() - exact).mean().item()
+    assert abs(error) < 0.02 * decay
 
 
 @NOT_TRACED
