@@ -108,24 +108,29 @@ def adamw(p: Tensor, g: Tensor, state: State, o: Options, step: int) -> None:
 
 
 def bert_adam(p: Tensor, g: Tensor, state: State, o: Options, step: int) -> None:
-    """NVIDIA's, unclipped; AdamW after so many steps that no bias is left."""
+    """NVIDIA's, unclipped; AdamW after so many steps that no bias is left makes the direction."""
     m, v = _state(state, "exp_avg", p), _state(state, "exp_avg_sq", p)
     lr, decay = o["lr"], max(o["weight_decay"], 0.0)
     if o["t_total"] != -1:
         lr *= bert_schedule(o["schedule"], (step - 1) / o["t_total"], o["warmup"])
     if o["fused"]:
-        options = {"beta1": o["b1"], "beta2": o["b2"], "eps": o["e"], "weight_decay": decay}
+        u = p * decay if decay > 0 else p
         _fused(
             "_fused_adamw_",
-            [p, g.clone(), m, v],
+            [u, g.clone(), m, v],
             lambda operator, *lists: operator(
                 *(*lists, [], [torch.tensor(1e30)]),
-                **options,
-                lr=lr,
+                beta1=o["b1"],
+                beta2=o["b2"],
+                eps=o["e"],
+                weight_decay=0.0,
+                lr=-1.0 if decay > 0 else lr,
                 amsgrad=False,
                 maximize=False,
             ),
         )
+        if decay > 0:
+            p.add_(u, alpha=-lr)
         return
     m.lerp_(g, 1.0 - o["b1"])
     v.mul_(o["b2"]).addcmul_(g, g, value=1.0 - o["b2"])
