@@ -192,7 +192,7 @@ _unfinished: list[Any] = []
 """Works dropped in flight: gloo breaks a connection on which more arrives for such a work."""
 
 
-def _free_works() -> None:
+def _release_unfinished() -> None:
     """Free all works, and let gloo's threads free theirs.
 
     A thread that waits for the GIL, to free the tensors of the last collective, aborts the process
@@ -202,7 +202,7 @@ def _free_works() -> None:
     time.sleep(0.01)  # releases the GIL
 
 
-atexit.register(_free_works)
+atexit.register(_release_unfinished)
 
 
 def completed(result: T) -> Completion[T]:

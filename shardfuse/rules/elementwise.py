@@ -300,7 +300,7 @@ class _BertAdamScalars(NamedTuple):
     lr: float
 
 
-def _fused_decayed(
+def _fused_bert_adam(
     weight_decay: float,
     lr: float,
     numbers: tuple[float, float, float, float],
@@ -314,6 +314,9 @@ def _fused_decayed(
     The operator's own decay multiplies by 1 - lr * weight_decay. In fp32 that is 1, or wrong by up
     to a half of the decay, where lr * weight_decay is about 1e-7 (lr 1e-5).
     """
+    if weight_decay == 0.0:
+        fused_adam("_fused_adamw_", lr, numbers, p, g, states, step)
+        return
     u = p * weight_decay
     fused_adam("_fused_adamw_", -1.0, numbers, u, g, states, step)
     add_(p, u, -lr)
@@ -368,10 +371,8 @@ class BertAdamRule(ElementwiseRule):
         fused = None
         if not flags.guard and not is_tensor(lr):
             numbers = b1, b2, h.eps, 0.0
-            if flags.decay:
-                call = partial(_fused_decayed, h.weight_decay, lr, numbers)
-            else:
-                call = partial(fused_adam, "_fused_adamw_", lr, numbers)
+            decay = h.weight_decay if flags.decay else 0.0
+            call = partial(_fused_bert_adam, decay, lr, numbers)
             fused = Fused("_fused_adamw_", NO_BIAS_CORRECTION, call)
         return Settings(flags, h, fused=fused)
 

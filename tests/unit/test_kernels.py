@@ -106,24 +106,28 @@ def test_failed_compilation_falls_back(
     assert "no compiler" in caplog.text
 
 
+def fail_second_compilation(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list of the passes that are compiled from now on; the second one cannot be run."""
+    real, passes = torch.compile, list[str]()
+
+    def no_memory(*args: Any) -> None:
+        raise torch._dynamo.exc.InternalTorchDynamoError("no memory")
+
+    def compile_first(function: Any, **options: Any) -> Any:
+        passes.append(function.__name__)
+        return no_memory if len(passes) > 1 else real(function, dynamic=True, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", compile_first)
+    return passes
+
+
 @NOT_TRACED
 def test_edits_survive_a_compiler_that_fails_between_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A compiled first pass leaves edits of bf16 params to the second, which is then eager."""
-    real, passes = torch.compile, []
-
-    def no_memory(*args: Any) -> None:
-        raise torch._dynamo.exc.InternalTorchDynamoError("no memory")
-
-    def failing(function: Any, **options: Any) -> Any:
-        passes.append(function.__name__)
-        if passes[-1] == "second_pass":
-            return no_memory
-        return real(function, dynamic=True, backend="eager")
-
     expected = train(ShardedLamb, {}, "eager", torch.bfloat16)
-    monkeypatch.setattr(torch, "compile", failing)
+    passes = fail_second_compilation(monkeypatch)
     values = train(ShardedLamb, {}, "compile", torch.bfloat16)
     assert passes == ["first_pass", "second_pass"]
     assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
@@ -134,14 +138,6 @@ def test_edits_survive_a_compiler_that_fails_in_the_first_pass_of_another_unit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Groups with and without a decay are compiled apart; the second one has no memory left."""
-    real, passes = torch.compile, []
-
-    def no_memory(*args: Any) -> None:
-        raise torch._dynamo.exc.InternalTorchDynamoError("no memory")
-
-    def failing(function: Any, **options: Any) -> Any:
-        passes.append(function.__name__)
-        return no_memory if len(passes) > 1 else real(function, dynamic=True, backend="eager")
 
     def stepped(kernel: str) -> list[Tensor]:
         params = [nn.Parameter(torch.ones(700, dtype=torch.bfloat16)) for _ in range(2)]
@@ -159,7 +155,7 @@ def test_edits_survive_a_compiler_that_fails_in_the_first_pass_of_another_unit(
         return [param.detach() for param in params]
 
     expected = stepped("eager")
-    monkeypatch.setattr(torch, "compile", failing)
+    passes = fail_second_compilation(monkeypatch)
     values = stepped("compile")
     assert passes == ["first_pass", "first_pass"]
     assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))

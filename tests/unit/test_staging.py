@@ -78,7 +78,7 @@ def test_threads_get_the_gil_before_the_interpreter_ends() -> None:
             pass
         assert not seen
         kept, transport._unfinished[:] = transport._unfinished[:], []
-        transport._free_works()
+        transport._release_unfinished()
         transport._unfinished[:] = kept
         assert seen
     finally:
