@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import operator
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfuse.comm import Communicator
-from shardfuse.engine.ddp import ModuleWatch
+from shardfuse.engine.ddp import ModuleWatch, Owners
 from shardfuse.engine.params import FlatState
 from shardfuse.runtime import stacklevel_of_caller
 
@@ -495,7 +496,9 @@ class UnsyncedTensorsWarning:
 class ReplacedParamsWarning:
     """Warns once, on each rank concerned, if others have the place of parameters in the model.
 
-    DistributedDataParallel raises an error in the next forward: it waits for gradients.
+    DistributedDataParallel raises an error in the next forward: it waits for gradients. A model
+    that was dropped as a whole has no others: torch.func.functional_call() needs no module of its
+    own.
 
     Args:
         watch: the modules that may hold the parameters.
@@ -504,10 +507,9 @@ class ReplacedParamsWarning:
 
     def __init__(self, watch: ModuleWatch, params: Sequence[tuple[str, Tensor]]) -> None:
         self._watch: ModuleWatch | None = watch
-        held = watch.held([param for _, param in params])
-        self._params = [
-            pair for pair, is_in_module in zip(params, held, strict=True) if is_in_module
-        ]
+        self._params = params
+        trees = Owners([param for _, param in params], watch.modules()).trees()
+        self._trees = [(weakref.ref(root), positions) for root, positions in trees]
         self._num_checks = 0
 
     def warn(self) -> None:
@@ -519,10 +521,16 @@ class ReplacedParamsWarning:
             return
         self._watch.has_changed = False
         held = self._watch.held([param for _, param in self._params])
+        models = [
+            positions
+            for root, positions in self._trees
+            if root() is not None or any(held[position] for position in positions)
+        ]
+        expected = set[int]().union(*models)
         gone = [
             name
-            for (name, _), is_in_module in zip(self._params, held, strict=True)
-            if not is_in_module
+            for position, (name, _) in enumerate(self._params)
+            if position in expected and not held[position]
         ]
         self._num_checks += 1
         if gone or self._num_checks == _MAX_CHECKS_OF_MODULES:

@@ -130,6 +130,14 @@ class Owners:
                     found[id(module)] = module
         return list(found.values())
 
+    def trees(self) -> list[tuple[nn.Module, set[int]]]:
+        """Return each of the roots(), and the positions of the parameters that its modules hold."""
+        found = []
+        for root in self.roots():
+            held = {id(param) for module in _modules_of(root) for param in _direct_params(module)}
+            found.append((root, {i for i, param in enumerate(self._params) if id(param) in held}))
+        return found
+
 
 # Another thread may be building or changing any of the modules of the process, so that a loop over
 # the values of its dicts would raise. One call of a C function copies them, as list() is.

@@ -154,6 +154,38 @@ def test_changes_that_keep_the_params(change: Callable[[Net], None], num_before:
     assert run_procs(2, warned, change, num_before) == [[], []]
 
 
+def warned_without_modules(is_head_replaced: bool) -> list[str]:
+    """Return the warnings of steps by functional_call(), of two models that were dropped.
+
+    The modules that it calls are of two other models. With ``is_head_replaced`` the second model
+    is kept, and gets another head.
+    """
+    torch.manual_seed(0)
+    models: list[Any] = [Net(), Net()]
+    params = [dict(model.named_parameters()) for model in models]
+    optimizer = ShardedAdamW([p for own in params for p in own.values()], lr=0.1)
+    if is_head_replaced:
+        new_head(models[1])
+    del models[: 1 if is_head_replaced else 2]
+    called = [Net(), Net()]
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            for model, own in zip(called, params, strict=True):
+                out = torch.func.functional_call(model, own, (torch.arange(5),))
+                out.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(each.message) for each in found if "No module has" in str(each.message)]
+
+
+def test_models_that_were_dropped_as_a_whole() -> None:
+    """Their parameters were not replaced: functional_call() still uses them."""
+    assert run_procs(2, warned_without_modules, False) == [[], []]
+    for (text,) in run_procs(2, warned_without_modules, True):
+        assert "the parameters param_groups[0][7] any more" in text
+
+
 def looks(num_steps: int) -> int:
     """Return how often modules are searched where each step builds another."""
     model, found = Net(), 0
