@@ -279,12 +279,14 @@ class StepDriver:
                 continue
             call = near[0].parts[0][1]
             tile = unit.narrow(start, stop, call.states)
-            grad = mean[: stop - start]
-            mean_into(grad, tile.grad, call.scale)
+            grad = tile.grad
+            if len(grad) > 1 or call.scale is not None or grad[0].dtype != mean.dtype:
+                grad = (mean[: stop - start],)
+                mean_into(grad[0], tile.grad, call.scale)
             found = [run.parts[0][1].settings.fused for run in near]
             operators = [fused for fused in found if fused is not None]
             sizes = [run.whole.stop - run.whole.start for run in near]
-            self._kernels.run_operators(operators, sizes, tile._replace(grad=(grad,)))
+            self._kernels.run_operators(operators, sizes, tile._replace(grad=grad))
 
     def _call_kernels(
         self, function: Pass, unit: UpdateUnit, runs: Sequence[_Run], aux: Tensor | None

@@ -164,6 +164,25 @@ def test_means_by_tiles(dtype: torch.dtype, are_small: bool) -> None:
                 assert all(map(torch.equal, own, other))
 
 
+@pytest.mark.parametrize(("dtype", "num_copies"), [(torch.float32, 0), (torch.bfloat16, 1)])
+def test_a_gradient_that_is_the_mean_is_not_copied(
+    dtype: torch.dtype, num_copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one rank, in the dtype of the update: operators read it where it is."""
+    original, copies = driver.mean_into, []
+
+    def counted(*args: Any) -> None:
+        copies.append(args)
+        original(*args)
+
+    monkeypatch.setattr(driver, "mean_into", counted)
+    params = [[nn.Parameter(param.detach().to(dtype)) for param in pair] for pair in layers()]
+    optimizer = shardfuse.ShardedAdamW(groups(params, 40), sharding={"process_group": "alone"})
+    set_grads(params, 0)
+    optimizer.step()
+    assert len(copies) == num_copies
+
+
 def refused(group: int) -> tuple[str, bool]:
     """Return the error of a step whose rule refuses one group, and whether params are as before."""
     params = layers()
