@@ -152,6 +152,7 @@ def _watchdog_of(
         device=device,
         find_lost=find_lost,
         mismatch_code=traits_of(backend).mismatch_code,
+        ranks=names,
     )
 
 

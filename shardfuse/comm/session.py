@@ -336,6 +336,7 @@ class GroupState:
     """The exchange that communicators of the same ranks share, and its generation."""
     _late_in: int = 0  # the region in which a late rank was last logged
     watchdogs: Any = field(default_factory=weakref.WeakSet)  # of its transports
+    num_watchdogs: int = 0  # that were made
 
     def __post_init__(self) -> None:
         self._regions.append(Region(0, "nothing yet"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import threading
 import time
 import weakref
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from shardfuse.comm.regions import digest
 from shardfuse.comm.session import LATE_S, PATIENCE_S, GroupState, PeerError
 from shardfuse.comm.transport import wait_in_order
 
@@ -54,6 +56,7 @@ class Watchdog:
             the thread polls once a second from the first collective on.
         mismatch_code: the part of the transport's error that reports different collectives on
             ranks; None if it does not compare them.
+        ranks: of the transport, as the state numbers them; None is all.
     """
 
     def __init__(
@@ -64,8 +67,12 @@ class Watchdog:
         device: torch.device,
         find_lost: Callable[[], Sequence[int] | None] = lambda: None,
         mismatch_code: str | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         self._state = state
+        self._ranks = range(state.world_size) if ranks is None else ranks
+        state.num_watchdogs += 1
+        self._name = f"{state.num_watchdogs} of {digest(str(list(self._ranks)))}"
         self._abort = abort
         self._find_lost = find_lost
         self._device = device
@@ -81,6 +88,8 @@ class Watchdog:
         # Of these, how many the device is past: a tensor of its own, and a copy in pinned memory.
         self._num_passed: tuple[torch.Tensor, torch.Tensor] | None = None
         self._failure = "", 0.0  # the last one, and since when
+        self._num_launched = 0  # collectives of the transport so far
+        self._counted = ""  # the store's key for all ranks that had launched as many by then
         state.watchdogs.add(self)
         self._launched = 0  # the number of the region that was compared last
         self._progress = 0, 0.0  # the number last seen, and since when
@@ -120,12 +129,14 @@ class Watchdog:
         """
         if not self._host_waits:
             self._last_work = weakref.ref(work)
+            self._num_launched += 1
 
     def note_failure(self, text: str) -> None:
         """Have the thread abort the transport if the device stays in what is in flight.
 
         A region has failed. A peer may never launch its part of a collective that this rank has
-        launched, and the next call that waits for the device would hang.
+        launched, and the next call that waits for the device would hang. Where all ranks had
+        launched the same, the device is only behind its host, and nothing is aborted.
         """
         if self._num_passed is None:
             return
@@ -134,6 +145,9 @@ class Watchdog:
             return
         self._failure = text, time.monotonic()
         self._num_failures += 1
+        self._counted = f"launched/{self._state.generation}/{self._name}/{self._num_launched}"
+        with suppress(RuntimeError):  # the process that holds the store may have ended
+            self._state.store.add(self._counted, 1)
         counter, seen = self._num_passed
         # A transport that has failed already raises here, and the error at hand goes on.
         with suppress(RuntimeError):
@@ -272,11 +286,20 @@ class Watchdog:
         text, since = self._failure
         if self._num_passed is None or int(self._num_passed[1]) >= self._num_failures:
             return
-        if time.monotonic() - since >= LATE_S:
+        if time.monotonic() - since < LATE_S:
+            return
+        if not self._have_all_launched():
             raise self.attribute_error(
                 RuntimeError(f"the device waits for a peer since an earlier error: {text}"),
                 failed="a collective in flight",
             )
+        self._failure = text, math.inf  # one request to the store is enough
+
+    def _have_all_launched(self) -> bool:
+        """Return whether each rank had launched as many collectives at its last failure."""
+        with suppress(RuntimeError):  # the process that holds the store may have ended
+            return int(self._state.store.add(self._counted, 0)) == len(self._ranks)
+        return False
 
     def _note_error(self) -> None:
         """Log, once, the exception that a tick has raised."""
