@@ -19,6 +19,12 @@ INTERFACE = "eth0"
 _SUBNET = "10.77.0"
 _BURST = "256kb"
 _LATENCY = "100ms"
+_CONGESTION_CONTROL = "reno"
+"""Of TCP on the hosts, which would be that of the machine: every kernel allows this one there.
+
+BBR, for one, stops sending for 0.2 s every 10 s (PROBE_RTT).
+"""
+
 _TIMEOUT_S = 30.0
 _TOOLS = ("ip", "tc", "unshare")
 _count = itertools.count()
@@ -127,6 +133,8 @@ class Hosts:
             _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
             _run("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", INTERFACE)
             _run("ip", "-n", name, "link", "set", INTERFACE, "up")
+            setting = f"echo {_CONGESTION_CONTROL} > /proc/sys/net/ipv4/tcp_congestion_control"
+            _run("ip", "netns", "exec", name, "sh", "-c", setting)
             if self.rate is not None:
                 limit = ["rate", self.rate, "burst", _BURST, "latency", _LATENCY]
                 _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", "tbf", *limit)

@@ -102,7 +102,14 @@ def use_the_link() -> dict[str, Any]:
     comm.reduce_scatter(buffer).wait()
     dist.barrier()
     sent = hosts.sent_nbytes() - before
-    return {"seconds": seconds, "host": gloo.host_id(), "sent": sent, "sum": buffer[0].item()}
+    control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    return {
+        "control": control,
+        "seconds": seconds,
+        "host": gloo.host_id(),
+        "sent": sent,
+        "sum": buffer[0].item(),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +125,12 @@ def test_link_is_limited(used: list[dict[str, Any]]) -> None:
     least = (16 * MIB - BURST_NBYTES) * 8 / BITS_PER_S
     assert all(rank["sum"] == 2 for rank in used)
     assert all(rank["seconds"] >= least for rank in used)
+
+
+@needs_hosts
+def test_hosts_control_congestion_alike_on_every_machine(used: list[dict[str, Any]]) -> None:
+    """BBR, which some have, would stop sending for a fifth of a second every ten seconds."""
+    assert [rank["control"] for rank in used] == ["reno", "reno"]
 
 
 @needs_hosts
