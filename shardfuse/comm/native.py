@@ -312,7 +312,7 @@ class ProcessGroupCommunicator:
             is_gloo = self.backend == "gloo"
             failed = "the connection to another rank" if is_gloo else self.backend
             raise self._watchdog.attribute_error(error, failed=failed) from error
-        if self._watchdog is not None:
+        if self._watchdog is not None and "async_op" in options:  # messages have tags
             self._watchdog.note_launch(work)
         return work
 

@@ -12,6 +12,7 @@ a phase of its own, so that they do not all ask at one time.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 _FEW_RANKS = 32
 _FRESH_S = 1.0
@@ -78,3 +79,12 @@ class PollRateLimit:
         """Return how long one request may wait for a key. A signal is not handled meanwhile."""
         # Many ranks do not poll in between.
         return min(wanted_s, self._longest_wait_s) if self._has_few_ranks else self._longest_wait_s
+
+
+def pauses(total_s: float, longest_s: float = 0.4) -> Iterator[float]:
+    """Yield pauses of this sum, at first each twice as long as the one before."""
+    pause_s = 0.05
+    while total_s > 0:
+        yield min(pause_s, total_s)
+        total_s -= pause_s
+        pause_s = min(2 * pause_s, longest_s)

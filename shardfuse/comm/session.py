@@ -38,11 +38,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
-from shardfuse.comm.polls import PollRateLimit
+from shardfuse.comm.polls import PollRateLimit, pauses
 from shardfuse.comm.regions import (
     LabelledSends,
     Region,
     compare,
+    digest,
     find_extra_backward,
     number_in,
     parse_regions,
@@ -337,6 +338,9 @@ class GroupState:
     _late_in: int = 0  # the region in which a late rank was last logged
     watchdogs: Any = field(default_factory=weakref.WeakSet)  # of its transports
     num_watchdogs: int = 0  # that were made
+    launched: dict[int, int] = field(default_factory=dict)
+    """Collectives so far, of each transport of all ranks that runs them in one order."""
+    _launched: int = 0  # the digest of these when the last region failed
 
     def __post_init__(self) -> None:
         self._regions.append(Region(0, "nothing yet"))
@@ -372,6 +376,7 @@ class GroupState:
             self.current.is_failed = True
             if not isinstance(error, PeerError):
                 self.report_failure(f"failed in {name}: {type(error).__name__}: {error}")
+            self._launched = digest(str(sorted(self.launched.items())))
             for watchdog in list(self.watchdogs):
                 watchdog.note_failure(str(error))
             raise
@@ -451,12 +456,12 @@ class GroupState:
         keys = [f"{key}/{rank}" for rank in range(self.world_size)]
         if self.closed is None:
             # Not set(): peers may have read the text of this rank before an interrupt.
-            mine = json.dumps([self.current.number, self._num_sessions])
+            mine = json.dumps([self.current.number, self._num_sessions, self._launched])
             self.store.compare_set(keys[self.rank], "", mine)
             wanted = keys if self.rank == 0 else [f"{key}/outcome"]
             has_met = self._wait_for(wanted, _REJOIN_S, lambda: self.closed is not None, 1.0)
             if has_met and self.rank > 0:
-                return _parse_numbers(as_text(self.store.get(wanted[0])), wanted[0], 3)
+                return _parse_numbers(as_text(self.store.get(wanted[0])), wanted[0])
             outcome: tuple[int, ...] | str
             if has_met:
                 texts = read_all(self.store, keys)
@@ -470,7 +475,7 @@ class GroupState:
             outcome = self.closed
             self.store.set(keys[self.rank], json.dumps(outcome))  # rank 0 waits for it
         text = as_text(self.store.compare_set(f"{key}/outcome", "", json.dumps(outcome)))
-        return _parse_numbers(text, f"{key}/outcome", 3)
+        return _parse_numbers(text, f"{key}/outcome")
 
     def assign_number(self, session: Any) -> int:
         """Return the number of a session that is in its first region, the same on all ranks.
@@ -677,7 +682,7 @@ class GroupState:
         """
         begin_s = time.monotonic()
         longest_s = 0.1 * self._schedule.failures.period_s  # which grows with the number of ranks
-        for pause_s in (*_pauses(patience_s), *_pauses(leader_s, longest_s), 0.0):
+        for pause_s in (*pauses(patience_s), *pauses(leader_s, longest_s), 0.0):
             found = self._find_failure() or self._find_mismatch(lambda: False)
             if found is None and (pause_s == 0.0 or time.monotonic() - begin_s >= _SUSPECTS_S):
                 # A peer in another region has reported it: one whose host runs ahead, or is late.
@@ -693,7 +698,7 @@ class GroupState:
         """Raise PeerError: ``rank`` has sent a message of another collective."""
         found = None
         with suppress(RuntimeError):  # the store is gone
-            for pause_s in (*_pauses(RESOLVE_S), 0.0):
+            for pause_s in (*pauses(RESOLVE_S), 0.0):
                 found = self._find_failure() or self._find_mismatch(lambda: True, rank)
                 if found is not None:
                     break
@@ -856,15 +861,6 @@ def _out_of_step(reason: str) -> str:
     )
 
 
-def _pauses(total_s: float, longest_s: float = 0.4) -> Iterator[float]:
-    """Yield pauses of this sum, at first each twice as long as the one before."""
-    pause_s = 0.05
-    while total_s > 0:
-        yield min(pause_s, total_s)
-        total_s -= pause_s
-        pause_s = min(2 * pause_s, longest_s)
-
-
 # Values in the store
 
 
@@ -877,8 +873,8 @@ def _failure_at(store: Any, key: str) -> str | None:
     return text if text.endswith(".") else f"{text}."
 
 
-def _parse_numbers(text: str, key: str, length: int = 2) -> tuple[int, ...] | str:
-    """Return so many numbers that a rank has written, or why it cannot go on.
+def _parse_numbers(text: str, key: str) -> tuple[int, ...] | str:
+    """Return three numbers that a rank has written, or why it cannot go on.
 
     For a text that no rank writes, that is the text of the error.
     """
@@ -886,7 +882,7 @@ def _parse_numbers(text: str, key: str, length: int = 2) -> tuple[int, ...] | st
         found = json.loads(text)
         if isinstance(found, str):
             return found
-        if isinstance(found, list) and [type(number) for number in found] == [int] * length:
+        if isinstance(found, list) and [type(number) for number in found] == [int] * 3:
             return tuple(found)
     return str(unreadable(key, text))
 
@@ -896,5 +892,7 @@ def _merge(met: list[tuple[int, ...] | str]) -> tuple[int, ...] | str:
     reason = next((found for found in met if isinstance(found, str)), None)
     if reason is not None:
         return reason
-    numbers, counts = zip(*met, strict=True)
+    numbers, counts, launched = zip(*met, strict=True)
+    if len(set(launched)) > 1:  # the next collective of one rank would meet an older one of another
+        return "ranks had launched different numbers of collectives when they failed."
     return min(numbers), max(numbers), max(counts)

@@ -23,7 +23,7 @@ from shardfuse.comm import watchdog as watchdog_module
 from shardfuse.comm.session import GroupState, PeerError
 from shardfuse.comm.watchdog import Watchdog
 from tests.support import placing
-from tests.support.harness import log_of_shardfuse, run_procs
+from tests.support.harness import STAYING, log_of_shardfuse, run_procs
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -323,3 +323,37 @@ def test_a_device_that_is_behind_its_host_is_not_aborted() -> None:
     for took_s, *errors in run_procs(2, fail_with_one_in_flight, [True] * 2, 8.0, timeout=90):
         assert took_s > 2.5  # half a second, and a tick or two of the thread
         assert errors == ["", ""]
+
+
+def go_on_after_a_failure(launches: list[bool]) -> tuple[str, list[float]]:
+    """Fail as above, and reduce other values at once; return that error, and these sums."""
+    comm = native.ProcessGroupCommunicator(None, torch.device(placing.device_type()))
+    store, sums = dist.distributed_c10d._get_default_store(), list[float]()
+    comm.reduce_scatter(torch.ones(2 * 1024), label="gradients").wait()
+    with suppress(ArithmeticError), comm.session.region("step()"):
+        if launches[comm.rank]:
+            STAYING.append(comm.reduce_scatter(torch.ones(2 * 1024), label="gradients"))
+        store.set(f"launched {comm.rank}", "")
+        store.wait([f"launched {1 - comm.rank}"])
+        raise ArithmeticError("of every rank")
+
+    def reduce() -> None:
+        with comm.session.region("step()"):
+            for value in (2.0, 3.0):
+                values = torch.full((2 * 1024,), value)
+                (part,) = comm.reduce_scatter(values, label="gradients").wait()
+                sums.append(part[0].item())
+
+    return _error_of(reduce), sums
+
+
+@pytest.mark.parametrize("launches", [[True, True], [False, False], [False, True], [True, False]])
+def test_ranks_that_launched_unlike_numbers_do_not_go_on(launches: list[bool]) -> None:
+    """A reduce-scatter of one would meet an older one of the other: sums of 2 and 1, or no end."""
+    for error, sums in run_procs(2, go_on_after_a_failure, launches, timeout=60):
+        if launches[0] == launches[1]:
+            assert (error, sums) == ("", [4.0, 6.0])
+        else:
+            assert "launched different numbers of collectives" in error
+            assert "Start again from the last checkpoint" in error
+            assert sums == []
