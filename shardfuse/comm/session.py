@@ -43,7 +43,6 @@ from shardfuse.comm.regions import (
     LabelledSends,
     Region,
     compare,
-    digest,
     find_extra_backward,
     number_in,
     parse_regions,
@@ -338,9 +337,9 @@ class GroupState:
     _late_in: int = 0  # the region in which a late rank was last logged
     watchdogs: Any = field(default_factory=weakref.WeakSet)  # of its transports
     num_watchdogs: int = 0  # that were made
-    launched: dict[int, int] = field(default_factory=dict)
-    """Collectives so far, of each transport of all ranks that runs them in one order."""
-    _launched: int = 0  # the digest of these when the last region failed
+    launched: dict[str, int] = field(default_factory=dict)
+    """Collectives so far, of each transport that runs them in one order."""
+    _launched: dict[str, int] = field(default_factory=dict)  # when the last region failed
 
     def __post_init__(self) -> None:
         self._regions.append(Region(0, "nothing yet"))
@@ -376,7 +375,7 @@ class GroupState:
             self.current.is_failed = True
             if not isinstance(error, PeerError):
                 self.report_failure(f"failed in {name}: {type(error).__name__}: {error}")
-            self._launched = digest(str(sorted(self.launched.items())))
+            self._launched = dict(self.launched)
             for watchdog in list(self.watchdogs):
                 watchdog.note_failure(str(error))
             raise
@@ -461,12 +460,12 @@ class GroupState:
             wanted = keys if self.rank == 0 else [f"{key}/outcome"]
             has_met = self._wait_for(wanted, _REJOIN_S, lambda: self.closed is not None, 1.0)
             if has_met and self.rank > 0:
-                return _parse_numbers(as_text(self.store.get(wanted[0])), wanted[0])
+                return _parse_met(as_text(self.store.get(wanted[0])), wanted[0], int)
             outcome: tuple[int, ...] | str
             if has_met:
                 texts = read_all(self.store, keys)
                 outcome = _merge(
-                    [_parse_numbers(text, k) for k, text in zip(keys, texts, strict=True)]
+                    [_parse_met(text, k, dict) for k, text in zip(keys, texts, strict=True)]
                 )
             elif self.closed is None:
                 absent = next((r for r, k in enumerate(keys) if not self.store.check([k])), 0)
@@ -475,7 +474,7 @@ class GroupState:
             outcome = self.closed
             self.store.set(keys[self.rank], json.dumps(outcome))  # rank 0 waits for it
         text = as_text(self.store.compare_set(f"{key}/outcome", "", json.dumps(outcome)))
-        return _parse_numbers(text, f"{key}/outcome")
+        return _parse_met(text, f"{key}/outcome", int)
 
     def assign_number(self, session: Any) -> int:
         """Return the number of a session that is in its first region, the same on all ranks.
@@ -873,8 +872,8 @@ def _failure_at(store: Any, key: str) -> str | None:
     return text if text.endswith(".") else f"{text}."
 
 
-def _parse_numbers(text: str, key: str) -> tuple[int, ...] | str:
-    """Return three numbers that a rank has written, or why it cannot go on.
+def _parse_met(text: str, key: str, last: type) -> tuple[Any, ...] | str:
+    """Return two numbers and a ``last`` one that a rank has written, or why it cannot go on.
 
     For a text that no rank writes, that is the text of the error.
     """
@@ -882,17 +881,20 @@ def _parse_numbers(text: str, key: str) -> tuple[int, ...] | str:
         found = json.loads(text)
         if isinstance(found, str):
             return found
-        if isinstance(found, list) and [type(number) for number in found] == [int] * 3:
+        if isinstance(found, list) and [type(one) for one in found] == [int, int, last]:
             return tuple(found)
     return str(unreadable(key, text))
 
 
-def _merge(met: list[tuple[int, ...] | str]) -> tuple[int, ...] | str:
+def _merge(met: list[tuple[Any, ...] | str]) -> tuple[int, ...] | str:
     """Return the least and largest number of a region, and of sessions; or the first error."""
     reason = next((found for found in met if isinstance(found, str)), None)
     if reason is not None:
         return reason
     numbers, counts, launched = zip(*met, strict=True)
-    if len(set(launched)) > 1:  # the next collective of one rank would meet an older one of another
-        return "ranks had launched different numbers of collectives when they failed."
+    expected: dict[str, int] = {}
+    for transport, number in (pair for own in launched for pair in own.items()):
+        # Else the next collective of one rank would meet an older one of another.
+        if expected.setdefault(transport, number) != number:
+            return "ranks had launched different numbers of collectives when they failed."
     return min(numbers), max(numbers), max(counts)

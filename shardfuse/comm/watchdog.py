@@ -71,7 +71,9 @@ class Watchdog:
     ) -> None:
         self._state = state
         self._ranks = range(state.world_size) if ranks is None else ranks
-        self._number = state.num_watchdogs = state.num_watchdogs + 1
+        state.num_watchdogs += 1
+        # Equal on these ranks, which build their communicators in one order.
+        self._name = f"{state.num_watchdogs} of {digest(str(list(self._ranks)))}"
         self._abort = abort
         self._find_lost = find_lost
         self._device = device
@@ -127,8 +129,7 @@ class Watchdog:
         Weakly: it holds its tensors. Where it is gone, a stream of this device has waited for it.
         """
         self._num_launched += 1
-        if len(self._ranks) == self._state.world_size:
-            self._state.launched[self._number] = self._num_launched
+        self._state.launched[self._name] = self._num_launched
         if not self._host_waits:
             self._last_work = weakref.ref(work)
 
@@ -146,8 +147,7 @@ class Watchdog:
             return
         self._failure = text, time.monotonic()
         self._num_failures += 1
-        transport = f"{self._number} of {digest(str(list(self._ranks)))}"
-        self._counted = f"launched/{self._state.generation}/{transport}/{self._num_launched}"
+        self._counted = f"launched/{self._state.generation}/{self._name}/{self._num_launched}"
         with suppress(RuntimeError):  # the process that holds the store may have ended
             self._state.store.add(self._counted, 1)
         counter, seen = self._num_passed

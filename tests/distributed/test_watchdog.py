@@ -21,6 +21,7 @@ from shardfuse.comm import native
 from shardfuse.comm import session as session_module
 from shardfuse.comm import watchdog as watchdog_module
 from shardfuse.comm.session import GroupState, PeerError
+from shardfuse.comm.transport import Completion, PartialSums
 from shardfuse.comm.watchdog import Watchdog
 from tests.support import placing
 from tests.support.harness import STAYING, log_of_shardfuse, run_procs
@@ -325,34 +326,49 @@ def test_a_device_that_is_behind_its_host_is_not_aborted() -> None:
         assert errors == ["", ""]
 
 
-def go_on_after_a_failure(launches: list[bool]) -> tuple[str, list[float]]:
-    """Fail as above, and reduce other values at once; return that error, and these sums."""
-    comm = native.ProcessGroupCommunicator(None, torch.device(placing.device_type()))
+def go_on_after_a_failure(launches: list[bool], in_part: bool) -> tuple[str, list[float]]:
+    """Fail as above, and reduce other values at once; return that error, and these sums.
+
+    With ``in_part`` of the ranks alone, as of a row of a mesh; a third one has no part.
+    """
+    whole = native.ProcessGroupCommunicator(None, torch.device(placing.device_type()))
     store, sums = dist.distributed_c10d._get_default_store(), list[float]()
-    comm.reduce_scatter(torch.ones(2 * 1024), label="gradients").wait()
-    with suppress(ArithmeticError), comm.session.region("step()"):
-        if launches[comm.rank]:
-            STAYING.append(comm.reduce_scatter(torch.ones(2 * 1024), label="gradients"))
-        store.set(f"launched {comm.rank}", "")
-        store.wait([f"launched {1 - comm.rank}"])
+    comm, part = whole, dist.new_group([0, 1]) if in_part else None
+    if part is not None and whole.rank < 2:
+        comm = native.ProcessGroupCommunicator(part, whole.device, parent=whole)
+
+    def reduce(value: float) -> Completion[PartialSums]:
+        return comm.reduce_scatter(torch.full((2 * 1024,), value), label="gradients")
+
+    if whole.rank < 2:
+        reduce(1.0).wait()
+    with suppress(ArithmeticError), whole.session.region("step()"):
+        if launches[whole.rank]:
+            STAYING.append(reduce(1.0))
+        store.set(f"launched {whole.rank}", "")
+        store.wait([f"launched {rank}" for rank in range(whole.world_size)])
         raise ArithmeticError("of every rank")
 
-    def reduce() -> None:
-        with comm.session.region("step()"):
-            for value in (2.0, 3.0):
-                values = torch.full((2 * 1024,), value)
-                (part,) = comm.reduce_scatter(values, label="gradients").wait()
-                sums.append(part[0].item())
+    def go_on() -> None:
+        with whole.session.region("step()"):
+            for value in (2.0, 3.0) if whole.rank < 2 else ():
+                (mine,) = reduce(value).wait()
+                sums.append(mine[0].item())
 
-    return _error_of(reduce), sums
+    return _error_of(go_on), sums
 
 
+@pytest.mark.parametrize("in_part", [False, True])
 @pytest.mark.parametrize("launches", [[True, True], [False, False], [False, True], [True, False]])
-def test_ranks_that_launched_unlike_numbers_do_not_go_on(launches: list[bool]) -> None:
+def test_ranks_that_launched_unlike_numbers_do_not_go_on(
+    launches: list[bool], in_part: bool
+) -> None:
     """A reduce-scatter of one would meet an older one of the other: sums of 2 and 1, or no end."""
-    for error, sums in run_procs(2, go_on_after_a_failure, launches, timeout=60):
+    launches = [*launches, False] if in_part else launches
+    found = run_procs(len(launches), go_on_after_a_failure, launches, in_part, timeout=60)
+    for rank, (error, sums) in enumerate(found):
         if launches[0] == launches[1]:
-            assert (error, sums) == ("", [4.0, 6.0])
+            assert (error, sums) == ("", [4.0, 6.0] if rank < 2 else [])
         else:
             assert "launched different numbers of collectives" in error
             assert "Start again from the last checkpoint" in error
