@@ -503,13 +503,15 @@ class ReplacedParamsWarning:
     Args:
         watch: the modules that may hold the parameters.
         params: (name, parameter) of the optimizer.
+        owners: the modules that hold them now.
     """
 
-    def __init__(self, watch: ModuleWatch, params: Sequence[tuple[str, Tensor]]) -> None:
+    def __init__(
+        self, watch: ModuleWatch, params: Sequence[tuple[str, Tensor]], owners: Owners
+    ) -> None:
         self._watch: ModuleWatch | None = watch
         self._params = params
-        trees = Owners([param for _, param in params], watch.modules()).trees()
-        self._trees = [(weakref.ref(root), positions) for root, positions in trees]
+        self._trees = [(weakref.ref(root), positions) for root, positions in owners.trees()]
         self._num_checks = 0
 
     def warn(self) -> None:

@@ -110,8 +110,9 @@ class Owners:
                 return position, "a DTensor (FSDP2, or tensor parallelism)"
         return None
 
+    @functools.cached_property
     def roots(self) -> list[nn.Module]:
-        """Return the outermost modules that hold any of the parameters."""
+        """The outermost modules that hold any of the parameters."""
         own = {id(param) for param in self._params}
         holders = [m for m in self.modules if any(id(p) in own for p in _direct_params(m))]
         parents: dict[int, list[nn.Module]] = {}
@@ -131,9 +132,9 @@ class Owners:
         return list(found.values())
 
     def trees(self) -> list[tuple[nn.Module, set[int]]]:
-        """Return each of the roots(), and the positions of the parameters that its modules hold."""
+        """Return each of the roots, and the positions of the parameters that its modules hold."""
         found = []
-        for root in self.roots():
+        for root in self.roots:
             held = {id(param) for module in _modules_of(root) for param in _direct_params(module)}
             found.append((root, {i for i, param in enumerate(self._params) if id(param) in held}))
         return found

@@ -181,9 +181,10 @@ class ShardedOptimizer(TorchCompat):
         self._active: list[FlatState] = []  # flats that train
         if error is None and not alone and not is_external_layout() and self._mesh is None:
             try:
-                self._modules = ModuleWatch(self._find_owners().modules)
-                watch, named = self._modules, self._named_params()
-                self._replaced_params = ReplacedParamsWarning(watch, named)
+                owners, named = self._find_owners(), self._named_params()
+                watch = self._modules = ModuleWatch(owners.modules)
+                self._replaced_params = ReplacedParamsWarning(watch, named, owners)
+                del owners  # which would keep the modules alive
             except Exception as failure:
                 error = failure
         self._buffers = CombinedBuffers()
@@ -301,7 +302,7 @@ class ShardedOptimizer(TorchCompat):
         named = self._named_params()
         modules = None if self._modules is None else self._modules.modules()
         owners = Owners([param for _, param in named], modules)
-        self._had_modules = self._had_modules or len(owners.roots()) > 0
+        self._had_modules = self._had_modules or len(owners.roots) > 0
         sharded = owners.sharded_by()
         if sharded is not None:
             position, by = sharded
@@ -329,7 +330,7 @@ class ShardedOptimizer(TorchCompat):
 
     def _are_in_no_module(self) -> bool:
         """Return whether modules held the parameters once, and none does now."""
-        return self._had_modules and not Owners(self._params).roots()
+        return self._had_modules and not Owners(self._params).roots
 
     def _before_first_gradient(self) -> bool:
         """Search for a wrapper at the first gradient; return whether the source was replaced.
@@ -364,7 +365,7 @@ class ShardedOptimizer(TorchCompat):
                 )
         elif self._config.broadcast_buffers and self._module_buffers is None:
             kept = [*params_of_all(), *ddp.buffers_of_all()]
-            self._rest_of_model.publish(owners.roots(), kept)
+            self._rest_of_model.publish(owners.roots, kept)
         return False
 
     def _leave_gradients_to_wrapper(self) -> None:

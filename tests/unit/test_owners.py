@@ -49,7 +49,7 @@ def test_a_thread_that_makes_tuples() -> None:
 
     thread = threading.Thread(target=make)
     thread.start()
-    roots = [Owners(list(model.parameters())).roots() for _ in range(20)]
+    roots = [Owners(list(model.parameters())).roots for _ in range(20)]
     is_over.set()
     thread.join()
     assert made
@@ -73,7 +73,7 @@ def keep_buffers(_: None) -> None:
 
 
 def look_at(model: nn.Module) -> None:
-    Owners([], [model]).roots()
+    assert Owners([], [model]).roots == []
     owners = Owners([torch.ones(1)], [model])
     owners._fsdps = [model]
     assert owners.sharded_by() is None
@@ -146,13 +146,13 @@ def late_wrapper() -> list[bool]:
     params = list(model.parameters())
     watch = ModuleWatch([model])
     inner = nn.Sequential(model)
-    found = [Owners(params, watch.modules()).roots() == [inner]]
+    found = [Owners(params, watch.modules()).roots == [inner]]
     wrapped = DistributedDataParallel(inner)
     owners = Owners(params, watch.modules())
-    found += [owners.roots() == [wrapped], owners.is_averaged()]
+    found += [owners.roots == [wrapped], owners.is_averaged()]
     other = nn.Module()
     other.tied = model.weight
-    found.append(other in Owners(params, watch.modules()).roots())
+    found.append(other in Owners(params, watch.modules()).roots)
     return found
 
 
