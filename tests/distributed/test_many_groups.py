@@ -164,6 +164,7 @@ def test_means_by_tiles(dtype: torch.dtype, are_small: bool) -> None:
                 assert all(map(torch.equal, own, other))
 
 
+@pytest.mark.cpu_only("groups take an operator each there, without tiles")
 @pytest.mark.parametrize(("dtype", "num_copies"), [(torch.float32, 0), (torch.bfloat16, 1)])
 def test_a_gradient_that_is_the_mean_is_not_copied(
     dtype: torch.dtype, num_copies: int, monkeypatch: pytest.MonkeyPatch
