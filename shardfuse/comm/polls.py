@@ -81,8 +81,8 @@ class PollRateLimit:
         return min(wanted_s, self._longest_wait_s) if self._has_few_ranks else self._longest_wait_s
 
 
-def pauses(total_s: float, longest_s: float = 0.4) -> Iterator[float]:
-    """Yield pauses of this sum, at first each twice as long as the one before."""
+def backoff_delays(total_s: float, longest_s: float = 0.4) -> Iterator[float]:
+    """Yield delays of this sum, at first each twice as long as the one before."""
     pause_s = 0.05
     while total_s > 0:
         yield min(pause_s, total_s)

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
-from shardfuse.comm.polls import PollRateLimit, pauses
+from shardfuse.comm.polls import PollRateLimit, backoff_delays
 from shardfuse.comm.regions import (
     LabelledSends,
     Region,
@@ -337,9 +337,9 @@ class GroupState:
     _late_in: int = 0  # the region in which a late rank was last logged
     watchdogs: Any = field(default_factory=weakref.WeakSet)  # of its transports
     num_watchdogs: int = 0  # that were made
-    launched: dict[str, int] = field(default_factory=dict)
+    launch_counts: dict[str, int] = field(default_factory=dict)
     """Collectives so far, of each transport that runs them in one order."""
-    _launched: dict[str, int] = field(default_factory=dict)  # when the last region failed
+    _counts_at_failure: dict[str, int] = field(default_factory=dict)  # when the last region failed
 
     def __post_init__(self) -> None:
         self._regions.append(Region(0, "nothing yet"))
@@ -375,7 +375,7 @@ class GroupState:
             self.current.is_failed = True
             if not isinstance(error, PeerError):
                 self.report_failure(f"failed in {name}: {type(error).__name__}: {error}")
-            self._launched = dict(self.launched)
+            self._counts_at_failure = dict(self.launch_counts)
             for watchdog in list(self.watchdogs):
                 watchdog.note_failure(str(error))
             raise
@@ -455,17 +455,17 @@ class GroupState:
         keys = [f"{key}/{rank}" for rank in range(self.world_size)]
         if self.closed is None:
             # Not set(): peers may have read the text of this rank before an interrupt.
-            mine = json.dumps([self.current.number, self._num_sessions, self._launched])
+            mine = json.dumps([self.current.number, self._num_sessions, self._counts_at_failure])
             self.store.compare_set(keys[self.rank], "", mine)
             wanted = keys if self.rank == 0 else [f"{key}/outcome"]
             has_met = self._wait_for(wanted, _REJOIN_S, lambda: self.closed is not None, 1.0)
             if has_met and self.rank > 0:
-                return _parse_met(as_text(self.store.get(wanted[0])), wanted[0], int)
+                return _parse_rendezvous(as_text(self.store.get(wanted[0])), wanted[0], int)
             outcome: tuple[int, ...] | str
             if has_met:
                 texts = read_all(self.store, keys)
-                outcome = _merge(
-                    [_parse_met(text, k, dict) for k, text in zip(keys, texts, strict=True)]
+                outcome = _merge_rendezvous(
+                    [_parse_rendezvous(text, k, dict) for k, text in zip(keys, texts, strict=True)]
                 )
             elif self.closed is None:
                 absent = next((r for r, k in enumerate(keys) if not self.store.check([k])), 0)
@@ -474,7 +474,7 @@ class GroupState:
             outcome = self.closed
             self.store.set(keys[self.rank], json.dumps(outcome))  # rank 0 waits for it
         text = as_text(self.store.compare_set(f"{key}/outcome", "", json.dumps(outcome)))
-        return _parse_met(text, f"{key}/outcome", int)
+        return _parse_rendezvous(text, f"{key}/outcome", int)
 
     def assign_number(self, session: Any) -> int:
         """Return the number of a session that is in its first region, the same on all ranks.
@@ -681,7 +681,7 @@ class GroupState:
         """
         begin_s = time.monotonic()
         longest_s = 0.1 * self._schedule.failures.period_s  # which grows with the number of ranks
-        for pause_s in (*pauses(patience_s), *pauses(leader_s, longest_s), 0.0):
+        for pause_s in (*backoff_delays(patience_s), *backoff_delays(leader_s, longest_s), 0.0):
             found = self._find_failure() or self._find_mismatch(lambda: False)
             if found is None and (pause_s == 0.0 or time.monotonic() - begin_s >= _SUSPECTS_S):
                 # A peer in another region has reported it: one whose host runs ahead, or is late.
@@ -697,7 +697,7 @@ class GroupState:
         """Raise PeerError: ``rank`` has sent a message of another collective."""
         found = None
         with suppress(RuntimeError):  # the store is gone
-            for pause_s in (*pauses(RESOLVE_S), 0.0):
+            for pause_s in (*backoff_delays(RESOLVE_S), 0.0):
                 found = self._find_failure() or self._find_mismatch(lambda: True, rank)
                 if found is not None:
                     break
@@ -872,7 +872,7 @@ def _failure_at(store: Any, key: str) -> str | None:
     return text if text.endswith(".") else f"{text}."
 
 
-def _parse_met(text: str, key: str, last: type) -> tuple[Any, ...] | str:
+def _parse_rendezvous(text: str, key: str, last: type) -> tuple[Any, ...] | str:
     """Return two numbers and a ``last`` one that a rank has written, or why it cannot go on.
 
     For a text that no rank writes, that is the text of the error.
@@ -886,7 +886,7 @@ def _parse_met(text: str, key: str, last: type) -> tuple[Any, ...] | str:
     return str(unreadable(key, text))
 
 
-def _merge(met: list[tuple[Any, ...] | str]) -> tuple[int, ...] | str:
+def _merge_rendezvous(met: list[tuple[Any, ...] | str]) -> tuple[int, ...] | str:
     """Return the least and largest number of a region, and of sessions; or the first error."""
     reason = next((found for found in met if isinstance(found, str)), None)
     if reason is not None:

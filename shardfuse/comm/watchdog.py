@@ -92,7 +92,7 @@ class Watchdog:
         self._num_launched = 0  # collectives of the transport so far
         self._counted = ""  # the store's key for all ranks that had launched as many by then
         state.watchdogs.add(self)
-        self._launched = 0  # the number of the region that was compared last
+        self._compared_region = 0  # the number of the region that was compared last
         self._progress = 0, 0.0  # the number last seen, and since when
         self._before = 0
         self._has_logged_error = False
@@ -129,7 +129,7 @@ class Watchdog:
         Weakly: it holds its tensors. Where it is gone, a stream of this device has waited for it.
         """
         self._num_launched += 1
-        self._state.launched[self._name] = self._num_launched
+        self._state.launch_counts[self._name] = self._num_launched
         if not self._host_waits:
             self._last_work = weakref.ref(work)
 
@@ -199,7 +199,7 @@ class Watchdog:
             self._result = result
         else:
             torch.maximum(self._result, result, out=self._result)
-        self._launched = self._state.current.number
+        self._compared_region = self._state.current.number
         self._seen.copy_(self._result, non_blocking=True)
 
     def _start(self) -> None:
@@ -278,7 +278,7 @@ class Watchdog:
         if any(differences):
             self._state.raise_mismatch(self._before)
         now = time.monotonic()
-        if number != self._progress[0] or number >= self._launched:
+        if number != self._progress[0] or number >= self._compared_region:
             self._progress = number, now
         elif now - self._progress[1] >= LATE_S:
             self._state.log_late_rank(now - self._progress[1])
@@ -290,14 +290,14 @@ class Watchdog:
             return
         if time.monotonic() - since < LATE_S:
             return
-        if not self._have_all_launched():
+        if not self._launch_counts_match():
             raise self.attribute_error(
                 RuntimeError(f"the device waits for a peer since an earlier error: {text}"),
                 failed="a collective in flight",
             )
         self._failure = text, math.inf  # one request to the store is enough
 
-    def _have_all_launched(self) -> bool:
+    def _launch_counts_match(self) -> bool:
         """Return whether each rank had launched as many collectives at its last failure."""
         with suppress(RuntimeError):  # the process that holds the store may have ended
             return int(self._state.store.add(self._counted, 0)) == len(self._ranks)

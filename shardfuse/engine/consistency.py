@@ -511,7 +511,9 @@ class ReplacedParamsWarning:
     ) -> None:
         self._watch: ModuleWatch | None = watch
         self._params = params
-        self._trees = [(weakref.ref(root), positions) for root, positions in owners.trees()]
+        self._params_by_root = [
+            (weakref.ref(root), positions) for root, positions in owners.params_by_root()
+        ]
         self._num_checks = 0
 
     def warn(self) -> None:
@@ -525,7 +527,7 @@ class ReplacedParamsWarning:
         held = self._watch.held([param for _, param in self._params])
         models = [
             positions
-            for root, positions in self._trees
+            for root, positions in self._params_by_root
             if root() is not None or any(held[position] for position in positions)
         ]
         expected = set[int]().union(*models)

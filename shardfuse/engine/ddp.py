@@ -131,7 +131,7 @@ class Owners:
                     found[id(module)] = module
         return list(found.values())
 
-    def trees(self) -> list[tuple[nn.Module, set[int]]]:
+    def params_by_root(self) -> list[tuple[nn.Module, set[int]]]:
         """Return each of the roots, and the positions of the parameters that its modules hold."""
         found = []
         for root in self.roots:
