@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import shardfuse
 from shardfuse import ShardedAdamW, ShardedLamb
@@ -159,35 +159,6 @@ def test_collectives() -> None:
         places = [int(line.split("bucket ")[1].split(",")[0]) for line in last[:buckets]]
         assert places == list(range(buckets))
         assert num_early == 2 * asked  # not in the first step, which waits for all gradients
-
-
-def train_layers(post: Post, build: Callable[..., Any], num_layers: int) -> tuple[int, int]:
-    """Return the buckets of a model of equal layers, and those sent before the agreement."""
-    comm = LazyCommunicator(post, dist.get_rank(), 2)
-    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(num_layers)))
-    optimizer = build(
-        model, lr=0.01, sharding={"process_group": comm, "bucket_cap_mb": 0.004, **ON}
-    )
-    for _ in range(3):
-        model(torch.ones(2, 32)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    last = comm.log[comm.log.index(next(line for line in comm.log if "round 3" in line)) :]
-    return len(optimizer.layout.buckets), [line[:10] for line in last].index("all_reduce")
-
-
-@pytest.mark.parametrize(
-    ("build", "num_layers", "num_after"),
-    [(ShardedAdamW, 20, 1), (ShardedLamb, 20, 3), (ShardedLamb, 12, 2), (ShardedLamb, 3, 1)],
-)
-def test_the_agreement_goes_ahead_of_the_last_buckets(
-    build: Callable[..., Any], num_layers: int, num_after: int
-) -> None:
-    """Of a rule with two passes they are three; the first passes need not wait for these."""
-    task = functools.partial(train_layers, Post(), build, num_layers)
-    for num_buckets, num_before in run_threads(2, task):
-        assert num_buckets == num_layers
-        assert num_buckets - num_before == num_after
 
 
 def test_what_is_sent_twice_is_not_sent_early_for_long(caplog: pytest.LogCaptureFixture) -> None:
