@@ -211,12 +211,13 @@ def join() -> None:
     from shardfuse.comm import native
 
     importlib.import_module("torch._inductor.compile_fx")  # makes the logger that counts bytes
-    torch._logging.set_logs(inductor_metrics=True)
+    torch._logging.set_logs(inductor_metrics=True)  # type: ignore[attr-defined]
     from torch._inductor import metrics
 
-    importlib.import_module("torch._inductor.config").force_disable_caches = True  # uncounted
+    inductor: Any = importlib.import_module("torch._inductor.config")
+    inductor.force_disable_caches = True  # uncounted
     native._TRAITS["fake"] = native._TRAITS["nccl"]
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=WORLD_SIZE)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=WORLD_SIZE)  # type: ignore[attr-defined]
     compile_really: Any = torch.compile
 
     def compile_outside(function: Any, **options: Any) -> Any:
@@ -232,7 +233,7 @@ def join() -> None:
 
         return run
 
-    torch.compile = compile_outside
+    torch.compile = compile_outside  # type: ignore[assignment]
 
 
 def selected(arguments: argparse.Namespace) -> list[tuple[str, str, str, int]]:

@@ -16,7 +16,7 @@ _PACKAGES = ("torch", "torch-npu", "transformers")
 
 def versions() -> dict[str, str | None]:
     """Return versions by name; None: there is none."""
-    found = {"python": platform.python_version()}
+    found: dict[str, str | None] = {"python": platform.python_version()}
     found |= {name.replace("-", "_"): installed_version(name) for name in _PACKAGES}
     found |= {"cann": cann_version(), "driver": driver_version() or nvidia_driver()}
     found |= {"cuda": torch.version.cuda, "nccl": _nccl()}

@@ -55,9 +55,9 @@ def profiled(step: Callable[[], None], device: torch.device, path: Path) -> list
     """Run a step under the device's profiler; return what the trace at ``path`` has then."""
     torch_npu = sys.modules.get("torch_npu")
     if device.type == "npu" and torch_npu is not None:  # not run on hardware
-        module, kinds = torch_npu.profiler, ("CPU", "NPU")
+        module, kinds = torch_npu.profiler, ["CPU", "NPU"]
     else:
-        module, kinds = torch.profiler, ("CPU", "CUDA") if device.type == "cuda" else ("CPU",)
+        module, kinds = torch.profiler, ["CPU", "CUDA"] if device.type == "cuda" else ["CPU"]
     activity = getattr(module, "ProfilerActivity", ProfilerActivity)
     with module.profile(activities=[getattr(activity, kind) for kind in kinds]) as profiler:
         step()

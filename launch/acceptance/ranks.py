@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -67,7 +68,8 @@ def own_checks(sizes: Sizes, device: torch.device, trace: Path | None) -> dict[s
     """Return this package's checks by the names of their rows."""
     # Compiling takes a minute on the CPU, where the share says nothing of hardware.
     kernel = "eager" if device.type == "cpu" else "auto"
-    model, timed = sizes.model, {"numel": sizes.numel, "repeats": sizes.repeats, "kernel": kernel}
+    model = sizes.model
+    timed: dict[str, Any] = {"numel": sizes.numel, "repeats": sizes.repeats, "kernel": kernel}
     return {
         "bf16 params": numerics.bf16_params,
         "absent gradients": numerics.absent_gradients,

@@ -151,12 +151,13 @@ def forward_backward_graph(
         text = f"forward and backward cannot be captured: {reason}"
         return Finding("", "failed", text, "Train without CUDA graphs, and report this.")
     moved = float((_flat(twin) - start).norm())
-    error = float((_flat(optimizer) - _flat(twin)).norm()) / moved
-    values = {"error": error, "replays": _REPLAYS}
-    if error <= _GRAPH_ERROR:
-        text = f"{_REPLAYS} replays, with steps between, make the same training within {error:.0e}"
+    difference = float((_flat(optimizer) - _flat(twin)).norm()) / moved
+    values = {"error": difference, "replays": _REPLAYS}
+    if difference <= _GRAPH_ERROR:
+        text = f"{_REPLAYS} replays, with steps between, make the same training within "
+        text += f"{difference:.0e}"
         return Finding("", "ok", text, values=values)
-    text = f"replays make other gradients: params differ by {error:.1e} of their way"
+    text = f"replays make other gradients: params differ by {difference:.1e} of their way"
     return Finding("", "failed", text, "Train without CUDA graphs, and report this.", values)
 
 
@@ -183,4 +184,4 @@ def _cuda_capture(backward: Callable[[], object]) -> Callable[[], object]:
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         backward()
-    return graph.replay  # type: ignore[no-any-return]
+    return graph.replay

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 from collections import Counter
@@ -271,14 +272,14 @@ def against_ddp(comm: Communicator, device: torch.device, *, size: str, repeats:
             training.step(batch)
     for _ in range(_ROUNDS):
         for name, training in ways.items():
-            ms = mean_ms(lambda training=training: training.step(batch), repeats, device)
+            ms = mean_ms(functools.partial(training.step, batch), repeats, device)
             times[name].append(ms)
     for name, training in ways.items():
         last[name] = float(training.step(batch))
     ways["shardfuse"].finish()
     own, other = median(times["shardfuse"]), median(times["DDP"])
-    values = {"shardfuse_ms": own, "ddp_ms": other, "ratio": own / other}
-    values |= {"first_losses": first, "last_losses": last}
+    times_and_ratio = {"shardfuse_ms": own, "ddp_ms": other, "ratio": own / other}
+    values = {**times_and_ratio, "first_losses": first, "last_losses": last}
     if not abs(last["shardfuse"] - last["DDP"]) <= _LOSS_ERROR * abs(first["DDP"] - last["DDP"]):
         text = f"a loss of {last['shardfuse']:.4f} where DDP has {last['DDP']:.4f}"
         return Finding("", "failed", text, "Look at the rows of kernels and options.", values)

@@ -59,10 +59,12 @@ class Buffers:
     def operations(self) -> dict[str, Callable[[], object]]:
         """Return the collectives by name."""
         own = self.own()
+        assert reduce_scatter_single is not None
+        assert all_gather_single is not None
         operations: dict[str, Callable[[], object]] = {
             UNIT: lambda: dist.all_reduce(self.full),
-            "gloo reduce_scatter": lambda: reduce_scatter_single(self.shard, self.full),
-            "gloo all_gather": lambda: all_gather_single(self.gathered, own),
+            "gloo reduce_scatter": partial(reduce_scatter_single, self.shard, self.full),
+            "gloo all_gather": partial(all_gather_single, self.gathered, own),
         }
         for name, comm in self.comms.items():
             operations[f"{name} reduce_scatter"] = partial(self._reduce_scatter, comm)

@@ -43,7 +43,7 @@ class TensorLamb(torch.optim.Optimizer):
         self._step = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update every tensor by the ratio of its norms."""
         self._step += 1
         for group in self.param_groups:

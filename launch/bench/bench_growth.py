@@ -77,7 +77,7 @@ class _Model(nn.Module):
         self.weights = nn.ParameterList(torch.ones(numel) for _ in range(count))
 
     def forward(self) -> Tensor:
-        return _Spread.apply(*self.weights)  # type: ignore[no-untyped-call, no-any-return]
+        return _Spread.apply(*self.weights)
 
 
 def _build(method: str, model: _Model, num_groups: int) -> tuple[nn.Module, Any]:
@@ -272,7 +272,7 @@ def summary(rows: Sequence[Row]) -> Summary:
 
 
 def _has(rows: Sequence[Row], column: str) -> bool:
-    return rows[0][column] != ""
+    return bool(rows[0][column] != "")
 
 
 def _cell(rows: Sequence[Row], column: str) -> str:

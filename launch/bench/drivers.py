@@ -77,7 +77,7 @@ class ByHand:
     def __init__(
         self, model: Model, run: Callable[[], object], state_nbytes: Callable[[], int]
     ) -> None:
-        self._params = list(model.parameters())
+        self._params: list[Tensor] = list(model.parameters())
         self._rank = model.source.rank
         self._run = run
         self.state_nbytes = state_nbytes

@@ -50,7 +50,7 @@ class NpuLamb(torch.optim.Optimizer):
             start = stop
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update from ``p.grad``; one that lies in ``grad_flat`` already is not copied."""
         for param, (start, stop) in zip(self._params, self._ranges, strict=True):
             assert param.grad is not None
@@ -82,7 +82,7 @@ class BertAdamReference(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update every parameter from its gradient, which is clipped in place."""
         group = self.param_groups[0]
         torch.nn.utils.clip_grad_norm_(group["params"], 1.0)

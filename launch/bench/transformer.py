@@ -135,7 +135,7 @@ def elsewhere(
     queue = _QUEUE if size.host_is_ahead else None
     if queue is not None and is_lookup:
         queue.start()
-    out: Tensor = _Elsewhere.apply(seconds, queue, x, *params)  # type: ignore[no-untyped-call]
+    out: Tensor = _Elsewhere.apply(seconds, queue, x, *params)
     return out
 
 
