@@ -278,8 +278,8 @@ def against_ddp(comm: Communicator, device: torch.device, *, size: str, repeats:
         last[name] = float(training.step(batch))
     ways["shardfuse"].finish()
     own, other = median(times["shardfuse"]), median(times["DDP"])
-    times_and_ratio = {"shardfuse_ms": own, "ddp_ms": other, "ratio": own / other}
-    values = {**times_and_ratio, "first_losses": first, "last_losses": last}
+    values: dict[str, Any] = {"shardfuse_ms": own, "ddp_ms": other, "ratio": own / other}
+    values |= {"first_losses": first, "last_losses": last}
     if not abs(last["shardfuse"] - last["DDP"]) <= _LOSS_ERROR * abs(first["DDP"] - last["DDP"]):
         text = f"a loss of {last['shardfuse']:.4f} where DDP has {last['DDP']:.4f}"
         return Finding("", "failed", text, "Look at the rows of kernels and options.", values)

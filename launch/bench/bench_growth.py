@@ -272,7 +272,7 @@ def summary(rows: Sequence[Row]) -> Summary:
 
 
 def _has(rows: Sequence[Row], column: str) -> bool:
-    return bool(rows[0][column] != "")
+    return rows[0][column] != ""
 
 
 def _cell(rows: Sequence[Row], column: str) -> str:
