@@ -276,6 +276,10 @@ class ProcessGroupCommunicator:
         """Backends know no labels."""
         return AsyncModel.ORDERED
 
+    def over(self, process_group: Any) -> ProcessGroupCommunicator:
+        """Return a communicator of this kind over another group, in the regions of this one."""
+        return ProcessGroupCommunicator(process_group, self.device, parent=self)
+
     def _verify_declared(self) -> None:
         """Have the ranks compare their entries: messages of backends carry no digest."""
         if self._watchdog is None:
@@ -499,6 +503,9 @@ def group_copy(comm: Communicator, user: object) -> Communicator:
     collectives while the ranks communicate by ``comm`` in any order: the model's own collectives
     (SyncBatchNorm), other optimizers, a save. Its own order must still be the same on all ranks.
 
+    gloo gives each group connections of its own, so a message does not wait there for those of
+    ``comm`` that are in flight. Where messages have labels, all users share one such group.
+
     On a device, kernels of two groups may wait for peers at the same time, in different orders.
     NCCL allows that while the device has room for both. (Not run on hardware.)
 
@@ -506,13 +513,14 @@ def group_copy(comm: Communicator, user: object) -> Communicator:
     HCCL_BUFFSIZE (2 x 200 MB) of the device, one of NCCL tens of MB. A group in which ranks have
     launched different numbers of collectives is never lent again.
 
-    Returns ``comm`` itself where its messages have no order, where it is no process group of gloo,
-    NCCL or HCCL (a mesh, an object of the user's), or where no group can be made.
+    Returns ``comm`` itself where ranks read each other's memory, where it is no process group of
+    gloo, NCCL or HCCL (a mesh, an object of the user's), or where no group can be made.
     """
-    if not isinstance(comm, ProcessGroupCommunicator) or comm.async_model is not AsyncModel.ORDERED:
+    if not isinstance(comm, ProcessGroupCommunicator) or comm.async_model is AsyncModel.BLOCKING:
         return comm
     if not _can_be_copied(comm):
         return comm
+    has_labels = comm.async_model is AsyncModel.UNORDERED
     group = comm._live_group()
     copies = _shared[group].copies
     # torch names the new group by its ranks and this count, which falls when a group is destroyed.
@@ -527,6 +535,8 @@ def group_copy(comm: Communicator, user: object) -> Communicator:
     for copy, is_used, launched, fewest in zip(
         copies, numbers[::3], numbers[1::3], numbers[2::3], strict=True
     ):
+        if has_labels:
+            return comm.over(copy.comm._live_group())
         if not is_used and launched == -fewest:
             return copy.lend(user)
     if most != -least or is_taken:
@@ -561,7 +571,7 @@ def _connected(comm: ProcessGroupCommunicator, group: Any) -> ProcessGroupCommun
         if comm._watchdog is None:
             raise
         raise comm._watchdog.attribute_error(error, failed="a new process group") from error
-    copy = ProcessGroupCommunicator(made, comm.device, parent=comm)
+    copy = comm.over(made)
     first = torch.ones(comm.world_size * BLOCK, device=comm.device)
     copy.reduce_scatter(first, label="the first").wait()
     return copy

@@ -36,6 +36,10 @@ bucket. A rank that had no backward sends all buckets at the start of the next c
 mesh has no such group: nothing else may communicate between its ranks' backwards and that method.
 If torch's Join is used, no bucket is sent early: a rank that has joined expects Join's own message
 first.
+
+Between hosts gloo sends the messages of one connection one after the other. There the agreement has
+a group_copy(), and so connections of its own: at the end of backward several buckets may be in
+flight, and the agreement does not wait for them.
 """
 
 from __future__ import annotations
@@ -53,7 +57,6 @@ from torch.profiler import record_function
 from shardfuse.buffers import CombinedBuffers, ShardArena
 from shardfuse.codecs import GradCodecChoice, ReduceRequest
 from shardfuse.comm import Communicator, Completion
-from shardfuse.comm.native import group_copy
 from shardfuse.comm.session import Counter
 from shardfuse.comm.transport import AsyncModel, BufferPool, PartialSums, add_up
 from shardfuse.grads.buffer import GradBuffer
@@ -65,6 +68,7 @@ from shardfuse.grads.source import (
     HostAllReduceMax,
     MessageNames,
     PendingGrads,
+    bucket_and_agreement_comms,
     in_backward_order,
     is_absent,
     is_nested_backward,
@@ -205,15 +209,16 @@ class FullGrads(GradSource):
             register_hooks(self, grads.flat, grads.params)
             added.append(grads)
         self._iteration.increment()  # receives were posted in the old order
-        for comm in (self._sender, self._comm.world):
-            comm.forget_posted(self._names.sender)
+        self._sender.forget_posted(self._names.sender)
+        if self._agreement is not None:
+            self._agreement.forget_posted(self._names.sender)
         order = in_backward_order([*self._flats.values(), *added])
         self._states = [BucketState(grads, bucket) for grads, bucket in order]
         self._pending = PendingGrads(order)
         self._restart()
         if self._overlaps and self._agreement is None:
-            self._sender = group_copy(self._comm, self)
-            self._agreement = HostAllReduceMax(self._comm.world, device)
+            self._sender, comm = bucket_and_agreement_comms(self._comm, self)
+            self._agreement = HostAllReduceMax(comm, device)
         self._flats.update({grads.flat.index: grads for grads in added})
         self._post_agreement()
 

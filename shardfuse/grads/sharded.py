@@ -43,7 +43,6 @@ from torch.profiler import record_function
 from shardfuse.buffers import ShardArena
 from shardfuse.codecs import GradCodec, GradCodecChoice, ReduceRequest
 from shardfuse.comm import Communicator, Completion
-from shardfuse.comm.native import group_copy
 from shardfuse.comm.session import Counter
 from shardfuse.comm.transport import AsyncModel, BufferPool, PartialSums, add_up
 from shardfuse.grads.source import (
@@ -53,6 +52,7 @@ from shardfuse.grads.source import (
     HostAllReduceMax,
     MessageNames,
     PendingGrads,
+    bucket_and_agreement_comms,
     check_grad,
     clear_grads,
     in_backward_order,
@@ -161,8 +161,8 @@ class ShardedGrads(GradSource):
     def attach(self, members: Sequence[FlatParams], device: torch.device) -> None:
         self._drain()  # before anything changes here: another rank may fail meanwhile
         if self._agreement is None:
-            self._sender = group_copy(self._comm, self)
-            self._agreement = HostAllReduceMax(self._comm.world, device)
+            self._sender, comm = bucket_and_agreement_comms(self._comm, self)
+            self._agreement = HostAllReduceMax(comm, device)
         added = []
         for flat, params, specs, fragments in members:
             codec = self._codec.of(params[0].dtype)

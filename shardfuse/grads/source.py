@@ -24,7 +24,8 @@ from torch.autograd.function import BackwardCFunction
 
 from shardfuse.buffers import ShardArena, zeros
 from shardfuse.comm import Communicator, Completion
-from shardfuse.comm.transport import PartialSums
+from shardfuse.comm.native import group_copy
+from shardfuse.comm.transport import AsyncModel, PartialSums
 from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec, slots_in
 from shardfuse.runtime import new_stream, on_stream, untraced
 
@@ -382,6 +383,10 @@ class HostAllReduceMax:
         like = torch.empty(1, dtype=torch.float32, device=self._device).expand(count)
         self._comm.post_receive("all_reduce", like, label=label)
 
+    def forget_posted(self, sender: str) -> None:
+        """Forget the receives that were posted for labels of ``sender``."""
+        self._comm.forget_posted(sender)
+
     def launch(self, numbers: list[float], label: str | None = None) -> None:
         """Launch the all-reduce of as many ``numbers`` on each rank."""
         with on_stream(self._stream):
@@ -408,6 +413,21 @@ class HostAllReduceMax:
             completion.wait()
             numbers: list[float] = result.tolist()
         return numbers
+
+
+def bucket_and_agreement_comms(
+    comm: Communicator, user: object
+) -> tuple[Communicator, Communicator]:
+    """Return the communicators of ``user``'s buckets and of its agreement. Collective, in a region.
+
+    One of them is a group_copy(). Where messages have an order, that is the buckets', so that it is
+    theirs alone. Elsewhere it is the agreement's: a link may be behind by many buckets when
+    backward ends, and the first pass of LAMB would wait for the last bucket.
+    """
+    copy = group_copy(comm, user)
+    if comm.async_model is AsyncModel.UNORDERED:
+        return comm, copy
+    return copy, comm.world
 
 
 class MessageNames:

@@ -345,11 +345,11 @@ def posted(stage: int) -> list[tuple[int, int]]:
         torch.stack([p.sum() for p in params[: number + 1]]).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        comm = optimizer.communicator
-        of_agreement = len(comm._gathered)
-        num_posted = len(comm._sockets._posted) - of_agreement
-        found.append((num_posted, len(optimizer.layout.buckets)))
-        assert of_agreement == (stage == 1)
+        comm, of_agreement = optimizer.communicator, optimizer._grads._agreement._comm
+        found.append((len(comm._sockets._posted), len(optimizer.layout.buckets)))
+        assert not comm._gathered
+        assert len(of_agreement._gathered) == (stage == 1)
+        assert len(of_agreement._sockets._posted) == (stage == 1)
     return found
 
 
@@ -359,3 +359,47 @@ def test_posted_receives_of_an_old_order_are_freed(stage: int) -> None:
     for found in run_procs(2, posted, stage):
         for num_posted, num_buckets in found:
             assert num_posted == (num_buckets if stage == 1 else 2)
+
+
+def train_apart(stage: int) -> tuple[list[list[str]], int]:
+    """Return the launches on each process group of a step of two optimizers, and new groups."""
+    sharding = {"collectives": "pairwise", "bucket_cap_mb": 0.01, "kernel": "eager", "stage": stage}
+    launches: dict[Any, list[str]] = {}
+    num_groups = len(dist.distributed_c10d._world.pg_names)
+    models = [torch.nn.Sequential(*(torch.nn.Linear(60, 60) for _ in range(4))) for _ in range(2)]
+    optimizers = [shardfuse.ShardedSGD(m.parameters(), lr=0.1, sharding=sharding) for m in models]
+    num_groups = len(dist.distributed_c10d._world.pg_names) - num_groups
+    for step in range(3):
+        if step == 2:
+            for name in ("send", "recv"):
+                record_launches(name, launches)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(torch.ones(2, 60)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    return list(launches.values()), num_groups
+
+
+def record_launches(name: str, launches: dict[Any, list[str]]) -> None:
+    """Note the sizes of messages in ``launches``, by process group."""
+    original = getattr(dist.ProcessGroup, name)
+
+    def recorded(group: Any, tensors: list[torch.Tensor], *args: Any) -> Any:
+        launches.setdefault(group, []).append(f"{name} {tensors[0].numel()}")
+        return original(group, tensors, *args)
+
+    setattr(dist.ProcessGroup, name, recorded)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_agreement_has_connections_of_its_own(stage: int) -> None:
+    """It does not wait behind buckets in flight; both optimizers use one more group."""
+    for launches, num_groups in run_procs(2, train_apart, stage):
+        assert num_groups == 1
+        of_buckets, of_agreement = launches
+        assert len(of_agreement) == 4
+        num_facts = int(of_agreement[0].split()[1])
+        assert num_facts < 50
+        assert all(line.endswith(f" {num_facts}") for line in of_agreement)
+        assert not any(line.endswith(f" {num_facts}") for line in of_buckets)
