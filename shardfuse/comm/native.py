@@ -523,12 +523,10 @@ def group_copy(comm: Communicator, user: object) -> Communicator:
     has_labels = comm.async_model is AsyncModel.UNORDERED
     group = comm._live_group()
     copies = _shared[group].copies
-    # torch names the new group by its ranks and this count, which falls when a group is destroyed.
-    world, ranks = dist.distributed_c10d._world, dist.get_process_group_ranks(group)
-    num_groups = len(world.pg_names)
-    name_of = getattr(dist.distributed_c10d, "_hash_ranks_to_str", lambda ranks: "")
-    is_taken = name_of(ranks) in world.pg_names.values()
-    mine = [num_groups, -num_groups, is_taken, *(n for copy in copies for n in copy.numbers())]
+    name = _next_name(dist.get_process_group_ranks(group))
+    is_taken = name in dist.distributed_c10d._world.pg_names.values()
+    number = digest(name) % (1 << 24)
+    mine = [number, -number, is_taken, *(n for copy in copies for n in copy.numbers())]
     agreed = torch.tensor(mine, device=comm.device)
     comm.all_reduce(agreed, "max").wait()
     most, least, is_taken, *numbers = agreed.tolist()
@@ -540,17 +538,31 @@ def group_copy(comm: Communicator, user: object) -> Communicator:
         if not is_used and launched == -fewest:
             return copy.lend(user)
     if most != -least or is_taken:
-        logger.warning(
-            "torch cannot make a process group for the optimizer alone, because %s. Gradients that "
-            "are sent during backward share the model's group: all ranks must launch collectives "
-            "in one order.",
+        logger.log(
+            logging.INFO if has_labels else logging.WARNING,
+            "torch cannot make a process group for the optimizer alone, because %s. %s.",
             "a group of its name is left since another one was destroyed"
             if is_taken
-            else "ranks are members of different numbers of groups",
+            else "ranks have made, or are members of, different numbers of groups",
+            "Small messages wait behind large ones"
+            if has_labels
+            else "Gradients that are sent during backward share the model's group: all ranks must "
+            "launch collectives in one order",
         )
         return comm
     copies.append(_GroupCopy(_connected(comm, group)))
     return copies[-1].lend(user)
+
+
+def _next_name(ranks: list[int]) -> str:
+    """Return the name that torch gives the next group of these ``ranks``, on this rank.
+
+    It has a count: of this rank's groups, which falls when one is destroyed (before torch 2.14), or
+    of the groups that this rank has made. A rank with another name would wait for its peers.
+    """
+    c10d = dist.distributed_c10d
+    name_of = getattr(c10d, "_hash_ranks_to_str", lambda _: str(len(c10d._world.pg_names)))
+    return str(name_of(ranks))
 
 
 def _connected(comm: ProcessGroupCommunicator, group: Any) -> ProcessGroupCommunicator:

@@ -6,6 +6,7 @@ With a backend's own collectives, which know no labels: gloo's, or those of `pyt
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -188,26 +189,51 @@ def test_groups_are_used_again() -> None:
         assert later == [2, 2, 2, 3]
 
 
-def group_without_counterpart() -> str:
+def sender_over(group: Any) -> str:
     """Return what an optimizer over a part of the ranks sends its gradients through."""
-    alone = dist.new_group([0])
-    optimizer = None
-    both = dist.new_group([0, 1])
-    if dist.get_rank() < 2:
-        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
-        sharding = {**NATIVE, **ON, "process_group": both}
-        optimizer = ShardedSGD(model.named_parameters(), lr=0.1, sharding=sharding)
-    del alone
-    if optimizer is None:
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
         return "none"
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    sharding = {**NATIVE, **ON, "process_group": group}
+    optimizer = ShardedSGD(model.named_parameters(), lr=0.1, sharding=sharding)
+    for _ in range(2):
+        model(batch(0)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     sender = optimizer._grads._sender
     assert isinstance(sender, ProcessGroupCommunicator)
     return "shared" if sender is optimizer.communicator else "own"
 
 
-def test_ranks_in_different_numbers_of_groups(caplog: pytest.LogCaptureFixture) -> None:
+def group_without_counterpart() -> str:
+    """Return what an optimizer sends through after one of its ranks alone has made a group."""
+    alone = dist.new_group([0])
+    found = sender_over(dist.new_group([0, 1]))
+    del alone
+    return found
+
+
+COUNTS_GROUPS_MADE = "group_count" in inspect.getsource(dist.distributed_c10d._hash_ranks_to_str)
+"""Whether torch names a group by the groups that were made (2.14), and not by those that exist."""
+
+
+def test_ranks_in_different_numbers_of_groups() -> None:
     """torch names a group by their number, and would wait for a name that no peer has."""
-    assert run_procs(3, group_without_counterpart) == ["shared", "shared", "none"]
+    expected = "own" if COUNTS_GROUPS_MADE else "shared"
+    assert run_procs(3, group_without_counterpart) == [expected, expected, "none"]
+
+
+def group_after_one_of_two() -> str:
+    """Return what an optimizer sends through after two of three ranks have made a group."""
+    if dist.get_rank() != 1:
+        dist.destroy_process_group(dist.new_group([0, 2], use_local_synchronization=True))
+    return sender_over(dist.group.WORLD)
+
+
+def test_ranks_that_have_made_different_numbers_of_groups() -> None:
+    """Where torch counts those, it would wait for a name that no peer has."""
+    expected = "shared" if COUNTS_GROUPS_MADE else "own"
+    assert run_procs(3, group_after_one_of_two) == [expected] * 3
 
 
 def group_after_a_destroyed_one() -> tuple[str, list[float]]:
@@ -231,9 +257,9 @@ def group_after_a_destroyed_one() -> tuple[str, list[float]]:
 
 
 def test_a_group_that_was_destroyed_before() -> None:
-    """torch names the next group by the number of groups: by a name that another one has."""
+    """Before 2.14, torch names a group by the number of groups, and so as another one."""
     for sender, losses in run_procs(2, group_after_a_destroyed_one):
-        assert sender == "shared"
+        assert sender == ("own" if COUNTS_GROUPS_MADE else "shared")
         assert losses[2] < losses[1] < losses[0]
 
 

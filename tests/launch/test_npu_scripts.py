@@ -280,8 +280,8 @@ def test_configurations_of_deepspeed(
 
     assert look(zero_optimization={"stage": 2}) == 0
     assert "not planned, as DeepSpeed shards at stage 2" in capsys.readouterr().out
-    assert look(optimizer={"type": "Muon", "params": {"lr": 1}}) == 2
-    assert "invalid choice: 'muon'" in capsys.readouterr().err
+    assert look(optimizer={"type": "OneBitAdam", "params": {"lr": 1}}) == 2
+    assert "invalid choice: 'onebitadam'" in capsys.readouterr().err
     for key, value, words in (
         ("train_batch_size", "auto", "train_batch_size must be a whole number"),
         ("train_micro_batch_size_per_gpu", "auto", "per_gpu must be a whole number"),
