@@ -90,7 +90,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         process_group: Any,
         device: torch.device,
         *,
-        reads_memory: bool,
+        reads_memory: bool = False,
         parent: ProcessGroupCommunicator | None = None,
     ) -> None:
         super().__init__(process_group, device, parent=parent)
@@ -103,13 +103,6 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         self._chosen: Exchange | None = None if reads_memory else sockets
         self.session.at_region_end(self._flush)
         self.session.on_restart(self._restart)
-
-    def over(self, process_group: Any) -> PairwiseCommunicator:
-        """Return one over another group, in the regions of this one, through the same exchange."""
-        reads_memory = self.async_model is AsyncModel.BLOCKING
-        return PairwiseCommunicator(
-            process_group, self.device, reads_memory=reads_memory, parent=self
-        )
 
     def _verify_declared(self) -> None:
         """Do nothing: every message carries the digest."""

@@ -276,9 +276,9 @@ class ProcessGroupCommunicator:
         """Backends know no labels."""
         return AsyncModel.ORDERED
 
-    def over(self, process_group: Any) -> ProcessGroupCommunicator:
-        """Return a communicator of this kind over another group, in the regions of this one."""
-        return ProcessGroupCommunicator(process_group, self.device, parent=self)
+    def with_group(self, process_group: Any) -> ProcessGroupCommunicator:
+        """Return a communicator of this class over another group, in the regions of this one."""
+        return type(self)(process_group, self.device, parent=self)
 
     def _verify_declared(self) -> None:
         """Have the ranks compare their entries: messages of backends carry no digest."""
@@ -457,14 +457,23 @@ class ProcessGroupCommunicator:
 
 
 class _GroupCopy:
-    """A process group of another one's ranks, for the messages of one user after another."""
+    """A process group of another one's ranks, for collectives of one user after another.
+
+    Besides, any number of users may send messages with labels through it.
+    """
 
     def __init__(self, comm: ProcessGroupCommunicator) -> None:
         self.comm = comm
         self._user: weakref.ref[Any] | None = None
 
-    def lend(self, user: object) -> ProcessGroupCommunicator:
-        """Return the communicator, which is in use as long as ``user`` lives."""
+    def comm_of(self, comm: ProcessGroupCommunicator, user: object) -> ProcessGroupCommunicator:
+        """Return a communicator over it, for what ``user`` sends by ``comm``.
+
+        Collectives of the backend are in use as long as ``user`` lives. Labels name the session of
+        ``comm``, so each user needs one of its own.
+        """
+        if comm.async_model is AsyncModel.UNORDERED:
+            return comm.with_group(self.comm._live_group())
         self._user = weakref.ref(user)
         return self.comm
 
@@ -523,7 +532,7 @@ def group_copy(comm: Communicator, user: object) -> Communicator:
     has_labels = comm.async_model is AsyncModel.UNORDERED
     group = comm._live_group()
     copies = _shared[group].copies
-    name = _next_name(dist.get_process_group_ranks(group))
+    name = _next_group_name(dist.get_process_group_ranks(group))
     is_taken = name in dist.distributed_c10d._world.pg_names.values()
     number = digest(name) % (1 << 24)
     mine = [number, -number, is_taken, *(n for copy in copies for n in copy.numbers())]
@@ -533,10 +542,8 @@ def group_copy(comm: Communicator, user: object) -> Communicator:
     for copy, is_used, launched, fewest in zip(
         copies, numbers[::3], numbers[1::3], numbers[2::3], strict=True
     ):
-        if has_labels:
-            return comm.over(copy.comm._live_group())
-        if not is_used and launched == -fewest:
-            return copy.lend(user)
+        if has_labels or (not is_used and launched == -fewest):
+            return copy.comm_of(comm, user)
     if most != -least or is_taken:
         logger.log(
             logging.INFO if has_labels else logging.WARNING,
@@ -551,10 +558,10 @@ def group_copy(comm: Communicator, user: object) -> Communicator:
         )
         return comm
     copies.append(_GroupCopy(_connected(comm, group)))
-    return copies[-1].lend(user)
+    return copies[-1].comm_of(comm, user)
 
 
-def _next_name(ranks: list[int]) -> str:
+def _next_group_name(ranks: list[int]) -> str:
     """Return the name that torch gives the next group of these ``ranks``, on this rank.
 
     It has a count: of this rank's groups, which falls when one is destroyed (before torch 2.14), or
@@ -583,7 +590,7 @@ def _connected(comm: ProcessGroupCommunicator, group: Any) -> ProcessGroupCommun
         if comm._watchdog is None:
             raise
         raise comm._watchdog.attribute_error(error, failed="a new process group") from error
-    copy = comm.over(made)
+    copy = ProcessGroupCommunicator(made, comm.device, parent=comm)
     first = torch.ones(comm.world_size * BLOCK, device=comm.device)
     copy.reduce_scatter(first, label="the first").wait()
     return copy

@@ -68,11 +68,11 @@ from shardfuse.grads.source import (
     HostAllReduceMax,
     MessageNames,
     PendingGrads,
-    bucket_and_agreement_comms,
     in_backward_order,
     is_absent,
     is_nested_backward,
     memory_of,
+    overlap_communicators,
     register_hooks,
 )
 from shardfuse.layout import Bucket
@@ -217,7 +217,7 @@ class FullGrads(GradSource):
         self._pending = PendingGrads(order)
         self._restart()
         if self._overlaps and self._agreement is None:
-            self._sender, comm = bucket_and_agreement_comms(self._comm, self)
+            self._sender, comm = overlap_communicators(self._comm, self)
             self._agreement = HostAllReduceMax(comm, device)
         self._flats.update({grads.flat.index: grads for grads in added})
         self._post_agreement()

@@ -52,11 +52,11 @@ from shardfuse.grads.source import (
     HostAllReduceMax,
     MessageNames,
     PendingGrads,
-    bucket_and_agreement_comms,
     check_grad,
     clear_grads,
     in_backward_order,
     is_nested_backward,
+    overlap_communicators,
     register_hooks,
     slot_range,
 )
@@ -161,7 +161,7 @@ class ShardedGrads(GradSource):
     def attach(self, members: Sequence[FlatParams], device: torch.device) -> None:
         self._drain()  # before anything changes here: another rank may fail meanwhile
         if self._agreement is None:
-            self._sender, comm = bucket_and_agreement_comms(self._comm, self)
+            self._sender, comm = overlap_communicators(self._comm, self)
             self._agreement = HostAllReduceMax(comm, device)
         added = []
         for flat, params, specs, fragments in members:

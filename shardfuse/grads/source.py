@@ -415,9 +415,7 @@ class HostAllReduceMax:
         return numbers
 
 
-def bucket_and_agreement_comms(
-    comm: Communicator, user: object
-) -> tuple[Communicator, Communicator]:
+def overlap_communicators(comm: Communicator, user: object) -> tuple[Communicator, Communicator]:
     """Return the communicators of ``user``'s buckets and of its agreement. Collective, in a region.
 
     One of them is a group_copy(). Where messages have an order, that is the buckets', so that it is

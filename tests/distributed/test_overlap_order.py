@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -24,6 +24,8 @@ from tests.support.overlap import OFF, ON, count_early
 pytestmark = pytest.mark.timeout(120)
 
 STEPS = 4
+
+OWN = ProcessGroupCommunicator.__name__
 
 NATIVE: dict[str, Any] = {"collectives": "native", "bucket_cap_mb": 0.004, "kernel": "eager"}
 
@@ -261,6 +263,37 @@ def test_a_group_that_was_destroyed_before() -> None:
     for sender, losses in run_procs(2, group_after_a_destroyed_one):
         assert sender == ("own" if COUNTS_GROUPS_MADE else "shared")
         assert losses[2] < losses[1] < losses[0]
+
+
+def one_after_another(kinds: Sequence[str]) -> list[tuple[str, Tensor]]:
+    """Return the kind of each optimizer's communicator of buckets, and the params it trains."""
+    found = []
+    for kind in kinds:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+        sharding = {**NATIVE, **ON, "collectives": kind}
+        optimizer: Any = ShardedSGD(model.named_parameters(), lr=0.1, sharding=sharding)
+        for step in range(4):
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sender = type(optimizer._grads._sender).__name__
+        found.append((sender, torch.cat([p.detach().flatten() for p in model.parameters()])))
+        del model, optimizer
+        gc.collect()
+    assert len(dist.distributed_c10d._world.pg_names) == 2
+    return found
+
+
+@pytest.mark.parametrize("first", ["native", "pairwise"])
+def test_one_group_for_both_kinds_of_messages(first: str) -> None:
+    """The group of a freed optimizer is used again, by any kind and with nothing left over."""
+    kinds = [first, "pairwise", "native", "pairwise"]
+    expected = ["PairwiseCommunicator" if k == "pairwise" else OWN for k in kinds]
+    for found in run_procs(2, one_after_another, kinds):
+        assert [sender for sender, _ in found] == expected
+        for _, values in found:
+            assert torch.equal(values, found[0][1])
 
 
 def by_default() -> tuple[bool, bool]:

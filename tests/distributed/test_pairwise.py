@@ -403,3 +403,47 @@ def test_the_agreement_has_connections_of_its_own(stage: int) -> None:
         assert num_facts < 50
         assert all(line.endswith(f" {num_facts}") for line in of_agreement)
         assert not any(line.endswith(f" {num_facts}") for line in of_buckets)
+
+
+def fail_in_agreement(stage: int, *, ends: bool) -> str:
+    """Return this rank's error, after rank 1 has ended or raised where the others agree."""
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    sharding = {"collectives": "pairwise", "bucket_cap_mb": 0.01, "kernel": "eager", "stage": stage}
+    model = torch.nn.Sequential(*(torch.nn.Linear(60, 60) for _ in range(4)))
+    options = {**sharding, "process_group": group}
+    optimizer: Any = shardfuse.ShardedSGD(model.parameters(), lr=0.1, sharding=options)
+    for step in range(4):
+        model(torch.ones(2, 60)).sum().backward()
+        if step == 2 and dist.get_rank() == 1:
+            optimizer._grads._agreement.launch = partial(fail, ends=ends)
+        try:
+            optimizer.step()
+        except (RuntimeError, MemoryError) as error:
+            if ends:
+                raise
+            return f"{type(error).__name__} in step {step}: {error}"
+        optimizer.zero_grad()
+    return "no error"
+
+
+def fail(*args: Any, ends: bool) -> None:
+    if ends:
+        os._exit(3)
+    raise MemoryError("no memory for the facts")
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_one_rank_fails_in_the_agreement(stage: int, ends: bool) -> None:
+    """The others name it, long before the group's timeout, after which run_procs() has ended."""
+    if ends:
+        with pytest.raises(RanksFailedError) as failed:
+            run_procs(2, partial(fail_in_agreement, ends=True), stage, timeout=40)
+        assert "PeerError" in failed.value.failures[0]
+        assert "rank 1" in failed.value.failures[0]
+        return
+    first, second = run_procs(2, partial(fail_in_agreement, ends=False), stage, timeout=40)
+    assert first.startswith("PeerError in step 2"), first
+    assert "rank 1" in first
+    assert "no memory for the facts" in first
+    assert second.startswith("MemoryError in step 2")

@@ -70,6 +70,8 @@ def killed_before_a_group(job: Job) -> None:
     communicator = job.optimizer.communicator
     _die_in(job, dist, "new_group")
     communicator._traits = dataclasses.replace(communicator._traits, overlaps=True)
+    for shared in native._shared.values():
+        shared.copies.clear()
     with communicator.session.region("building an optimizer"):
         native.group_copy(communicator, job)
     job.steps()

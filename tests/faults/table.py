@@ -90,7 +90,7 @@ FAULTS = {
             _ENDED,
             bound_s=_AFTER_TIMEOUT_S,
             ended="killed",
-            only=("native",),
+            only=("pairwise", "native"),
         ),
         Fault(ends.killed_in_save, (), _ENDED, ended="killed"),
         Fault(ends.killed_in_load_latest, (), _ENDED, ended="killed"),
