@@ -285,6 +285,7 @@ def one_after_another(kinds: Sequence[str]) -> list[tuple[str, Tensor]]:
     return found
 
 
+@pytest.mark.gloo_only("other backends have no messages with labels")
 @pytest.mark.parametrize("first", ["native", "pairwise"])
 def test_one_group_for_both_kinds_of_messages(first: str) -> None:
     """The group of a freed optimizer is used again, by any kind and with nothing left over."""
