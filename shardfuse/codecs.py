@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardfuse.buffers import FlatBuffer, ShardArena, zeros
 from shardfuse.comm import Communicator
-from shardfuse.comm.transport import BufferPool, Completion, PartialSums
+from shardfuse.comm.transport import BufferPool, Completion, Label, PartialSums
 from shardfuse.layout import BLOCK, PART_NBYTES, Bucket, round_up
 from shardfuse.runtime import copy_to_host
 
@@ -143,7 +143,7 @@ class ReduceRequest:
     factor: float | None = None
     send_buffer: int = 0
     slot: int = 0
-    label: str | None = None
+    label: Label | None = None
     into: Tensor | None = None
 
 
@@ -165,7 +165,7 @@ class GradCodec(ABC):
         """Return the size and the dtype of the message that launch() sends of a bucket."""
 
     def post_receive(
-        self, comm: Communicator, bucket: Bucket, where: Tensor, label: str, slot: int
+        self, comm: Communicator, bucket: Bucket, where: Tensor, label: Label, slot: int
     ) -> None:
         """Post the receives of the bucket of that label ahead, on the device of ``where``."""
         numel, dtype = self._message(comm, bucket)

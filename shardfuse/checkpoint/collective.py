@@ -16,7 +16,7 @@ from shardfuse.agreement import (
 )
 from shardfuse.checkpoint.index import CheckpointError, DamagedCheckpoint
 from shardfuse.comm import Communicator, communicator_for, device_for
-from shardfuse.comm.session import Counter
+from shardfuse.comm.numbers import Counter
 from shardfuse.files import describe_os_error
 from shardfuse.optim.base import ShardedOptimizer
 

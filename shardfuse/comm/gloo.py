@@ -30,20 +30,21 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from shardfuse.comm.native import ProcessGroupCommunicator
+from shardfuse.comm.numbers import unlabelled_tag
 from shardfuse.comm.regions import digest
 from shardfuse.comm.session import PATIENCE_S, GroupState
-from shardfuse.comm.transport import AsyncModel, Completion, Labelled, PartialSums, ReduceOp
+from shardfuse.comm.transport import AsyncModel, Completion, Label, Labelled, PartialSums, ReduceOp
 
 logger = logging.getLogger("shardfuse")
 
-_TAGS = 0x40000000
-"""Tags of messages through sockets are this and the digest of the message."""
+_TAGS, _LABELLED_TAGS = 0x40000000, 0x60000000
+"""Tags of messages through sockets, without a label and with one, are this and 28 or 29 bits."""
 
 _SMALL_NBYTES = 1 << 20
 """An all-reduce or broadcast that sends at most so many bytes is pairwise, too."""
@@ -52,22 +53,35 @@ Route = Sequence[tuple[int, torch.Tensor]]
 """(peer, tensor) pairs: which tensor comes from, or goes to, which peer."""
 
 
+class Mark(NamedTuple):
+    """Tells messages apart.
+
+    Args:
+        digest: two ranks have the same one only if region, entries, number of the collective or
+            label, kind, size and dtype are the same.
+        tag: by which gloo matches them; see [Note: message tags] in numbers.py.
+    """
+
+    digest: int
+    tag: int
+
+
 class Exchange(Protocol):
     """Moves tensors between this rank and its peers."""
 
     async_model: AsyncModel
 
     def move(
-        self, mark: int, receives: Route, sends: Route, *, keeps_input: bool
+        self, mark: Mark, receives: Route, sends: Route, *, keeps_input: bool
     ) -> Completion[None]:
         """Receive tensors from the peers named with them, and send others to theirs.
 
-        Messages are told apart by ``mark``; see Region.note(). With ``keeps_input``, wait() does
+        Messages are told apart by ``mark``. With ``keeps_input``, wait() does
         not stay until the peers have received: they run a few milliseconds apart, and every rank
         would lose those in every bucket.
         """
 
-    def post_receive(self, mark: int, receives: Route, label: str) -> None:
+    def post_receive(self, mark: Mark, receives: Route, label: Label) -> None:
         """Post the receives of the move of that mark ahead, if that helps."""
 
     def flush(self) -> None:
@@ -99,10 +113,10 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         self._destinations = [(self.rank + k) % self.world_size for k in distances]
         sockets = SocketExchange(self._launch, self._watchdog)
         self._sockets = sockets
-        self._gathered: dict[int, torch.Tensor] = {}  # by mark, of all-reduces posted ahead
+        self._gathered: dict[Mark, torch.Tensor] = {}  # by mark, of all-reduces posted ahead
         self._chosen: Exchange | None = None if reads_memory else sockets
         self.session.at_region_end(self._flush)
-        self.session.on_restart(self._restart)
+        self.session.on_restart(self._restart, is_transport=True)
 
     def _verify_declared(self) -> None:
         """Do nothing: every message carries the digest."""
@@ -146,7 +160,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         into: torch.Tensor | None = None,
         *,
         slot: int = 0,
-        label: str | None = None,
+        label: Label | None = None,
         is_summed: bool = True,
     ) -> Completion[PartialSums]:
         """Send each rank its part of ``input``; the result has this rank's and theirs, each (n,).
@@ -158,26 +172,26 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         parts = input.chunk(self.world_size)
         theirs = self._receive_buffers(slot, input)
         if label is None:
-            mark = self._state.current.note("reduce_scatter", input.numel(), input.dtype)
+            mark = self._unlabelled("reduce_scatter", input.numel(), input.dtype)
         else:
-            mark = self._mark("reduce_scatter", input, label)
+            mark = self._labelled("reduce_scatter", input, label)
         receives = list(zip(self._sources, theirs, strict=True))
         sends = [(rank, parts[rank]) for rank in self._destinations]
         result = (parts[self.rank], *theirs)
-        in_flight = self._state.begin_send(label)
+        in_flight = self._state.begin_send(is_labelled=label is not None)
         with in_flight():
             moved = self._exchange.move(mark, receives, sends, keeps_input=True)
         moved.during(in_flight)
         return moved.then(lambda _: result)
 
     def post_receive(
-        self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0
+        self, kind: Labelled, tensor: torch.Tensor, *, label: Label, slot: int = 0
     ) -> None:
         if self._exchange is not self._sockets or (
             kind == "all_reduce" and not self._is_small(tensor)
         ):
             return
-        mark = self._mark(kind, tensor, label)
+        mark = self._labelled(kind, tensor, label)
         parts: Sequence[torch.Tensor]
         if kind == "all_reduce":
             gathered = self._gathered[mark] = tensor.new_empty(self.world_size, tensor.numel())
@@ -197,11 +211,19 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
     def _is_small(self, tensor: torch.Tensor) -> bool:
         return tensor.nbytes * (self.world_size - 1) <= _SMALL_NBYTES
 
-    def _mark(self, kind: Labelled, tensor: torch.Tensor, label: str) -> int:
-        """Return the digest of the messages of a labelled collective."""
+    def _unlabelled(self, kind: str, numel: int, dtype: torch.dtype) -> Mark:
+        """Count a collective in the region; return the mark of its messages."""
+        number = self._state.current.note(kind, numel, dtype)
+        return Mark(number, _TAGS | unlabelled_tag(self._state.generation, number))
+
+    def _labelled(self, kind: Labelled, tensor: torch.Tensor, label: Label) -> Mark:
+        """Return the mark of the messages of a labelled collective."""
         region = f"region {self._state.current.digest}" if kind == "all_gather" else "any region"
         sender = f"optimizer {self.session.number}, generation {self.session.generation}"
-        return digest(f"{sender}, {region}, {label}: {kind} of {tensor.numel()} {tensor.dtype}")
+        what = f"{label.text}: {kind} of {tensor.numel()} {tensor.dtype}"
+        number, generation = digest(f"{sender}, {region}, {what}"), self.session.generation
+        tag = self._state.channels.tag(label.channel, generation, number)
+        return Mark(number, _LABELLED_TAGS | tag)
 
     def _receive_buffers(self, slot: int, input: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the tensors that receive the parts of the other ranks."""
@@ -210,12 +232,12 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         return self._buffers.get("receive", slot, numel, input).chunk(others)
 
     def all_gather(
-        self, output: torch.Tensor, input: torch.Tensor, *, label: str | None = None
+        self, output: torch.Tensor, input: torch.Tensor, *, label: Label | None = None
     ) -> Completion[None]:
         parts = output.chunk(self.world_size)
-        mark = self._state.current.note("all_gather", output.numel(), output.dtype)
+        mark = self._unlabelled("all_gather", output.numel(), output.dtype)
         if label is not None:
-            mark = self._mark("all_gather", output, label)
+            mark = self._labelled("all_gather", output, label)
         receives = [(rank, parts[rank]) for rank in self._sources]
         sends = [(rank, input) for rank in self._destinations]
         completion = self._exchange.move(mark, receives, sends, keeps_input=False)
@@ -224,7 +246,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         return completion
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOp = "sum", *, label: str | None = None
+        self, tensor: torch.Tensor, op: ReduceOp = "sum", *, label: Label | None = None
     ) -> Completion[None]:
         """Reduce ``tensor`` (n,) over ranks, in place; the sums are equal on all ranks.
 
@@ -234,9 +256,9 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         if not self._is_small(tensor):
             return super().all_reduce(tensor, op)
         if label is None:
-            mark = self._state.current.note(f"all_reduce by {op}", tensor.numel(), tensor.dtype)
+            mark = self._unlabelled(f"all_reduce by {op}", tensor.numel(), tensor.dtype)
         else:
-            mark = self._mark("all_reduce", tensor, label)
+            mark = self._labelled("all_reduce", tensor, label)
         gathered = self._gathered.pop(mark, None)
         if gathered is None:
             gathered = tensor.new_empty(self.world_size, tensor.numel())
@@ -262,7 +284,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         input_numels: Sequence[int],
     ) -> Completion[None]:
         """Send each rank its part of ``input``, from rank to rank; empty parts are not sent."""
-        mark = self._state.current.note("all_to_all", 0, input.dtype)
+        mark = self._unlabelled("all_to_all", 0, input.dtype)
         theirs = torch.split(output, list(output_numels))
         ours = torch.split(input, list(input_numels))
         receives = [(rank, theirs[rank]) for rank in self._sources if theirs[rank].numel()]
@@ -275,7 +297,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         """Overwrite ``tensor`` (n,) by group rank ``src``'s; small ones as in all_reduce()."""
         if not self._is_small(tensor):
             return super().broadcast(tensor, src)
-        mark = self._state.current.note(f"broadcast from {src}", tensor.numel(), tensor.dtype)
+        mark = self._unlabelled(f"broadcast from {src}", tensor.numel(), tensor.dtype)
         if self.rank != src:
             return self._exchange.move(mark, [(src, tensor)], [], keeps_input=True)
         sends = [(rank, tensor) for rank in self._destinations]
@@ -330,7 +352,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         """Return every rank's ``values``, sent through sockets."""
         gathered = torch.empty(self.world_size, len(values), dtype=torch.int64)
         gathered[self.rank] = torch.tensor(values)
-        mark = self._state.current.note("introduction", len(values), gathered.dtype)
+        mark = self._unlabelled("introduction", len(values), gathered.dtype)
         receives = [(rank, gathered[rank]) for rank in self._sources]
         sends = [(rank, gathered[self.rank]) for rank in self._destinations]
         self._sockets.move(mark, receives, sends, keeps_input=True).wait()
@@ -376,28 +398,27 @@ class SocketExchange:
         self._launch = weakref.WeakMethod(launch)
         self._watchdog = watchdog
         # Receives posted ahead, with their labels, by mark.
-        self._posted: dict[int, tuple[str, Completion[None]]] = {}
+        self._posted: dict[Mark, tuple[Label, Completion[None]]] = {}
 
     def move(
-        self, mark: int, receives: Route, sends: Route, *, keeps_input: bool
+        self, mark: Mark, receives: Route, sends: Route, *, keeps_input: bool
     ) -> Completion[None]:
-        # Only messages of one tag, and so of one size, meet.
         posted = self._posted.pop(mark, None)
         completion = self._receive(mark, receives) if posted is None else posted[1]
-        launch, tag, works = self._launch(), _tag(mark), []
+        launch, works = self._launch(), list[Any]()
         assert launch is not None
         for rank, part in sends:
-            works.append(launch(_send, part, rank, tag))
+            works.append(launch(_send, part, rank, mark.tag))
         completion.add(works, [part for _, part in sends])
         return completion
 
-    def post_receive(self, mark: int, receives: Route, label: str) -> None:
+    def post_receive(self, mark: Mark, receives: Route, label: Label) -> None:
         assert mark not in self._posted, "posted twice"
         self._posted[mark] = label, self._receive(mark, receives, is_ahead=True)
 
-    def forget_posted(self, sender: str) -> list[int]:
+    def forget_posted(self, sender: str) -> list[Mark]:
         """Forget posted receives of labels with ``sender`` in them; return their marks."""
-        marks = [mark for mark, (label, _) in self._posted.items() if sender in label]
+        marks = [mark for mark, (label, _) in self._posted.items() if sender in label.text]
         for mark in marks:
             del self._posted[mark]
         return marks
@@ -405,12 +426,12 @@ class SocketExchange:
     def flush(self) -> None:
         """Do nothing: gloo has copied the data, or wait() has waited for the peer."""
 
-    def _receive(self, mark: int, receives: Route, *, is_ahead: bool = False) -> Completion[None]:
-        launch, tag, works = self._launch(), _tag(mark), []
+    def _receive(self, mark: Mark, receives: Route, *, is_ahead: bool = False) -> Completion[None]:
+        launch, works = self._launch(), list[Any]()
         assert launch is not None
         for rank, part in receives:
             try:
-                works.append(launch(_receive, part, rank, tag, is_ahead=is_ahead))
+                works.append(launch(_receive, part, rank, mark.tag, is_ahead=is_ahead))
             except RuntimeError as error:
                 if not is_ahead:
                     raise
@@ -441,11 +462,6 @@ def _receive(part: torch.Tensor, rank: int, tag: int, *, group: Any) -> Any:
     return group.recv([part], rank, tag)
 
 
-def _tag(mark: int) -> int:
-    """Return the tag by which gloo tells messages apart."""
-    return _TAGS | mark % _TAGS
-
-
 # Through memory
 
 
@@ -474,7 +490,7 @@ class SharedMemoryExchange:
         self._unread.clear()
 
     def move(
-        self, mark: int, receives: Route, sends: Route, *, keeps_input: bool
+        self, mark: Mark, receives: Route, sends: Route, *, keeps_input: bool
     ) -> Completion[None]:
         number = self._next
         self._next += 1
@@ -482,16 +498,16 @@ class SharedMemoryExchange:
         self._finish_before(number - RING_SIZE // 2 + 1)
         self.flush()
         for rank, part in sends:
-            self.ring.post(rank, READY, number, mark, part.data_ptr())
+            self.ring.post(rank, READY, number, mark.digest, part.data_ptr())
 
         def finish() -> None:
             # A peer that has waited for an earlier move may wait now for this rank to read it.
             self._finish_before(number)
             for rank, part in receives:
-                self.ring.read_part(rank, number, mark, part)
-                self.ring.post(rank, DONE, number, mark)
+                self.ring.read_part(rank, number, mark.digest, part)
+                self.ring.post(rank, DONE, number, mark.digest)
             readers = [rank for rank, _ in sends]
-            self._unread.append((number, mark, readers, [part for _, part in sends]))
+            self._unread.append((number, mark.digest, readers, [part for _, part in sends]))
             if not keeps_input:
                 self.flush()
 
@@ -499,7 +515,7 @@ class SharedMemoryExchange:
         self._in_flight.append((number, completion))
         return completion
 
-    def post_receive(self, mark: int, receives: Route, label: str) -> None:
+    def post_receive(self, mark: Mark, receives: Route, label: Label) -> None:
         """Do nothing: the reader reads when it waits."""
 
     def flush(self) -> None:

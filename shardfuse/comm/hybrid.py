@@ -27,6 +27,7 @@ from shardfuse.comm.transport import (
     BufferPool,
     Communicator,
     Completion,
+    Label,
     Labelled,
     PartialSums,
     ReduceOp,
@@ -58,7 +59,7 @@ class HybridCommunicator:
         self._world, self._shard, self.replicate = world, shard, replicate
         self._buffers = BufferPool()
         self._open: deque[_ReplicaSum] = deque()
-        self.session.on_restart(self._restart)
+        self.session.on_restart(self._restart, is_transport=True)
 
     def _restart(self) -> None:
         self._open.clear()
@@ -82,7 +83,7 @@ class HybridCommunicator:
         into: torch.Tensor | None = None,
         *,
         slot: int = 0,
-        label: str | None = None,
+        label: Label | None = None,
         is_summed: bool = True,
     ) -> Completion[PartialSums]:
         if not (is_summed or input.is_floating_point()):
@@ -99,7 +100,7 @@ class HybridCommunicator:
         return Completion(replica_sum.result, [replica_sum], are_of_torch=False)
 
     def post_receive(
-        self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0
+        self, kind: Labelled, tensor: torch.Tensor, *, label: Label, slot: int = 0
     ) -> None:
         self._shard.post_receive(kind, tensor, label=label, slot=slot)
 
@@ -107,12 +108,12 @@ class HybridCommunicator:
         self._shard.forget_posted(sender)
 
     def all_gather(
-        self, output: torch.Tensor, input: torch.Tensor, *, label: str | None = None
+        self, output: torch.Tensor, input: torch.Tensor, *, label: Label | None = None
     ) -> Completion[None]:
         return self._shard.all_gather(output, input, label=label)
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOp = "sum", *, label: str | None = None
+        self, tensor: torch.Tensor, op: ReduceOp = "sum", *, label: Label | None = None
     ) -> Completion[None]:
         return self._shard.all_reduce(tensor, op, label=label)
 
@@ -134,7 +135,7 @@ class _ReplicaSum:
     """A rank's part of a sum over its row, on its way to the sum over all rows."""
 
     def __init__(
-        self, numel: int, into: torch.Tensor | None, slot: int, label: str | None, is_summed: bool
+        self, numel: int, into: torch.Tensor | None, slot: int, label: Label | None, is_summed: bool
     ) -> None:
         self._numel, self._into, self._slot, self._label = numel, into, slot, label
         self._is_summed = is_summed
@@ -211,5 +212,7 @@ class _ReplicaSum:
         if total is not into:
             into.copy_(total)
 
-    def _labelled(self, part: str) -> str | None:
-        return None if self._label is None else f"{self._label}, {part}"
+    def _labelled(self, part: str) -> Label | None:
+        if self._label is None:
+            return None
+        return self._label._replace(text=f"{self._label.text}, {part}")

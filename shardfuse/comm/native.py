@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import weakref
@@ -16,12 +17,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from shardfuse.comm.regions import digest
-from shardfuse.comm.session import GroupSession, GroupState
+from shardfuse.comm.session import GroupSession, GroupState, PeerError
 from shardfuse.comm.transport import (
     AsyncModel,
     BufferPool,
     Communicator,
     Completion,
+    Label,
     Labelled,
     PartialSums,
     ReduceOp,
@@ -39,7 +41,8 @@ _PROBE_TAG = 0x5EFFFFFE
 """Of a message that no rank takes."""
 
 _COMPARE_TAGS = 0x3F000000
-"""Tags by which neighbours compare their regions are this and 24 bits of the region."""
+"""Tags by which neighbours compare their regions are this and 24 bits: 3 of the generation, as
+receives that an error has left behind stay, and a hash of the region's number."""
 
 # torch 2.13 renamed these and warns on the old names; the C++ entry points are the same.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or getattr(
@@ -113,6 +116,7 @@ class _Shared(NamedTuple):
     group: GroupState
     watchdog: Watchdog | None  # None where the backend's waits need none, or cannot be ended
     copies: list[_GroupCopy]
+    failed_names: set[str]  # of groups that were not completed
 
 
 _shared: weakref.WeakKeyDictionary[Any, _Shared] = weakref.WeakKeyDictionary()
@@ -127,7 +131,7 @@ def _shared_of(group: Any, device: torch.device, backend: str) -> _Shared:
         life = store.add(f"lives/{rank}", 1)
         state = GroupState(PrefixStore(str(life), store), rank, world_size)
         watchdog = _watchdog_of(state, list(range(world_size)), group, device, backend)
-        _shared[group] = _Shared(state, watchdog, [])
+        _shared[group] = _Shared(state, watchdog, [], set())
     return _shared[group]
 
 
@@ -252,7 +256,8 @@ class ProcessGroupCommunicator:
         self._traits = traits_of(self.backend)
         self._changes_inputs = self._traits.changes_inputs
         if parent is None:
-            self._state, self._watchdog, _ = _shared_of(group, device, self.backend)
+            shared = _shared_of(group, device, self.backend)
+            self._state, self._watchdog = shared.group, shared.watchdog
             self.session = GroupSession(
                 self._state, check_alive=self._live_group, verify=self._verify_declared
             )
@@ -264,7 +269,7 @@ class ProcessGroupCommunicator:
                 self._state, self._state_ranks, group, device, self.backend
             )
         self._buffers = BufferPool()
-        self.session.on_restart(self._renew_buffers)
+        self.session.on_restart(self._renew_buffers, is_transport=True)
 
     @property
     def world(self) -> Communicator:
@@ -344,7 +349,7 @@ class ProcessGroupCommunicator:
         into: torch.Tensor | None = None,
         *,
         slot: int = 0,
-        label: str | None = None,
+        label: Label | None = None,
         is_summed: bool = True,
     ) -> Completion[PartialSums]:
         assert reduce_scatter_single is not None
@@ -357,7 +362,7 @@ class ProcessGroupCommunicator:
             self._note("reduce_scatter" if is_summed else "all_to_all", input)
         if is_summed and self._changes_inputs:
             input = self._buffers.get("send", slot, input.numel(), input).copy_(input)
-        in_flight = self._state.begin_send(label)
+        in_flight = self._state.begin_send(is_labelled=label is not None)
         function = reduce_scatter_single if is_summed else dist.all_to_all_single
         work = self._launch(function, into, input, async_op=True)
         parts: PartialSums = (into,)
@@ -390,7 +395,7 @@ class ProcessGroupCommunicator:
         return completion
 
     def post_receive(
-        self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0
+        self, kind: Labelled, tensor: torch.Tensor, *, label: Label, slot: int = 0
     ) -> None:
         """Do nothing: backends manage their receive buffers."""
 
@@ -402,7 +407,7 @@ class ProcessGroupCommunicator:
         self._buffers = BufferPool()
 
     def all_gather(
-        self, output: torch.Tensor, input: torch.Tensor, *, label: str | None = None
+        self, output: torch.Tensor, input: torch.Tensor, *, label: Label | None = None
     ) -> Completion[None]:
         assert all_gather_single is not None
         if not self._traits.in_place_all_gather and _overlaps(output, input):
@@ -424,7 +429,7 @@ class ProcessGroupCommunicator:
         return self._completion(work, output)
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOp = "sum", *, label: str | None = None
+        self, tensor: torch.Tensor, op: ReduceOp = "sum", *, label: Label | None = None
     ) -> Completion[None]:
         self._note(f"all_reduce by {op}", tensor)
         reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
@@ -531,9 +536,9 @@ def group_copy(comm: Communicator, user: object) -> Communicator:
         return comm
     has_labels = comm.async_model is AsyncModel.UNORDERED
     group = comm._live_group()
-    copies = _shared[group].copies
+    copies, failed_names = _shared[group].copies, _shared[group].failed_names
     name = _next_group_name(dist.get_process_group_ranks(group))
-    is_taken = name in dist.distributed_c10d._world.pg_names.values()
+    is_taken = name in failed_names or name in dist.distributed_c10d._world.pg_names.values()
     number = digest(name) % (1 << 24)
     mine = [number, -number, is_taken, *(n for copy in copies for n in copy.numbers())]
     agreed = torch.tensor(mine, device=comm.device)
@@ -548,7 +553,7 @@ def group_copy(comm: Communicator, user: object) -> Communicator:
         logger.log(
             logging.INFO if has_labels else logging.WARNING,
             "torch cannot make a process group for the optimizer alone, because %s. %s.",
-            "a group of its name is left since another one was destroyed"
+            "a group of its name is left since another one was destroyed, or was not completed"
             if is_taken
             else "ranks have made, or are members of, different numbers of groups",
             "Small messages wait behind large ones"
@@ -557,7 +562,9 @@ def group_copy(comm: Communicator, user: object) -> Communicator:
             "launch collectives in one order",
         )
         return comm
+    failed_names.add(name)  # until it is made: the store keeps addresses of a failed attempt
     copies.append(_GroupCopy(_connected(comm, group)))
+    failed_names.discard(name)
     return copies[-1].comm_of(comm, user)
 
 
@@ -578,21 +585,24 @@ def _connected(comm: ProcessGroupCommunicator, group: Any) -> ProcessGroupCommun
     Ranks connect at the first collective, and wait there for each other. Under backward, a peer
     might wait for this rank in a collective of the model.
     """
-    backend = group._get_backend(comm.device)
+    backend, watchdog = group._get_backend(comm.device), comm._watchdog
+    assert watchdog is not None  # each backend of _TRAITS has one
+    make = functools.partial(
+        dist.new_group,
+        dist.get_process_group_ranks(group),
+        timeout=getattr(getattr(backend, "options", None), "_timeout", None),
+        backend=comm.backend,
+        use_local_synchronization=True,
+    )
     try:
-        made = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=getattr(getattr(backend, "options", None), "_timeout", None),
-            backend=comm.backend,
-            use_local_synchronization=True,
-        )
+        made = watchdog.run_while_polling(make)
+    except PeerError:
+        raise
     except RuntimeError as error:
-        if comm._watchdog is None:
-            raise
-        raise comm._watchdog.attribute_error(error, failed="a new process group") from error
+        raise watchdog.attribute_error(error, failed="a new process group") from error
     copy = ProcessGroupCommunicator(made, comm.device, parent=comm)
     first = torch.ones(comm.world_size * BLOCK, device=comm.device)
-    copy.reduce_scatter(first, label="the first").wait()
+    copy.reduce_scatter(first, label=Label("the first", 0)).wait()
     return copy
 
 
@@ -615,7 +625,8 @@ def _compare_by_messages(comm: ProcessGroupCommunicator) -> None:
     region.num_verified += 1  # a region may be declared anew after its first collectives
     mine = torch.tensor([region.digest])
     theirs = torch.empty_like(mine)
-    tag = _COMPARE_TAGS | digest(f"{region.number} {region.num_verified}") % (1 << 24)
+    number = digest(f"{region.number} {region.num_verified}")
+    tag = _COMPARE_TAGS | state.generation % 8 << 21 | number % (1 << 21)
     before, after = ((rank + step) % comm.world_size for step in (-1, 1))
     works = [
         comm._launch(dist.irecv, theirs, group_src=before, tag=tag),

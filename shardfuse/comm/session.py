@@ -21,7 +21,7 @@ the next region, all ranks meet in the store and restart the numbers of regions 
 *generation* is one higher then. If a transport has failed, or had to be closed to end a wait
 (sockets; any backend that closes by itself), every later region raises the same error again.
 
-A number that the ranks must share restarts with the generation. Session.counter() and
+A number that the ranks must share restarts with the generation: numbers.Counter and
 Session.on_restart() are the only two ways to keep one.
 """
 
@@ -38,6 +38,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
+from shardfuse.comm.numbers import Channels
 from shardfuse.comm.polls import PollRateLimit, backoff_delays
 from shardfuse.comm.regions import (
     LabelledSends,
@@ -141,44 +142,21 @@ class Session(Protocol):
     def read(self, topic: str) -> list[str | None]:
         """Return the text of each rank for ``topic`` so far; None where there is none. Local."""
 
+    def reserve_channels(self, count: int) -> int:
+        """Return the first of ``count`` channels of labels, equal on all ranks. In a region."""
+
     def refresh(self) -> None:
         """Run the methods of on_restart(), if the ranks have restarted since. Local."""
 
-    def on_restart(self, method: Callable[[], None]) -> None:
+    def on_restart(self, method: Callable[[], None], *, is_transport: bool = False) -> None:
         """Have a bound ``method`` called once in every new generation, before its first message.
 
-        The method is held weakly.
+        The method is held weakly. Those of transports come before those of all others, which may
+        post receives: an optimizer makes communicators later, too.
         """
 
     def at_region_end(self, method: Callable[[], None]) -> None:
         """Have a bound ``method`` called at the end of every region without an error; weakly."""
-
-
-class Counter:
-    """A number that is equal on all ranks: it restarts from 0 in every generation.
-
-    Before an error, some ranks may have counted further than others.
-    """
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._generation, self._value = session.generation, 0
-
-    @property
-    def value(self) -> int:
-        """The number."""
-        if self._generation != self._session.generation:
-            self.reset()
-        return self._value
-
-    def increment(self) -> int:
-        """Add 1 and return the number."""
-        self._value = self.value + 1
-        return self._value
-
-    def reset(self) -> None:
-        """Set the number to 0."""
-        self._generation, self._value = self._session.generation, 0
 
 
 class LocalSession:
@@ -205,10 +183,13 @@ class LocalSession:
     def read(self, topic: str) -> list[str | None]:
         return [None]
 
+    def reserve_channels(self, count: int) -> int:
+        return 0
+
     def refresh(self) -> None:
         """Do nothing: a single rank never restarts."""
 
-    def on_restart(self, method: Callable[[], None]) -> None:
+    def on_restart(self, method: Callable[[], None], *, is_transport: bool = False) -> None:
         """Do nothing: a single rank never restarts."""
 
     def at_region_end(self, method: Callable[[], None]) -> None:
@@ -288,11 +269,14 @@ class GroupSession:
     def read(self, topic: str) -> list[str | None]:
         return self.group.read(f"{self.number}/{topic}")
 
+    def reserve_channels(self, count: int) -> int:
+        return self.group.channels.reserve(count)
+
     def refresh(self) -> None:
         self.group.refresh()
 
-    def on_restart(self, method: Callable[[], None]) -> None:
-        self.group.on_restart(method)
+    def on_restart(self, method: Callable[[], None], *, is_transport: bool = False) -> None:
+        self.group.on_restart(method, is_transport=is_transport)
 
     def at_region_end(self, method: Callable[[], None]) -> None:
         self._at_region_end.append(weakref.WeakMethod(method))
@@ -319,6 +303,7 @@ class GroupState:
     _num_sessions: int = 0
     _numbered: Any = field(default_factory=weakref.WeakKeyDictionary)  # each: in which region
     _sends: LabelledSends = field(default_factory=LabelledSends)
+    channels: Channels = field(default_factory=Channels)
     _restarts: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list)
     _refreshed: int = 0  # the generation for which these were called
     _error: str | None = None  # of the last region that failed
@@ -383,9 +368,9 @@ class GroupState:
             self._depth = 0
             self.current.is_over = True
 
-    def begin_send(self, label: str | None) -> Callable[[], AbstractContextManager[None]]:
+    def begin_send(self, *, is_labelled: bool) -> Callable[[], AbstractContextManager[None]]:
         """Count a reduce-scatter; return the context in which it is launched or waited for."""
-        if label is None:
+        if not is_labelled:
             return nullcontext
         # This rank may be between two regions, and a peer inside one.
         self._sends.begin(self.next_generation)
@@ -396,11 +381,13 @@ class GroupState:
         """The generation of messages sent now: from an error on, that of the next region."""
         return self.generation + int(self.current.is_failed)
 
-    def on_restart(self, method: Callable[[], None]) -> None:
+    def on_restart(self, method: Callable[[], None], *, is_transport: bool) -> None:
         """Have ``method``, held weakly, called once in every new generation."""
         self.refresh()
         self._restarts = [reference for reference in self._restarts if reference() is not None]
-        self._restarts.append(weakref.WeakMethod(method))
+        self._restarts.insert(
+            0 if is_transport else len(self._restarts), weakref.WeakMethod(method)
+        )
 
     def refresh(self) -> None:
         """Run the methods of on_restart() if an error has ended the generation of the last run."""
@@ -428,13 +415,14 @@ class GroupState:
             PeerError: a rank cannot go on, or does not come.
         """
         try:
-            outcome = self._rendezvous(f"again/{self.generation}")
+            outcome = self._exchange_numbers(f"again/{self.generation}")
         except RuntimeError as error:
             raise self.attribute_error(error) from error
         if isinstance(outcome, str):
             self.closed = self.closed or outcome
             self.raise_peer_error(_out_of_step(self.closed))
-        first, last, self._num_sessions = outcome
+        first, last, self._num_sessions, num_channels = outcome
+        self.channels.restart(self.generation, num_channels)
         self.generation += 1
         self._error = None
         self._peers.clear()
@@ -443,8 +431,9 @@ class GroupState:
             if number >= first - 1:  # in a region that has failed somewhere, or after it
                 session.number = 0
 
-    def _rendezvous(self, key: str) -> tuple[int, ...] | str:
-        """Return the least and the largest number of a region, and of sessions; or an error.
+    def _exchange_numbers(self, key: str) -> tuple[int, ...] | str:
+        """Return the least and the largest number of a region, of sessions and channels; or an
+        error.
 
         Rank 0 waits for all and writes the outcome. The others wait for it: four requests a rank.
         The first outcome that is written stands, so that all ranks have the same.
@@ -455,17 +444,18 @@ class GroupState:
         keys = [f"{key}/{rank}" for rank in range(self.world_size)]
         if self.closed is None:
             # Not set(): peers may have read the text of this rank before an interrupt.
-            mine = json.dumps([self.current.number, self._num_sessions, self._counts_at_failure])
+            numbers = [self.current.number, self._num_sessions, self.channels.num_reserved]
+            mine = json.dumps([*numbers, self._counts_at_failure])
             self.store.compare_set(keys[self.rank], "", mine)
             wanted = keys if self.rank == 0 else [f"{key}/outcome"]
             has_met = self._wait_for(wanted, _REJOIN_S, lambda: self.closed is not None, 1.0)
             if has_met and self.rank > 0:
-                return _parse_rendezvous(as_text(self.store.get(wanted[0])), wanted[0], int)
+                return _parse_numbers(as_text(self.store.get(wanted[0])), wanted[0], int)
             outcome: tuple[int, ...] | str
             if has_met:
                 texts = read_all(self.store, keys)
-                outcome = _merge_rendezvous(
-                    [_parse_rendezvous(text, k, dict) for k, text in zip(keys, texts, strict=True)]
+                outcome = _merge_numbers(
+                    [_parse_numbers(text, k, dict) for k, text in zip(keys, texts, strict=True)]
                 )
             elif self.closed is None:
                 absent = next((r for r, k in enumerate(keys) if not self.store.check([k])), 0)
@@ -474,7 +464,7 @@ class GroupState:
             outcome = self.closed
             self.store.set(keys[self.rank], json.dumps(outcome))  # rank 0 waits for it
         text = as_text(self.store.compare_set(f"{key}/outcome", "", json.dumps(outcome)))
-        return _parse_rendezvous(text, f"{key}/outcome", int)
+        return _parse_numbers(text, f"{key}/outcome", int)
 
     def assign_number(self, session: Any) -> int:
         """Return the number of a session that is in its first region, the same on all ranks.
@@ -872,8 +862,8 @@ def _failure_at(store: Any, key: str) -> str | None:
     return text if text.endswith(".") else f"{text}."
 
 
-def _parse_rendezvous(text: str, key: str, last: type) -> tuple[Any, ...] | str:
-    """Return two numbers and a ``last`` one that a rank has written, or why it cannot go on.
+def _parse_numbers(text: str, key: str, last: type) -> tuple[Any, ...] | str:
+    """Return three numbers and a ``last`` one that a rank has written, or why it cannot go on.
 
     For a text that no rank writes, that is the text of the error.
     """
@@ -881,20 +871,20 @@ def _parse_rendezvous(text: str, key: str, last: type) -> tuple[Any, ...] | str:
         found = json.loads(text)
         if isinstance(found, str):
             return found
-        if isinstance(found, list) and [type(one) for one in found] == [int, int, last]:
+        if isinstance(found, list) and [type(one) for one in found] == [int, int, int, last]:
             return tuple(found)
     return str(unreadable(key, text))
 
 
-def _merge_rendezvous(met: list[tuple[Any, ...] | str]) -> tuple[int, ...] | str:
-    """Return the least and largest number of a region, and of sessions; or the first error."""
+def _merge_numbers(met: list[tuple[Any, ...] | str]) -> tuple[int, ...] | str:
+    """Return as GroupState._exchange_numbers()."""
     reason = next((found for found in met if isinstance(found, str)), None)
     if reason is not None:
         return reason
-    numbers, counts, launched = zip(*met, strict=True)
+    numbers, sessions, channels, launched = zip(*met, strict=True)
     expected: dict[str, int] = {}
     for transport, number in (pair for own in launched for pair in own.items()):
         # Else the next collective of one rank would meet an older one of another.
         if expected.setdefault(transport, number) != number:
             return "ranks had launched different numbers of collectives when they failed."
-    return min(numbers), max(numbers), max(counts)
+    return min(numbers), max(numbers), max(sessions), max(channels)

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, Literal, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 
@@ -21,6 +21,20 @@ ReduceOp = Literal["sum", "max"]
 
 Labelled = Literal["reduce_scatter", "all_gather", "all_reduce"]
 """Collectives that may have a label."""
+
+
+class Label(NamedTuple):
+    """Tells a collective from every other one of its communicator.
+
+    Args:
+        text: of this collective alone. Ranks compare it.
+        channel: from Session.reserve_channels(). Collectives of one channel are launched, and their
+            receives posted, in one order on all ranks; those of several channels in any order.
+    """
+
+    text: str
+    channel: int
+
 
 PartialSums = tuple[torch.Tensor, ...]
 """Tensors of one shape that add up to a result: the update reads them all in one pass."""
@@ -248,7 +262,7 @@ class Communicator(Protocol):
         into: torch.Tensor | None = None,
         *,
         slot: int = 0,
-        label: str | None = None,
+        label: Label | None = None,
         is_summed: bool = True,
     ) -> Completion[PartialSums]:
         """Sum ``input`` (world_size * n,) over ranks; the result is part ``rank`` of that sum.
@@ -267,7 +281,7 @@ class Communicator(Protocol):
         """
 
     def all_gather(
-        self, output: torch.Tensor, input: torch.Tensor, *, label: str | None = None
+        self, output: torch.Tensor, input: torch.Tensor, *, label: Label | None = None
     ) -> Completion[None]:
         """Write every rank's ``input`` (n,) into ``output`` (world_size * n,), in rank order.
 
@@ -276,7 +290,7 @@ class Communicator(Protocol):
         """
 
     def post_receive(
-        self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0
+        self, kind: Labelled, tensor: torch.Tensor, *, label: Label, slot: int = 0
     ) -> None:
         """Post the receives of a collective of this label ahead. Local; never needed.
 
@@ -288,11 +302,12 @@ class Communicator(Protocol):
     def forget_posted(self, sender: str) -> None:
         """Free receives posted ahead under labels of a ``sender``, to which no rank will send.
 
-        Local. ``sender`` is a part of its labels, and of no other's.
+        Local. ``sender`` is a part of the text of its labels, and of no other's. Their channels
+        must not be used again.
         """
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOp = "sum", *, label: str | None = None
+        self, tensor: torch.Tensor, op: ReduceOp = "sum", *, label: Label | None = None
     ) -> Completion[None]:
         """Reduce ``tensor`` (n,) over ranks, in place.
 
@@ -335,13 +350,13 @@ class SingleRank:
         into: torch.Tensor | None = None,
         *,
         slot: int = 0,
-        label: str | None = None,
+        label: Label | None = None,
         is_summed: bool = True,
     ) -> Completion[PartialSums]:
         return completed((input if into is None else into.copy_(input),))
 
     def post_receive(
-        self, kind: Labelled, tensor: torch.Tensor, *, label: str, slot: int = 0
+        self, kind: Labelled, tensor: torch.Tensor, *, label: Label, slot: int = 0
     ) -> None:
         """Do nothing: there is no peer."""
 
@@ -349,14 +364,14 @@ class SingleRank:
         """Do nothing: none is posted."""
 
     def all_gather(
-        self, output: torch.Tensor, input: torch.Tensor, *, label: str | None = None
+        self, output: torch.Tensor, input: torch.Tensor, *, label: Label | None = None
     ) -> Completion[None]:
         if output.data_ptr() != input.data_ptr():
             output.copy_(input)
         return completed(None)
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOp = "sum", *, label: str | None = None
+        self, tensor: torch.Tensor, op: ReduceOp = "sum", *, label: Label | None = None
     ) -> Completion[None]:
         return completed(None)
 

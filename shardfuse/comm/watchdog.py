@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from contextlib import suppress
 from typing import Any
 
@@ -31,6 +32,10 @@ _PERIOD_S = 1.0
 
 _MAX_PROBES = 10
 """Of connections, once the store is gone."""
+
+_FIRST_PROBE_S = 0.5
+_MAX_PROBE_PERIOD_S = 30.0
+"""Of connections, while a process group is made: each sends a message to every rank."""
 
 _REMEDY = (
     " Every rank has to make the same calls in the same order, and as many backward() before each."
@@ -122,6 +127,40 @@ class Watchdog:
         finally:
             if self._host_waits:
                 self._waits.pop(thread, None)
+
+    def run_while_polling(self, function: Callable[[], Any]) -> Any:
+        """Return ``function()``, in which this rank waits for its peers in torch's store.
+
+        Nothing can end such a wait. So it runs in a thread of its own, which is left to its timeout
+        if a peer fails meanwhile or ends.
+
+        Raises:
+            PeerError: a rank failed, does something else, or has ended.
+        """
+        outcome = futures.Future[Any]()
+        device = torch.empty(0, device=self._device).device  # with the index of this thread's
+
+        def run() -> None:
+            try:
+                if device.type != "cpu":
+                    torch.get_device_module(device).set_device(device.index)
+                outcome.set_result(function())
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        # Not of an executor, for the interpreter would wait for it at its end.
+        threading.Thread(target=run, name="shardfuse-new-group", daemon=True).start()
+        begin_s = time.monotonic()
+        probe_s = begin_s + _FIRST_PROBE_S
+        while not futures.wait([outcome], PATIENCE_S).done:
+            self._state.poll_peers()
+            now = time.monotonic()
+            if now >= probe_s:
+                probe_s = now + min(now - begin_s, _MAX_PROBE_PERIOD_S)
+                if lost := self._find_lost():
+                    closed = RuntimeError("connection closed")
+                    raise self._state.attribute_error(closed, suspects=lost)
+        return outcome.result()
 
     def note_launch(self, work: Any) -> None:
         """Note the last ``work`` of a transport that runs them in the order of their launches.

@@ -59,7 +59,7 @@ from shardfuse.buffers import FlatBuffer, has_own_storage
 from shardfuse.codecs import DifferentParams, ParamCodec
 from shardfuse.comm import Communicator, Completion
 from shardfuse.comm.session import PeerError
-from shardfuse.comm.transport import AsyncModel
+from shardfuse.comm.transport import AsyncModel, Label
 from shardfuse.layout import Bucket, Flat, ParamSpec, slots_in
 from shardfuse.runtime import before_tracing, current_stream, is_in_compiled, untraced
 
@@ -110,6 +110,7 @@ class ParamGatherer:
         self._flats: dict[int, GatheredFlat] = {}  # by index
         self._buckets: dict[int, Bucket] = {}
         self._order: list[int] = []  # indices of buckets, in the order of forward
+        self._first_channel = self._num_channels = 0  # of labels
         self._ready: set[int] = set()  # buckets that are updated, and not launched yet
         self._num_launched = 0  # of the order, in this step
         self._launched: list[tuple[Completion[None], int]] = []  # with the index of the bucket
@@ -143,6 +144,10 @@ class ParamGatherer:
         """Expect the buckets of the flats' parameters in every step."""
         self._flats = {state.flat.index: state for state in flats}
         self._buckets = {b.index: b for state in flats for b in state.flat.buckets}
+        num_buckets = max(self._buckets, default=-1) + 1
+        if num_buckets > self._num_channels:  # the layout has grown, on all ranks
+            self._num_channels = num_buckets
+            self._first_channel = self._comm.session.reserve_channels(num_buckets)
         first = {b.index: _first_read(s.flat, b) for s in flats for b in s.flat.buckets}
         self._order = sorted(first, key=lambda index: (first[index], -index))
         for param in (param for state in flats for param in state.params):
@@ -157,7 +162,11 @@ class ParamGatherer:
         for index in self._order:
             bucket = self._buckets[index]
             whole = self._flats[bucket.flat].codec.send_buffer(bucket)
-            self._comm.post_receive("all_gather", whole, label=_label(bucket))
+            self._comm.post_receive("all_gather", whole, label=self._label(bucket))
+
+    def _label(self, bucket: Bucket) -> Label:
+        text = f"parameters of bucket {bucket.index}"
+        return Label(text, self._first_channel + bucket.index)
 
     def launch(self, bucket: Bucket, params: Sequence[Tensor]) -> None:
         """Launch the all-gather of an updated ``bucket``, once those before it are launched.
@@ -183,7 +192,7 @@ class ParamGatherer:
         state = self._flats[bucket.flat]
         with record_function(f"shardfuse::all_gather b{bucket.index}"):
             whole, part = state.codec.send_buffer(bucket), state.codec.own_slice(bucket)
-            gathered = self._comm.all_gather(whole, part, label=_label(bucket))
+            gathered = self._comm.all_gather(whole, part, label=self._label(bucket))
         completion = gathered.then(lambda _: self._decode(state, bucket))
         if self._waits:
             completion.wait()
@@ -365,10 +374,6 @@ def _unseen() -> Iterator[None]:
 def _first_read(flat: Flat, bucket: Bucket) -> int:
     """Return the parameter in ``bucket`` that forward reads first: registered first."""
     return min((flat.slots[position].param for position in slots_in(flat, bucket)), default=0)
-
-
-def _label(bucket: Bucket) -> str:
-    return f"parameters of bucket {bucket.index}"
 
 
 # Parameters in flight

@@ -57,7 +57,7 @@ from torch.profiler import record_function
 from shardfuse.buffers import CombinedBuffers, ShardArena
 from shardfuse.codecs import GradCodecChoice, ReduceRequest
 from shardfuse.comm import Communicator, Completion
-from shardfuse.comm.session import Counter
+from shardfuse.comm.numbers import Counter
 from shardfuse.comm.transport import AsyncModel, BufferPool, PartialSums, add_up
 from shardfuse.grads.buffer import GradBuffer
 from shardfuse.grads.source import (
@@ -215,6 +215,7 @@ class FullGrads(GradSource):
         order = in_backward_order([*self._flats.values(), *added])
         self._states = [BucketState(grads, bucket) for grads, bucket in order]
         self._pending = PendingGrads(order)
+        self._names.begin_order(len(order))
         self._restart()
         if self._overlaps and self._agreement is None:
             self._sender, comm = overlap_communicators(self._comm, self)

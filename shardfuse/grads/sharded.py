@@ -43,8 +43,8 @@ from torch.profiler import record_function
 from shardfuse.buffers import ShardArena
 from shardfuse.codecs import GradCodec, GradCodecChoice, ReduceRequest
 from shardfuse.comm import Communicator, Completion
-from shardfuse.comm.session import Counter
-from shardfuse.comm.transport import AsyncModel, BufferPool, PartialSums, add_up
+from shardfuse.comm.numbers import Counter
+from shardfuse.comm.transport import AsyncModel, BufferPool, Label, PartialSums, add_up
 from shardfuse.grads.source import (
     FlatParams,
     GradPhase,
@@ -177,6 +177,7 @@ class ShardedGrads(GradSource):
         self._pending = PendingGrads(order)
         self._capacity = num_in_flight([bucket.numel for _, bucket in order])
         self._num_orders.increment()
+        self._names.begin_order(len(order))
         self._sender.forget_posted(self._names.sender)  # what was posted in the old order
         self._begin_order()
         self._flats.update({shard.flat.index: shard for shard in added})
@@ -217,10 +218,11 @@ class ShardedGrads(GradSource):
         """The bucket of the order that the open iteration sends next; 0 if none is open."""
         return self._num_sent % len(self._states) if self._states else 0
 
-    def _label(self, number: int) -> str:
+    def _label(self, number: int) -> Label:
         """Return the label of the ``number``-th bucket that is sent."""
         iteration, index = divmod(number, len(self._states))
-        return f"order {self._num_orders.value}, " + self._names.label(iteration, index)
+        label = self._names.label(iteration, index)
+        return label._replace(text=f"order {self._num_orders.value}, {label.text}")
 
     def _slot(self, number: int) -> int:
         return self._names.first_slot + number % self._capacity
@@ -286,7 +288,7 @@ class ShardedGrads(GradSource):
         """Peers may read the last buffer until the next bucket is launched, if they read memory."""
         return self._capacity + int(self._comm.async_model is AsyncModel.BLOCKING)
 
-    def _launch(self, state: BucketState, send_buffer: int, label: str, slot: int) -> None:
+    def _launch(self, state: BucketState, send_buffer: int, label: Label, slot: int) -> None:
         """Move the gradients of a bucket into a buffer, and launch its reduce-scatter."""
         shard, bucket = state.shard, state.bucket
         with record_function(f"shardfuse::reduce_scatter b{bucket.index}"):

@@ -25,7 +25,7 @@ from torch.autograd.function import BackwardCFunction
 from shardfuse.buffers import ShardArena, zeros
 from shardfuse.comm import Communicator, Completion
 from shardfuse.comm.native import group_copy
-from shardfuse.comm.transport import AsyncModel, PartialSums
+from shardfuse.comm.transport import AsyncModel, Label, PartialSums
 from shardfuse.layout import Bucket, Flat, Fragment, ParamSpec, slots_in
 from shardfuse.runtime import new_stream, on_stream, untraced
 
@@ -378,7 +378,7 @@ class HostAllReduceMax:
         self._sent = torch.empty(0)  # the same numbers, on the device
         self._result: tuple[Tensor, Completion[None]] | None = None
 
-    def post_receive(self, count: int, label: str) -> None:
+    def post_receive(self, count: int, label: Label) -> None:
         """Post the receives of the all-reduce of ``count`` numbers ahead."""
         like = torch.empty(1, dtype=torch.float32, device=self._device).expand(count)
         self._comm.post_receive("all_reduce", like, label=label)
@@ -387,7 +387,7 @@ class HostAllReduceMax:
         """Forget the receives that were posted for labels of ``sender``."""
         self._comm.forget_posted(sender)
 
-    def launch(self, numbers: list[float], label: str | None = None) -> None:
+    def launch(self, numbers: list[float], label: Label | None = None) -> None:
         """Launch the all-reduce of as many ``numbers`` on each rank."""
         with on_stream(self._stream):
             self._write(numbers)
@@ -432,19 +432,31 @@ class MessageNames:
     """Labels and receive buffers of one source's messages, apart from those of others."""
 
     def __init__(self, comm: Communicator) -> None:
+        self._session = comm.session
+        self._num_buckets = self._first_channel = 0
         number = _num_sources[comm] = _num_sources.get(comm, 0) + 1  # equal on all ranks
         self.first_slot = number * _SLOTS_PER_SOURCE
         """The first of the communicator's receive buffers for this source."""
         self.sender = f"sender {number},"
         """A part of every label of this source."""
 
-    def label(self, iteration: int, index: int, resend: int = 0) -> str:
-        """Return the label of bucket ``index`` of an iteration."""
-        return f"{self.sender} round {iteration}, bucket {index}, attempt {resend}"
+    def begin_order(self, num_buckets: int) -> None:
+        """Begin a new order of as many buckets. To be called by all ranks, in a region."""
+        self._num_buckets = num_buckets
+        self._first_channel = self._session.reserve_channels(num_buckets + 2)
 
-    def agreement(self, iteration: int) -> str:
+    def label(self, iteration: int, index: int, resend: int = 0) -> Label:
+        """Return the label of bucket ``index`` of an iteration.
+
+        Buckets that are sent again are sent one by one.
+        """
+        text = f"{self.sender} round {iteration}, bucket {index}, attempt {resend}"
+        return Label(text, self._first_channel + (self._num_buckets if resend else index))
+
+    def agreement(self, iteration: int) -> Label:
         """Return the label of the all-reduce of the facts that hosts must know in an iteration."""
-        return f"{self.sender} round {iteration}, agreement"
+        text = f"{self.sender} round {iteration}, agreement"
+        return Label(text, self._first_channel + self._num_buckets + 1)
 
 
 def is_nested_backward() -> bool:

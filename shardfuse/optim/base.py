@@ -32,7 +32,7 @@ from shardfuse.comm import (
     device_for,
 )
 from shardfuse.comm.native import overlaps_in_order
-from shardfuse.comm.session import Counter
+from shardfuse.comm.numbers import Counter
 from shardfuse.comm.transport import AsyncModel, bucket_nbytes, overlapped
 from shardfuse.config import ShardConfig
 from shardfuse.engine import ddp, setup

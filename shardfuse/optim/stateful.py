@@ -13,7 +13,8 @@ import torch
 
 from shardfuse.agreement import agree
 from shardfuse.comm import Communicator
-from shardfuse.comm.session import Counter, PeerError
+from shardfuse.comm.numbers import Counter
+from shardfuse.comm.session import PeerError
 from shardfuse.config import ShardConfig
 from shardfuse.engine import sharded_state, torch_state
 from shardfuse.engine.consistency import ConsistencyCheck

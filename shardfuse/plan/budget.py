@@ -22,6 +22,7 @@ from shardfuse.comm.native import traits_of
 from shardfuse.comm.transport import (
     AsyncModel,
     Completion,
+    Label,
     PartialSums,
     ReduceOp,
     SingleRank,
@@ -56,12 +57,12 @@ class CountingCommunicator(SingleRank):
         return completed((part if into is None else into.copy_(part),))
 
     def all_gather(
-        self, output: torch.Tensor, input: torch.Tensor, *, label: str | None = None
+        self, output: torch.Tensor, input: torch.Tensor, *, label: Label | None = None
     ) -> Completion[None]:
         return completed(None)
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOp = "sum", *, label: str | None = None
+        self, tensor: torch.Tensor, op: ReduceOp = "sum", *, label: Label | None = None
     ) -> Completion[None]:
         self.all_reduces.append(tensor.numel())
         return completed(None)

@@ -5,8 +5,10 @@ With a backend's own collectives, which know no labels: gloo's, or those of `pyt
 
 from __future__ import annotations
 
+import errno
 import gc
 import inspect
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 from shardfuse import ShardedAdam, ShardedSGD
 from shardfuse.comm.native import ProcessGroupCommunicator
+from shardfuse.comm.session import PeerError
 from tests.support import contract, placing
 from tests.support.harness import run_procs
 from tests.support.overlap import OFF, ON, count_early
@@ -295,6 +298,44 @@ def test_one_group_for_both_kinds_of_messages(first: str) -> None:
         assert [sender for sender, _ in found] == expected
         for _, values in found:
             assert torch.equal(values, found[0][1])
+
+
+def after_a_failed_group(kind: str) -> tuple[str, float, list[float]]:
+    """Return a build's error and its seconds, and losses of steps after a second build."""
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    sharding = {**NATIVE, **ON, "collectives": kind}
+    original = dist.new_group
+
+    def failing(*args: Any, **options: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    if dist.get_rank() == 1:
+        dist.new_group = failing
+    begin_s = time.monotonic()
+    with pytest.raises(PeerError if dist.get_rank() != 1 else OSError) as raised:
+        ShardedSGD(model.named_parameters(), lr=0.1, sharding=sharding)
+    seconds = time.monotonic() - begin_s
+    dist.new_group = original
+    optimizer = ShardedSGD(model.named_parameters(), lr=0.1, sharding=sharding)
+    losses = []
+    for _ in range(3):
+        loss = model(batch(0)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert len(dist.distributed_c10d._world.pg_names) == 1
+    return str(raised.value), seconds, losses
+
+
+@pytest.mark.gloo_only("other backends have no messages with labels")
+@pytest.mark.parametrize("kind", ["native", "pairwise"])
+def test_a_group_that_one_rank_cannot_make(kind: str) -> None:
+    """All ranks raise long before the timeout; a second optimizer does without the group."""
+    for text, seconds, losses in run_procs(3, after_a_failed_group, kind):
+        assert "Too many open files" in text
+        assert seconds < 30.0  # of 60
+        assert losses[2] < losses[1] < losses[0]
 
 
 def by_default() -> tuple[bool, bool]:

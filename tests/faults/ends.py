@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import signal
 import sys
@@ -67,8 +68,24 @@ def killed_while_building(job: Job) -> None:
 
 def killed_before_a_group(job: Job) -> None:
     """One rank is killed where ranks make a process group for the optimizer alone."""
-    communicator = job.optimizer.communicator
     _die_in(job, dist, "new_group")
+    _make_a_group(job)
+
+
+def fails_before_a_group(job: Job) -> None:
+    """One rank cannot make a process group for the optimizer alone."""
+    if job.is_bad:
+
+        def new_group(*args: Any, **options: Any) -> Any:
+            job.mark()
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        dist.new_group = new_group
+    _make_a_group(job)
+
+
+def _make_a_group(job: Job) -> None:
+    communicator = job.optimizer.communicator
     communicator._traits = dataclasses.replace(communicator._traits, overlaps=True)
     for shared in native._shared.values():
         shared.copies.clear()

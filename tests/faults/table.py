@@ -83,15 +83,8 @@ FAULTS = {
         Fault(ends.killed_in_all_gather, (), _ENDED, ended="killed"),
         Fault(ends.killed_in_agreement, (), _ENDED, ended="killed", only=("pairwise", "native")),
         Fault(ends.killed_while_building, (), _ENDED, ended="killed"),
-        # torch waits in the store for the others, who cannot be told meanwhile.
-        Fault(
-            ends.killed_before_a_group,
-            (),
-            _ENDED,
-            bound_s=_AFTER_TIMEOUT_S,
-            ended="killed",
-            only=("pairwise", "native"),
-        ),
+        Fault(ends.killed_before_a_group, (), _ENDED, ended="killed", only=("pairwise", "native")),
+        Fault(ends.fails_before_a_group, ("Too many open files",), only=("pairwise", "native")),
         Fault(ends.killed_in_save, (), _ENDED, ended="killed"),
         Fault(ends.killed_in_load_latest, (), _ENDED, ended="killed"),
         Fault(ends.leaves_early, (), _ENDED, ended="done"),

@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
+from shardfuse.comm.watchdog import Watchdog
 from shardfuse.engine import gather
 from tests.support import contract, contract_stream, lateness, placing
 
@@ -84,6 +85,9 @@ def run_threads(
     args_of = [placing.of_rank(rank, args) for rank in range(world_size)]
     name = contract.ready(backend)
     name = "threaded" if name == "gloo" else name
+    run_while_polling = Watchdog.run_while_polling
+    # Another thread is no rank: it would have no default group.
+    Watchdog.run_while_polling = lambda self, function: function()
 
     def rank_main(rank: int) -> None:
         torch.set_num_threads(1)
@@ -111,6 +115,7 @@ def run_threads(
             thread.start()
         _join(threads, timeout, failures)
     finally:
+        Watchdog.run_while_polling = run_while_polling
         contract.close_all()
         _forget_in_flight()
         multi_threaded_pg.ProcessLocalGroup.reset()
