@@ -43,8 +43,10 @@ from shardfuse.comm.transport import AsyncModel, Completion, Label, Labelled, Pa
 
 logger = logging.getLogger("shardfuse")
 
-_TAGS, _LABELLED_TAGS = 0x40000000, 0x60000000
-"""Tags of messages through sockets, without a label and with one, are this and 28 or 29 bits."""
+_TAGS = 0x40000000
+"""Tags of messages through sockets are this and 30 bits."""
+
+_LABELLED, _OF_LARGER_GROUP = 1 << 29, 1 << 28
 
 _SMALL_NBYTES = 1 << 20
 """An all-reduce or broadcast that sends at most so many bytes is pairwise, too."""
@@ -108,6 +110,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         parent: ProcessGroupCommunicator | None = None,
     ) -> None:
         super().__init__(process_group, device, parent=parent)
+        self._tags = _TAGS if parent is None else _TAGS | _OF_LARGER_GROUP
         distances = range(1, self.world_size)
         self._sources = [(self.rank - k) % self.world_size for k in distances]
         self._destinations = [(self.rank + k) % self.world_size for k in distances]
@@ -214,7 +217,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
     def _unlabelled(self, kind: str, numel: int, dtype: torch.dtype) -> Mark:
         """Count a collective in the region; return the mark of its messages."""
         number = self._state.current.note(kind, numel, dtype)
-        return Mark(number, _TAGS | unlabelled_tag(self._state.generation, number))
+        return Mark(number, self._tags | unlabelled_tag(self._state.generation, number))
 
     def _labelled(self, kind: Labelled, tensor: torch.Tensor, label: Label) -> Mark:
         """Return the mark of the messages of a labelled collective."""
@@ -223,7 +226,7 @@ class PairwiseCommunicator(ProcessGroupCommunicator):
         what = f"{label.text}: {kind} of {tensor.numel()} {tensor.dtype}"
         number, generation = digest(f"{sender}, {region}, {what}"), self.session.generation
         tag = self._state.channels.tag(label.channel, generation, number)
-        return Mark(number, _LABELLED_TAGS | tag)
+        return Mark(number, self._tags | _LABELLED | tag)
 
     def _receive_buffers(self, slot: int, input: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the tensors that receive the parts of the other ranks."""

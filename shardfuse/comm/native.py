@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from shardfuse.comm.regions import digest
@@ -34,10 +35,10 @@ from shardfuse.layout import BLOCK
 
 logger = logging.getLogger("shardfuse")
 
-_ABORT_TAG = 0x5EFFFFFF
+_ABORT_TAG = 0x3EFFFFFF
 """Of a message that no rank sends."""
 
-_PROBE_TAG = 0x5EFFFFFE
+_PROBE_TAG = 0x3EFFFFFE
 """Of a message that no rank takes."""
 
 _COMPARE_TAGS = 0x3F000000
@@ -586,7 +587,6 @@ def _connected(comm: ProcessGroupCommunicator, group: Any) -> ProcessGroupCommun
     might wait for this rank in a collective of the model.
     """
     backend, watchdog = group._get_backend(comm.device), comm._watchdog
-    assert watchdog is not None  # each backend of _TRAITS has one
     make = functools.partial(
         dist.new_group,
         dist.get_process_group_ranks(group),
@@ -595,15 +595,26 @@ def _connected(comm: ProcessGroupCommunicator, group: Any) -> ProcessGroupCommun
         use_local_synchronization=True,
     )
     try:
-        made = watchdog.run_while_polling(make)
+        comm._state.use_connection(_connected_anew(comm._state.store))
+        made = make() if watchdog is None else watchdog.run_while_polling(make)
     except PeerError:
         raise
     except RuntimeError as error:
+        if watchdog is None:
+            raise
         raise watchdog.attribute_error(error, failed="a new process group") from error
     copy = ProcessGroupCommunicator(made, comm.device, parent=comm)
     first = torch.ones(comm.world_size * BLOCK, device=comm.device)
     copy.reduce_scatter(first, label=Label("the first", 0)).wait()
     return copy
+
+
+def _connected_anew(store: Any) -> Any:
+    """Return the same store by another connection; ``store`` where torch cannot."""
+    root = store
+    while isinstance(root, PrefixStore):
+        root = root.underlying_store
+    return store.clone() if isinstance(root, TCPStore) and hasattr(store, "clone") else store
 
 
 def _nothing() -> None:

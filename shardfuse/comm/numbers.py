@@ -12,6 +12,8 @@ a hash, by which ranks that are out of step do not meet:
   is reserved for each source of messages, in a region, and never used again: receives that were
   posted for a source that is gone stay. In every second generation, all channels move on by as many
   as there were.
+* A process group may serve optimizers of its own, and be a row of another optimizer's mesh, whose
+  channels and generations are counted by all ranks of that. One bit tells these apart.
 """
 
 from __future__ import annotations
@@ -75,11 +77,11 @@ class Channels:
         self.num_reserved = num_reserved
 
     def tag(self, channel: int, generation: int, digest: int) -> int:
-        """Return the 29 bits of the tag of a message with a label."""
+        """Return the last 28 bits of the tag of a message with a label."""
         number = (self._first[generation % 2] + channel) % (1 << _NUM_BITS)
-        return generation % 2 << 28 | number << 10 | digest % (1 << 10)
+        return generation % 2 << 27 | number << 9 | digest % (1 << 9)
 
 
 def unlabelled_tag(generation: int, digest: int) -> int:
-    """Return the 28 bits of the tag of a message without a label."""
+    """Return the last 28 bits of the tag of a message without a label."""
     return generation % (1 << 9) << 19 | digest % (1 << 19)

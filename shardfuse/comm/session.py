@@ -368,6 +368,11 @@ class GroupState:
             self._depth = 0
             self.current.is_over = True
 
+    def use_connection(self, store: Any) -> None:
+        """Take another connection to the same ``store``: a thread is about to wait in this one."""
+        self.store = store
+        self._roll_call = RollCall(store, self.rank)
+
     def begin_send(self, *, is_labelled: bool) -> Callable[[], AbstractContextManager[None]]:
         """Count a reduce-scatter; return the context in which it is launched or waited for."""
         if not is_labelled:

@@ -131,6 +131,7 @@ class Watchdog:
     def run_while_polling(self, function: Callable[[], Any]) -> Any:
         """Return ``function()``, in which this rank waits for its peers in torch's store.
 
+        By another connection than the state's, which would serve no request meanwhile.
         Nothing can end such a wait. So it runs in a thread of its own, which is left to its timeout
         if a peer fails meanwhile or ends.
 

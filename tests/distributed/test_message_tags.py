@@ -6,6 +6,7 @@ would no longer be told apart, but a correct program must train bit for bit as b
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from shardfuse import ShardedAdam, ShardedLamb, ShardedSGD
 from shardfuse.comm import gloo
@@ -84,7 +86,7 @@ def train(*, has_hashes: bool) -> list[Tensor]:
     for seed in range(2):  # the second time, receives of the freed ones are still posted
         jobs = [Trained(cls, seed, **options) for cls, options in kinds]
         for number in range(8):
-            for job in jobs:
+            for job in jobs[:: -1 if number % 2 else 1]:  # not in the order of posted receives
                 if number == 3:
                     job.model[1].requires_grad_(True)
                 edits = number in (2, 5) and job is not jobs[2]
@@ -96,24 +98,41 @@ def train(*, has_hashes: bool) -> list[Tensor]:
     return done
 
 
+def train_on_a_row(*, has_hashes: bool) -> list[Tensor]:
+    """As train(), of one optimizer over a mesh, and of another over this rank's row of it."""
+    if not has_hashes:
+        without_hashes()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    row = mesh["shard"].get_group()
+    jobs = [
+        Trained(ShardedAdam, 0, cap=0.008, mesh=mesh),
+        Trained(ShardedAdam, 1, cap=0.004, process_group=row),
+    ]
+    for number in range(6):
+        for job in jobs[:: -1 if number % 2 else 1]:  # not in the order of posted receives
+            job.step(number)
+    return [job.values() for job in jobs]
+
+
+def test_a_row_of_a_mesh_and_a_group_of_its_own() -> None:
+    """The ranks of the mesh count the channels of one optimizer, and those of a row the other's."""
+    expected = run_procs(4, functools.partial(train_on_a_row, has_hashes=True))
+    found = run_procs(4, functools.partial(train_on_a_row, has_hashes=False))
+    for values, others in zip(expected, found, strict=True):
+        for value, other in zip(values, others, strict=True):
+            assert torch.equal(value, other)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_no_two_messages_in_flight_have_one_tag(world_size: int) -> None:
     """Four optimizers, resent buckets, survived errors, new parameters and freed optimizers."""
-    expected = run_procs(world_size, train_with_hashes)
-    found = run_procs(world_size, train_without_hashes)
+    expected = run_procs(world_size, functools.partial(train, has_hashes=True))
+    found = run_procs(world_size, functools.partial(train, has_hashes=False))
     for values, others in zip(expected, found, strict=True):
         assert len(values) == len(others) == 8
         for value, other in zip(values, others, strict=True):
             assert torch.equal(value, other)
             assert value.isfinite().all()
-
-
-def train_with_hashes() -> list[Tensor]:
-    return train(has_hashes=True)
-
-
-def train_without_hashes() -> list[Tensor]:
-    return train(has_hashes=False)
 
 
 def test_channels_are_not_used_again() -> None:

@@ -38,7 +38,7 @@ def fail(board: GroupState, num_sent: int = 0) -> None:
 
     def send_and_fail() -> None:
         for _ in range(num_sent):
-            board.begin_send("a bucket")
+            board.begin_send(is_labelled=True)
         raise ArithmeticError("of this rank")
 
     with pytest.raises(ArithmeticError), board.region("step()"):
@@ -59,7 +59,7 @@ def test_gradients_sent_before_an_error_do_not_count() -> None:
     fail(other, num_sent=3)
     together(lambda: make_call(one), lambda: make_call(other))
     for board in (one, other):
-        board.begin_send("a bucket")
+        board.begin_send(is_labelled=True)
     other._find_mismatch(lambda: True)  # it waits under backward, and tells what it does
     look(one)
 
@@ -70,8 +70,8 @@ def test_gradients_sent_after_an_error_count_before_the_ranks_meet() -> None:
     for board in (one, other):
         fail(board)
     for _ in range(2):
-        other.begin_send("a bucket")
-    one.begin_send("a bucket")
+        other.begin_send(is_labelled=True)
+    one.begin_send(is_labelled=True)
     together(lambda: make_call(one), lambda: make_call(other))
     other._find_mismatch(lambda: True)
     with pytest.raises(PeerError, match="rank 1 is under backward"):
