@@ -15,7 +15,7 @@ from torch import nn
 
 from shardfuse import ShardedSGD
 from shardfuse.comm.session import PeerError
-from shardfuse.comm.transport import Completion
+from shardfuse.comm.transport import Completion, Label
 from shardfuse.engine.gather import PendingParam
 from tests.support import placing
 from tests.support.harness import STAYING, run_procs, run_scripts, run_threads
@@ -157,7 +157,7 @@ class Losing(LazyCommunicator):
     is_lost = False
 
     def all_gather(
-        self, output: torch.Tensor, input: torch.Tensor, *, label: str | None = None
+        self, output: torch.Tensor, input: torch.Tensor, *, label: Label | None = None
     ) -> Any:
         handle = super().all_gather(output, input, label=label)
         return Completion(lose) if self.is_lost else handle

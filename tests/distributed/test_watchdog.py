@@ -21,7 +21,7 @@ from shardfuse.comm import native
 from shardfuse.comm import session as session_module
 from shardfuse.comm import watchdog as watchdog_module
 from shardfuse.comm.session import GroupState, PeerError
-from shardfuse.comm.transport import Completion, PartialSums
+from shardfuse.comm.transport import Completion, Label, PartialSums
 from shardfuse.comm.watchdog import Watchdog
 from tests.support import placing
 from tests.support.harness import STAYING, log_of_shardfuse, run_procs
@@ -259,7 +259,7 @@ def fail_with_one_in_flight(launches: list[bool], busy_s: float = 0.0) -> tuple[
         _keep_busy(busy_s)
     with suppress(ArithmeticError), comm.session.region("step()"):
         if launches[comm.rank]:
-            pending = comm.reduce_scatter(gradients, label="gradients")
+            pending = comm.reduce_scatter(gradients, label=Label("gradients", 0))
         # Together: else a thread may read of the peer's error before this rank has raised its own.
         dist.distributed_c10d._get_default_store().set(f"launched {comm.rank}", "")
         dist.distributed_c10d._get_default_store().wait([f"launched {1 - comm.rank}"])
@@ -338,7 +338,7 @@ def go_on_after_a_failure(launches: list[bool], in_part: bool) -> tuple[str, lis
         comm = native.ProcessGroupCommunicator(part, whole.device, parent=whole)
 
     def reduce(value: float) -> Completion[PartialSums]:
-        return comm.reduce_scatter(torch.full((2 * 1024,), value), label="gradients")
+        return comm.reduce_scatter(torch.full((2 * 1024,), value), label=Label("gradients", 0))
 
     if whole.rank < 2:
         reduce(1.0).wait()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfuse.buffers import CombinedBuffers
-from shardfuse.comm.transport import AsyncModel, Completion, SingleRank
+from shardfuse.comm.transport import AsyncModel, Completion, Label, SingleRank
 from shardfuse.engine.gather import ParamGatherer, PendingParam
 from shardfuse.engine.params import FlatState
 from shardfuse.layout import BLOCK, FlatLayout, ParamSpec
@@ -39,7 +39,7 @@ class _Wire(SingleRank):
     async_model = AsyncModel.UNORDERED
 
     def all_gather(
-        self, output: Tensor, input: Tensor, *, label: str | None = None
+        self, output: Tensor, input: Tensor, *, label: Label | None = None
     ) -> Completion[None]:
         return Completion(_OnItsWay(output).wait)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardfuse.comm.session import LocalSession
-from shardfuse.comm.transport import AsyncModel, Completion, PartialSums
+from shardfuse.comm.transport import AsyncModel, Completion, Label, PartialSums
 from tests.support import placing
 
 TIMEOUT_S = 30.0
@@ -100,7 +100,7 @@ class LazyCommunicator:
         into: Tensor | None = None,
         *,
         slot: int = 0,
-        label: str | None = None,
+        label: Label | None = None,
         is_summed: bool = True,
     ) -> Any:
         """Give the parts of all ranks, until the next in ``slot``."""
@@ -115,7 +115,7 @@ class LazyCommunicator:
 
         return self._late(deliver, key)
 
-    def post_receive(self, kind: str, tensor: Tensor, *, label: str, slot: int = 0) -> None:
+    def post_receive(self, kind: str, tensor: Tensor, *, label: Label, slot: int = 0) -> None:
         """Overwrite what was received in ``slot``, or others' parts of what is gathered."""
         if kind == "reduce_scatter":
             self._clear(slot)
@@ -135,7 +135,7 @@ class LazyCommunicator:
         self._slots[slot] = []
         return self._slots[slot]
 
-    def all_gather(self, output: Tensor, input: Tensor, *, label: str | None = None) -> Any:
+    def all_gather(self, output: Tensor, input: Tensor, *, label: Label | None = None) -> Any:
         """Write what others sent, not before it is delivered; until then it is NaN."""
         key = self._send("all_gather", input, None)
         own = input.clone()
@@ -150,7 +150,7 @@ class LazyCommunicator:
 
         return self._late(deliver, key)
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum", *, label: str | None = None) -> Any:
+    def all_reduce(self, tensor: Tensor, op: str = "sum", *, label: Label | None = None) -> Any:
         """Reduce in the order of ranks."""
         key = self._send(f"all_reduce by {op}", tensor, label)
 
@@ -182,14 +182,15 @@ class LazyCommunicator:
         key = self._send("broadcast", tensor, None)
         return self._late(lambda: (tensor.copy_(self._post.fetch(key, src)),), key)
 
-    def _send(self, kind: str, tensor: Tensor, label: str | None) -> str:
+    def _send(self, kind: str, tensor: Tensor, label: Label | None) -> str:
+        text = "" if label is None else label.text
         if label is None:
             self._number += 1
-            label = f"number {self._number}"
+            text = f"number {self._number}"
         size = "" if kind == "all_to_all" else f" of {tensor.numel()}"  # which differs by rank
-        self.log.append(f"{kind}{size}, {label}")
-        self._post.put(f"{kind}, {label}", self.rank, tensor)
-        return f"{kind}, {label}"
+        self.log.append(f"{kind}{size}, {text}")
+        self._post.put(f"{kind}, {text}", self.rank, tensor)
+        return f"{kind}, {text}"
 
     def _late(self, deliver: Callable[[], PartialSums], key: str) -> Any:
         handle = Completion(deliver)
